@@ -31,7 +31,7 @@ def brightness(image):
 
 
 class BrightnessJudge:
-    """An engine that scores how similar two images' brightness is (its square for the instruction question)."""
+    """An engine that scores how similar two images' brightness is (squared for the instruction question)."""
 
     def __init__(self, stop_after=None):
         self.batches, self.questions, self.stop_after = [], [], stop_after
@@ -57,7 +57,7 @@ class BenchCommand:
 
     def __call__(self, judge, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
+            patch.setattr(runner, "make_engine", lambda args: judge)
             return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
 
     def main(self, *arguments):
@@ -124,7 +124,6 @@ def save_edit_bench(file, examples):
 
 @pytest.fixture(scope="session")
 def examples():
-    """20 rows of EditReward-Bench."""
     return edit_examples(20)
 
 

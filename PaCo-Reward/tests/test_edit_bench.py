@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from paco_eval.results import BenchError
 from paco_judge.client import Pair
 from paco_judge.questions import EDIT_DIMENSIONS, editing_texts, load_editing_questions
 
@@ -23,12 +22,10 @@ QUESTIONS = load_editing_questions()
 
 scores = st.sampled_from([0.0, 0.2, 0.5, 0.500001, 1.0])
 a_row = {"task_type": st.sampled_from([*TASKS, "own_task"]), "dimension": st.sampled_from(EDIT_DIMENSIONS)}
-a_row |= {"scores": st.tuples(scores, scores)}
-rows_of_results = st.lists(st.fixed_dictionaries(a_row), min_size=1, max_size=60)
+rows_of_results = st.lists(st.fixed_dictionaries(a_row | {"scores": st.tuples(scores, scores)}), min_size=1, max_size=60)
 
 
 def share(rows, kind):
-    """Accuracy by counting; NaN for no rows."""
     right = [a > b or (kind == "lenient" and a == b) for a, b in (row["scores"] for row in rows)]
     return sum(right) / len(right) if right else float("nan")
 
@@ -43,8 +40,8 @@ def test_tables_of_random_results(rows):
     }
     for line in table.to_dict("records"):
         mine, kind = [row for row in rows if row["dimension"] == line["dimension"]], line["right when"]
-        for group in (*GROUPS, *(["other"] if any(row["task_type"] == "own_task" for row in rows) else [])):
-            members = [row for row in mine if row["task_type"] in GROUPS.get(group, ("own_task",))]
+        for group, tasks in GROUPS.items():
+            members = [row for row in mine if row["task_type"] in tasks]
             assert line[group] == pytest.approx(share(members, kind), nan_ok=True)
         assert line["average"] == pytest.approx(share(mine, kind)) and line["pairs"] == len(mine)
         assert line["ties"] == sum(row["scores"][0] == row["scores"][1] for row in mine)
@@ -131,43 +128,28 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     assert edits(BrightnessJudge()) == 1 and [row["index"] for row in edits.rows] == [*good, 6]
 
 
-def hugging_face(rows):
-    """The rows as a Hugging Face data set with image columns."""
+def contents(dataset):
+    """(key, question, pixels, pixels) of every pair."""
+    pairs = [(item.fields["key"], pair) for item in load_bench(str(dataset), QUESTIONS) for pair in item.prepare()[0]]
+    return [(key, pair.question, *(np.array(image).tobytes() for image in pair.images)) for key, pair in pairs]
+
+
+def test_every_format_holds_the_same(examples, edits, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     text, image = datasets.Value("string"), datasets.Image()
     columns = {"key": datasets.Sequence(text), "instruction": text, "input_image": image}
     columns |= {"output_images": datasets.Sequence(image), "task_type": text, "dimension": text}
-    return datasets.Dataset.from_list(rows, features=datasets.Features(columns))
-
-
-def contents(bench):
-    """(question, pixels, pixels) of every pair."""
-    pairs = [pair for item in bench for pair in item.prepare()[0]]
-    return [(pair.question, *(np.array(image).tobytes() for image in pair.images)) for pair in pairs]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """The cache of parquet files goes to the test's folder."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.mark.parametrize("kind", ["saved", "splits", "parquet"])
-def test_every_format_holds_the_same(kind, examples, edits, tmp_path):
-    place, expected, whole = tmp_path / "copy", load_bench(str(edits.data), QUESTIONS), hugging_face(examples)
-    if kind == "saved":
-        whole.save_to_disk(place)
-    elif kind == "splits":
-        datasets.DatasetDict({"train": whole, "other": whole.select(range(2))}).save_to_disk(place)
-        assert len(load_bench(str(place), QUESTIONS, "other")) == 2
-        with pytest.raises(BenchError, match="--split"):
-            load_bench(str(place), QUESTIONS, "test")
-    else:
-        (place / "data").mkdir(parents=True)
-        for part in range(2):
-            whole.shard(2, part).to_parquet(place / "data" / f"train-0000{part}-of-00002.parquet")
-    bench = load_bench(str(place), QUESTIONS)
-    assert [item.fields["key"] for item in bench] == [item.fields["key"] for item in expected]
-    assert contents(bench) == contents(expected)
+    whole = datasets.Dataset.from_list(examples, features=datasets.Features(columns))
+    whole.save_to_disk(tmp_path / "saved")
+    first, last = whole.select(range(9)), whole.select(range(9, 20))
+    datasets.DatasetDict({"train": whole, "other": first}).save_to_disk(tmp_path / "train")
+    datasets.DatasetDict({"first": first, "last": last}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "parquet" / "data").mkdir(parents=True)
+    for part, rows in enumerate((first, last)):
+        rows.to_parquet(tmp_path / "parquet" / "data" / f"train-0000{part}-of-00002.parquet")
+    expected = contents(edits.data)
+    for name in ("saved", "train", "splits", "parquet"):
+        assert contents(tmp_path / name) == expected, name
 
 
 def test_unusable_data_sets(edits, tmp_path, capsys):

@@ -1,33 +1,23 @@
-"""ConsistencyRank's baselines against direct computations, and eval.py."""
+"""ConsistencyRank's baselines against direct computations."""
 
 import numpy as np
 import pytest
 import torch
-from bench_tools import BrightnessJudge
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_pipelines import save_open_clip
 
-from paco_eval import runner
-from paco_eval.baselines import make_baseline
+from paco_eval import baselines
 from paco_judge.client import Pair
-
-
-@pytest.fixture(scope="session")
-def clip_folder(tmp_path_factory):
-    """A tiny OpenCLIP in the hub's format."""
-    save_open_clip(folder := tmp_path_factory.mktemp("clip"))
-    return folder
 
 
 @pytest.fixture
 def evaluate(rank):
-    """``eval.py`` on ``bench``: ``evaluate(scorer, "--flag", …)`` -> rows of its results file, or its exit status."""
+    """``eval.py`` on ``bench``: ``evaluate(scorer)`` -> rows of its results file."""
 
-    def run(scorer, *arguments):
-        if status := rank.main("--scorer", scorer, *arguments):
-            return status
-        (rank.file,) = rank.out.glob(f"results/{scorer}*.jsonl")
+    def run(scorer):
+        assert rank.main("--scorer", scorer) == 0
+        rank.file = rank.out / "results" / f"{scorer}.jsonl"
         return rank.rows
 
     return run
@@ -41,15 +31,17 @@ def test_histogram_values(evaluate):
     assert len(evaluate("histogram")) == 5
     red, mixed = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
-    assert make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(0.75)
+    assert baselines.make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(0.75)
 
 
-def test_clip_i_is_the_cosine_of_image_features(evaluate, clip_folder, bench):
+def test_clip_i_is_the_cosine_of_image_features(evaluate, bench, tmp_path, monkeypatch):
     import open_clip
 
-    rows = evaluate("clip_i", "--weights", clip_folder)
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{clip_folder}")
-    assert len(rows) == 5 and all(row["engine"] == "clip_i" and str(clip_folder) in row["model"] for row in rows)
+    save_open_clip(tmp_path / "clip")
+    monkeypatch.setattr(baselines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
+    rows = evaluate("clip_i")
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    assert len(rows) == 5 and {row["model"] for row in rows} == {"clip_i ViT-H-14 laion2b_s32b_b79k"}
     for row in rows:
         with torch.no_grad():
             features = [model.eval().encode_image(preprocess(x)[None])[0].numpy() for x in pictures_of(bench, row)]
@@ -59,14 +51,16 @@ def test_clip_i_is_the_cosine_of_image_features(evaluate, clip_folder, bench):
 
 
 @pytest.mark.long
-def test_dreamsim_is_its_distance(evaluate, bench, tmp_path):
+def test_dreamsim_is_its_distance(evaluate, bench, tmp_path, monkeypatch):
     """The package's smaller model (ViT-B/32) with random weights in the release's format."""
     from dreamsim import dreamsim
     from dreamsim.feature_extraction.vision_transformer import vit_base
     from peft import LoraConfig, get_peft_model
 
-    folder = tmp_path / "release"
-    folder.mkdir()
+    monkeypatch.setattr(baselines, "DREAMSIM_TYPE", kind := "open_clip_vitb32")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    folder = tmp_path / "dreamsim" / kind
+    folder.mkdir(parents=True)
     torch.manual_seed(0)
     vit = vit_base(patch_size=32)
     vit.pos_drop = torch.nn.LayerNorm(vit.embed_dim)
@@ -76,37 +70,11 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path):
     lora.save_pretrained(folder / "open_clip_vitb32_single_lora")
     save_file({}, folder / "open_clip_vitb32_single_lora" / "adapter_model.safetensors")
 
-    rows = evaluate("dreamsim", "--weights", folder, "--dreamsim_type", "open_clip_vitb32")
-    model, preprocess = dreamsim(device="cpu", cache_dir=str(folder), dreamsim_type="open_clip_vitb32")
+    rows = evaluate("dreamsim")
+    model, preprocess = dreamsim(device="cpu", cache_dir=str(folder), dreamsim_type=kind)
     for row in rows[:2]:
         reference, *candidates = (preprocess(image) for image in pictures_of(bench, row))
         with torch.no_grad():
             distances = [model(reference, candidate).item() for candidate in candidates]
         assert row["scores"] == pytest.approx([1 - distance / 2 for distance in distances], abs=1e-5)
     assert len(rows) == 5 and len({score for row in rows for score in row["scores"]}) == 15
-
-
-def test_a_vlm_is_asked_as_by_eval_vllm(rank, monkeypatch):
-    judge, other, file = BrightnessJudge(), BrightnessJudge(), rank.file.with_name("judge-v2.jsonl")
-    assert rank(other, "--prompt_template", "2", "--batch_size", "8") == 0
-    expected = file.read_text()
-    monkeypatch.setattr(runner, "make_engine", lambda args: ("brightness", judge))
-    for option in ("--scorer", "--model"):  # published: --model and --port
-        file.unlink()
-        assert rank.main(option, "some/judge", "--prompt_template", "2") == 0
-        assert file.read_text() == expected
-    assert judge.questions == 2 * other.questions
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (("histogram", "--weights", "x"), "--weights"),
-        (("histogram", "--question", "pair"), "--question"),
-        (("clip_i", "--model", "some/judge"), "--model"),
-        (("dreamsim", "--weights", "gone"), "--weights gone"),
-    ],
-)
-def test_unusable_options(evaluate, capsys, arguments, named):
-    assert evaluate(*arguments) == 2
-    assert named in capsys.readouterr().err

@@ -55,7 +55,7 @@ REPLACED = {
         "--tensor_parallel_size 1 --gpu_memory_utilization 0.85": "--engine transformers",
         "evaluate_vllm_PaCoReward.sh": "evaluate_vllm_PaCoReward.sh --engine transformers --dataset edits.jsonl",
         "--scorer clip_i": "--help; :",  # as subfig_clipT.py
-        "eval.py --scorer Qwen/": "eval.py --engine transformers --scorer Qwen/",
+        "eval.py --model Qwen/": "eval.py --engine transformers --model Qwen/",
         "http://127.0.0.1:8000": "JUDGE_URL",
     },
 }  # fmt: skip

@@ -4,20 +4,15 @@ eval_vllm.py is the same command.
 
   python eval_vllm.py --model X --tensor_parallel_size 1 --gpu_memory_utilization 0.85 --batch_size 8
   python eval_vllm.py --model X --server http://127.0.0.1:8000      a running server (bash vllm_server/launch.sh)
-  python eval_vllm.py --model X --engine transformers               without vLLM
+  python eval_vllm.py --model X --engine transformers               without vLLM; X may be any VLM
   python eval_vllm.py --model X --question mine.txt                 your own wording
 
-vLLM runs in this process: use the interpreter that has vLLM (in this repository .venv-vllm/bin/python). For comparison,
-image similarities in [0, 1] and VLMs that were not trained as a judge:
+vLLM runs in this process: use the interpreter that has vLLM (in this repository .venv-vllm/bin/python). Image
+similarities in [0, 1], for comparison:
 
-  python eval.py --scorer clip_i                       cosine of OpenCLIP image features, as (1 + cosine) / 2
-  python eval.py --scorer dreamsim                     DreamSim (pip install dreamsim), the same
-  python eval.py --scorer histogram                    overlap of the color histograms
-  python eval.py --scorer Qwen/Qwen2.5-VL-7B-Instruct  any VLM, folder or hub name, asked as the judge
-  python eval.py --model PaCo-Reward-7B --port 8000    the model served at this port
-
-Weights come from the hub (DreamSim: from its authors' release page), or with --weights from a folder as `hf download
-laion/CLIP-ViT-H-14-laion2B-s32B-b79K` stores it, a .safetensors file with its --clip_model, or DreamSim's unpacked release.
+  python eval.py --scorer clip_i       (1 + cosine) / 2 of OpenCLIP image features (pip install open_clip_torch)
+  python eval.py --scorer dreamsim     the same of DreamSim's (pip install dreamsim)
+  python eval.py --scorer histogram    overlap of the color histograms
 
 Results: <results_dir>/<model>-v<template or question>.jsonl or <scorer>.jsonl; print_eval_table.py prints their table.
 """
@@ -39,12 +34,12 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.baselines import BASELINES, CLIP_MODEL, DREAMSIM_TYPE, baseline_names, make_baseline
-from paco_eval.data import open_image
-from paco_eval.results import BenchError, Row, fingerprint, read_rows
-from paco_eval.runner import HUB_MODEL, Item, Prepared, exit_status, new_parser, parse, run_benchmark, run_judge
-from paco_judge.client import DEFAULT_MODEL, Pair
+from paco_eval.baselines import BASELINES, make_baseline
+from paco_eval.results import BenchError, Row, read_rows
+from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark, run_judge
+from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
+from paco_judge.images import load_image
 from paco_judge.questions import Question, load_question
 from paco_judge.verdict import mean_over_dimensions
 
@@ -65,20 +60,15 @@ METRICS = {  # name in results files -> heading in tables
 }
 TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
 DEFAULT_TEMPLATE = 3
-OPTIONS_OF = {"weights": ("clip_i", "dreamsim"), "clip_model": ("clip_i",), "dreamsim_type": ("dreamsim",)}
-
-JUDGE_OPTIONS = (
-    "server", "engine", "adapter", "question", "prompt_template", "image_labels", "image_format", "answer_tokens",
-)  # fmt: skip
 
 
 def find_bench(dataset_dir: str | None) -> Path:
-    """The benchmark folder: ``dataset_dir`` or the one in it; default: the first in ., .. or ../... Raises BenchError."""
-    places = [Path(dataset_dir)] if dataset_dir else [Path("."), Path(".."), Path("../..")]
-    for folder in (folder for place in places for folder in (place / BENCH, place)):
+    """The benchmark's folder: ``dataset_dir`` or the one in it; default: the first in ., .. or ../..."""
+    places = [dataset_dir] if dataset_dir else [".", "..", "../.."]
+    for folder in (folder for place in places for folder in (Path(place) / BENCH, Path(place))):
         if (folder / RANKS).is_file():
             return folder
-    raise BenchError(f"no {BENCH} in {', '.join(map(str, places))}; download it with {DOWNLOAD}, or pass --dataset_dir")
+    raise BenchError(f"no {BENCH} in {', '.join(places)}; download it with {DOWNLOAD}, or pass --dataset_dir")
 
 
 def unpack_images(root: Path) -> None:
@@ -97,7 +87,7 @@ def unpack_images(root: Path) -> None:
 
 
 def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
-    """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``. Raises BenchError."""
+    """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``."""
     root = find_bench(dataset_dir)
     unpack_images(root)
     prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)} if question.fields else {}
@@ -126,7 +116,7 @@ def prepare(root: Path, prompts: dict[str, Row], question: Question, row: Row) -
     texts = [text for dimension in asked.values() for text in dimension]
     folder = root / "images" / name
     names = (row["ref_image"], *listed)
-    reference, *candidates = (open_image(n, root if (root / n).is_file() else folder, "") for n in names)
+    reference, *candidates = (load_image((root if (root / n).is_file() else folder) / n) for n in names)
     pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
     def to_row(values: list[float]) -> Row:
@@ -148,18 +138,11 @@ def predicted_order(scores: Sequence[float]) -> list[int]:
 
 
 def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str, float]:
-    """All metrics of one item.
+    """All metrics of one item (docs/method.md, section 8, explains them).
 
     Args:
-        scores: (n,) P(Yes) of each candidate against the reference, n >= 2, as listed in the item.
-        true_order: (n,) the candidates' indices, best first (a permutation of 0 .. n-1).
-
-    Returns:
-        accuracy: share of positions that hold the right candidate. kendalltau (tau-b), spearmanr: between scores and
-        true ranks, in [-1, 1]; 0 if all scores are equal. footrule: sum over candidates of |predicted - true
-        position|. top1, bottom1: whether the best and the worst are found (0/1), and top_bottom_mean.
-        kendalltau_published, spearmanr_published: between the lists of candidate indices in predicted and in true
-        order, as the paper's script computes them. ties: pairs of candidates with equal scores.
+        scores: (n,) P(Yes) of each candidate against the reference, n >= 2.
+        true_order: (n,) the candidates' indices, best first.
     """
     n = len(scores)
     order = predicted_order(scores)
@@ -173,6 +156,7 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         "top1": top1,
         "bottom1": bottom1,
         "top_bottom_mean": (top1 + bottom1) / 2,
+        # between the lists of indices in predicted and in true order, as the paper's script computes them
         "kendalltau_published": _correlation(kendalltau, order, true_order),
         "spearmanr_published": _correlation(spearmanr, order, true_order),
         "ties": float(sum(scores[i] == scores[j] for i, j in combinations(range(n), 2))),
@@ -186,46 +170,26 @@ def _correlation(function: Callable, first: Sequence[float], second: Sequence[fl
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Rank with the scorer; returns the number of items without a result. Raises ValueError, OSError."""
-    for option, scorers in OPTIONS_OF.items():
-        if getattr(args, option) and args.scorer not in scorers:
-            raise BenchError(f"--scorer {args.scorer} does not use --{option}")
-    if args.scorer in BASELINES:
-        given = [f"--{name}" for name in JUDGE_OPTIONS if getattr(args, name) is not None]
-        if given or args.model not in (DEFAULT_MODEL, HUB_MODEL):
-            raise BenchError(f"--scorer {args.scorer} does not use {given[0] if given else '--model'}")
-    version = args.prompt_template or DEFAULT_TEMPLATE
-    question = load_question(args.question or TEMPLATES[version], ("theme", "criterion"))
-    if args.scorer not in BASELINES:
-        version = f"-v{question.name if args.question else version}"
+    """Rank the candidates; returns the number of items without a result."""
+    question = load_question(args.question or TEMPLATES[args.prompt_template], ("theme", "criterion"))
+    if args.scorer is None:
+        version = f"-v{question.name if args.question else args.prompt_template}"
         return run_judge(args, load_bench(args.dataset_dir, question), (question,), version)
     items = load_bench(args.dataset_dir, load_question("pair"))  # a baseline ignores the question
-    options = (args.scorer, args.weights, args.clip_model or args.dreamsim_type)
-    exact, short = baseline_names(*options)
-    places = [args.weights, *sorted(Path(args.weights).glob("*/"))] if args.weights else []  # DreamSim has subfolders
-    stamp, file = {"model": exact, "weights": fingerprint(*places)}, Path(args.results_dir) / f"{short}.jsonl"
-    return run_benchmark(
-        items, file, stamp, lambda: (args.scorer, make_baseline(*options, args.batch_size)), args.batch_size
-    )
+    file, make = Path(args.results_dir) / f"{args.scorer}.jsonl", partial(make_baseline, args.scorer, args.batch_size)
+    return run_benchmark(items, file, {"model": BASELINES[args.scorer]}, make, args.batch_size)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     parser = new_parser(__doc__)
-    parser.add_argument("--scorer", help=f"{', '.join(BASELINES)}, or a VLM's folder or hub name; default: --model")
-    parser.add_argument("--weights", help="local weights of clip_i (folder or .safetensors) or dreamsim (folder)")
-    parser.add_argument("--clip_model", help=f"OpenCLIP architecture, or hf-hub:NAME; default: {CLIP_MODEL}")
-    parser.add_argument("--dreamsim_type", help=f"type of DreamSim; default: {DREAMSIM_TYPE}")
+    parser.add_argument("--scorer", choices=BASELINES, help="an image similarity instead of the judge")
     parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
     question = parser.add_mutually_exclusive_group()
     text = "shipped template, or text file with {theme}, {criterion} or neither"
     question.add_argument("--question", metavar="NAME|FILE", help=text)
     text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
-    question.add_argument("--prompt_template", type=int, choices=tuple(TEMPLATES), help=text)
-    args = parse(parser, arguments)
-    if args.scorer not in (None, *BASELINES):
-        args.model = args.scorer
-    return exit_status(evaluate, args)
+    question.add_argument("--prompt_template", type=int, choices=TEMPLATES, default=DEFAULT_TEMPLATE, help=text)
+    return exit_status(evaluate, parse(parser, arguments))
 
 
 if __name__ == "__main__":

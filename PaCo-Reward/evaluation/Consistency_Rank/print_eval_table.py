@@ -17,13 +17,14 @@ import paco_eval  # noqa: F401 - first: it names the packages that are missing
 import pandas as pd
 from eval import METRICS
 
-from paco_eval.results import Row, as_latex, as_text, read_results
+from paco_eval.results import as_latex, as_text, read_results
 from paco_eval.runner import exit_status, new_parser
 
 
-def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
+def make_table(results_dir: str, print_std: bool) -> pd.DataFrame:
     """A row of means (± standard deviations, without Bessel's correction) for each results file."""
-    by_model = results.groupby("model")
+    metrics = lambda row: {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
+    by_model = read_results(Path(results_dir), metrics).groupby("model")
     table = by_model[list(METRICS)].mean()
     if print_std:
         deviations = by_model[list(METRICS)].std(ddof=0)
@@ -34,21 +35,15 @@ def make_table(results: pd.DataFrame, print_std: bool) -> pd.DataFrame:
     return table.reset_index()
 
 
-def parse_row(row: Row) -> Row:
-    """The metrics of a row of a results file. Raises ValueError, KeyError or TypeError."""
-    return {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
-
-
 def tables(args: argparse.Namespace) -> None:
     """Print and write the table."""
-    table = make_table(read_results(Path(args.results_dir), parse_row), args.print_std)
+    table = make_table(args.results_dir, args.print_std)
     text = as_latex(table) if args.output_format == "latex" else as_text(table)
     Path(args.output_file).write_text(text, encoding="utf-8")
     print(text, end="")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     parser = new_parser(__doc__)
     parser.add_argument("--results_dir", default="results")
     parser.add_argument("--output_file", default="results_summary.txt")

@@ -3,7 +3,7 @@
 python calculate_statistics.py --results_dir results --output results_summary [--backbone MODEL]
 
 A pair is right when the better edit's score is higher (strict) or not lower (lenient). Groups and `average` count every
-pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`: no such pairs among the results.
+pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`: no such pairs.
 """
 
 import sys
@@ -26,14 +26,13 @@ GROUPS = {
     "advanced": ("ps_human", "text_change", "motion_change", "compose"),
 }
 GROUP_OF = {task: group for group, tasks in GROUPS.items() for task in tasks}
-OTHER = "other"  # task types of the user's own data set
 KINDS = ("strict", "lenient")
 
 
 def parse_row(row: Row) -> Row:
-    """The columns that the tables need. Raises ValueError, KeyError or TypeError."""
+    """The columns that the tables need."""
     (better, worse), task = map(float, row["scores"]), str(row["task_type"])
-    columns = {"dimension": row["dimension"], "group": GROUP_OF.get(task, OTHER), "task type": task}
+    columns = {"dimension": row["dimension"], "group": GROUP_OF.get(task, "other"), "task type": task}
     return columns | {"strict": better > worse, "lenient": better >= worse, "ties": better == worse}
 
 
@@ -42,8 +41,7 @@ def group_table(results: pd.DataFrame) -> pd.DataFrame:
     keys = ["model", "dimension", "right when"]
     every = results.melt(["model", "dimension", "group", "task type", "ties"], [*KINDS], keys[2], "right")
     every[keys[2]] = pd.Categorical(every[keys[2]], KINDS)
-    groups = [*GROUPS, *([OTHER] if (results["group"] == OTHER).any() else [])]
-    table = every.pivot_table("right", keys, "group", observed=True).reindex(columns=groups)
+    table = every.pivot_table("right", keys, "group", observed=True).reindex(columns=[*GROUPS])
     rows = every.groupby(keys, observed=True)
     table.insert(0, "pairs", rows.size())
     tasks = every.groupby([*keys, "task type"], observed=True)["right"].mean()
@@ -62,17 +60,16 @@ def task_table(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_tables(results_dir: Path, output: str, model: str | None = None) -> None:
-    """Print the tables and write ``<output>.txt`` and ``.tex``; ``model``: of files whose name begins with it alone."""
+    """Print and write the tables; ``model``: only of files whose name begins with it."""
     results = read_results(results_dir, parse_row)
     if model:
         results = results[results["model"].str.startswith(Path(model).name)]
         if results.empty:
             raise BenchError(f"no results of {model} in {results_dir}")
-    write_tables(output, group_table(results), task_table(results), names=3)
+    write_tables(output, group_table(results), task_table(results))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     parser = new_parser(__doc__)
     parser.add_argument("--results_dir", "--result_dir", default="results")
     parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")

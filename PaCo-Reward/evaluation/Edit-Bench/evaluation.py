@@ -9,12 +9,12 @@ For each row the judge sees the input image with each of the two edits. Dimensio
 edit follows the instruction, consistency whether everything else stayed the same, overall asks both and takes
 sqrt(prompt_following * consistency). Scores are P(Yes).
 
-The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder written by save_to_disk, a folder of
-parquet files (as `hf download` stores it), or a .jsonl file whose image paths are relative to it. Columns: key [2],
-instruction, input_image, output_images [2, the better first], task_type, dimension.
+The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder of parquet files (as `hf download`
+stores it) or of save_to_disk, or a .jsonl file whose image paths are relative to it. Columns: key [2], instruction,
+input_image, output_images [2, the better first], task_type, dimension.
 
-Results: <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl). At the end the tables of all models in
-the folder are printed (again with: python calculate_statistics.py).
+Results: <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl). calculate_statistics.py prints the tables
+of all models in the folder again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # paco_eval
 
 from calculate_statistics import save_tables
 
-from paco_eval.data import Source, open_source
+from paco_eval.data import Pictures, open_source
 from paco_eval.results import Row
 from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_judge
 from paco_judge.client import Pair
@@ -39,26 +39,22 @@ TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
 IMAGE_COLUMNS = ("input_image", "output_images")
 
 
-def load_bench(
-    dataset: str | None, questions: Sequence[Question], split: str | None = None, resize_edits: bool = False
-) -> list[Item]:
-    """Read all rows but not their images. Raises BenchError, as ``open_source``.
+def load_bench(dataset: str | None, questions: Sequence[Question], resize_edits: bool = False) -> list[Item]:
+    """Read all rows but not their images (see ``open_source``).
 
     ``resize_edits``: every edit gets the size of its input image (Pillow's default resampling).
     """
-    source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS, split)
-    fields = ({"key": row.get("key"), "dimension": row.get("dimension")} for row in source.rows)
-    return [
-        Item({"index": index} | own, partial(prepare, source, index, questions, resize_edits))
-        for index, own in enumerate(fields)
-    ]
+    items = []
+    for index, (row, pictures) in enumerate(open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS)):
+        fields = {"index": index, "key": row.get("key"), "dimension": row.get("dimension")}
+        items.append(Item(fields, partial(prepare, row, pictures, questions, resize_edits)))
+    return items
 
 
-def prepare(source: Source, index: int, questions: Sequence[Question], resize_edits: bool) -> Prepared:
+def prepare(row: Row, pictures: Pictures, questions: Sequence[Question], resize_edits: bool) -> Prepared:
     """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result."""
-    row = source.rows[index]
     task, asked = str(row["task_type"]), editing_texts(questions, row["instruction"], row["dimension"])
-    before, *edits = source.pictures(index)
+    before, *edits = pictures()
     if resize_edits:
         edits = [edit.resize(before.size) for edit in edits]
     pairs = [Pair(before, edit, question) for edit in edits for question in asked.values()]
@@ -72,11 +68,9 @@ def prepare(source: Source, index: int, questions: Sequence[Question], resize_ed
 
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of the command."""
     parser = new_parser(__doc__)
     text = f"hub name, folder or file; default: EditReward-Bench in ., .. or ../.., else {HUB_NAME}"
     parser.add_argument("--dataset", "--dataset_dir", "--benchmark_dir", help=text)
-    parser.add_argument("--split", help="split of the data set; default: train, or the only one")
     text = "shipped templates or text files: whether the rest is kept, and whether the instruction is followed; one "
     text += "alone decides every dimension; default: " + " ".join(EDITING)
     parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
@@ -86,10 +80,10 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Score the rows without a result and print the tables; returns the number of rows left without."""
+    """Score and print the tables; returns the number of rows without a result."""
     questions = load_editing_questions(args.question or EDITING)
     version = "-v" + "+".join(question.name for question in questions) if args.question else ""
-    items = load_bench(args.dataset, questions, args.split, args.resize_edits)
+    items = load_bench(args.dataset, questions, args.resize_edits)
     failed = run_judge(args, items, questions, version, resize_edits=args.resize_edits)
     if failed < len(items):
         save_tables(Path(args.results_dir), args.output)
@@ -97,7 +91,6 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     return exit_status(evaluate, command_line(arguments))
 
 

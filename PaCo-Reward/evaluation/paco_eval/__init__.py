@@ -1,4 +1,4 @@
-"""What the benchmarks share: engines, baselines, data sets, results files and tables."""
+"""What the benchmarks share."""
 
 import importlib.util
 import sys

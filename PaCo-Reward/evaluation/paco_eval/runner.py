@@ -25,15 +25,10 @@ Prepared = tuple[list[Pair], Callable[[list[float]], Row]]
 
 @dataclass(frozen=True)
 class Item:
-    """``fields`` identify it in a results file. ``prepare`` raises ValueError, KeyError or TypeError if its row or its
-    images cannot be used."""
+    """``fields`` identify it in a results file. ``prepare`` raises ValueError, KeyError or TypeError if it is damaged."""
 
     fields: Row
     prepare: Callable[[], Prepared]
-
-    @property
-    def name(self) -> str:
-        return "item " + " ".join(str(value) for value in self.fields.values())
 
 
 def run_judge(
@@ -41,55 +36,43 @@ def run_judge(
 ) -> int:
     """``run_benchmark`` with the judge of the options of ``parse``.
 
-    Two checkpoints may share a folder name, which names the file, so the rows hold absolute paths of local folders.
-
-    Args:
-        version: Follows the judge in the file's name.
-        asked: Stands in the rows next to the questions' record.
+    The file is named by the judge's folder and ``version``. Two checkpoints may share a folder name, so the rows hold
+    absolute paths; and ``asked``, next to the questions' record.
     """
     places = [args.model, *filter(None, [args.adapter])]
     short = "+".join(Path(os.path.abspath(place)).name for place in places)
     exact = " + ".join(str(Path(place).resolve()) if Path(place).is_dir() else place for place in places)
     stamp = {"model": exact, "asked": record(questions, form_of(args)) | asked}
-    stamp["weights"] = None if args.server else fingerprint(*places)  # a server does not reveal its weights
-
-    def make() -> tuple[str, ScorePairs]:
-        name, engine = make_engine(args)
-        return name, ask_once(engine)  # EditReward-Bench repeats edits
-
+    stamp["weights"] = None if args.server else fingerprint(*places)
+    make = lambda: ask_once(make_engine(args))  # EditReward-Bench repeats edits
     return run_benchmark(items, Path(args.results_dir) / f"{short}{version}.jsonl", stamp, make, args.batch_size)
 
 
 def run_benchmark(
-    items: Sequence[Item], file: Path, stamp: Row, make_engine: Callable[[], tuple[str, ScorePairs]], batch_size: int
+    items: Sequence[Item], file: Path, stamp: Row, make: Callable[[], ScorePairs], batch_size: int
 ) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
-    Args:
-        file, stamp: As of ``open_results``.
-        make_engine: Returns the engine's name and the engine; called only if an item is left to score.
-        batch_size: Pairs given to the engine at once.
+    ``stamp``: as of ``open_results``. ``make``: makes the engine; called only if an item is left to score.
     """
     if not items:
         raise BenchError("the benchmark has no items")
-    failed = []
+    failed = 0
     with open_results(file, [item.fields for item in items], stamp) as (done, append):
         print(f"{len(items)} items, {len(done)} already in {file}", flush=True)
         if todo := [item for item in items if key_of(item.fields) not in done]:
-            engine_name, engine = make_engine()
-            pace = {} if sys.stderr.isatty() else {"mininterval": 10.0}  # seconds between lines of a log
-            with tqdm(total=len(items), initial=len(done), unit="item", **pace) as progress:
+            engine = make()
+            with tqdm(total=len(items), initial=len(done), unit="item", mininterval=1.0) as progress:
                 for item, row in score_items(todo, engine, batch_size):
                     if isinstance(row, str):
-                        failed.append(item.name)
-                        tqdm.write(f"{item.name}: {row}", file=sys.stderr)
+                        failed += 1
+                        tqdm.write(f"item {' '.join(map(str, item.fields.values()))}: {row}", file=sys.stderr)
                     else:
-                        append({"engine": engine_name, **item.fields, **row})
+                        append(item.fields | row)
                         progress.update()
     if failed:
-        names = ", ".join(failed[:10]) + (" …" if len(failed) > 10 else "")
-        print(f"{len(failed)} items have no result: {names}; run the same command to retry them", file=sys.stderr)
-    return len(failed)
+        print(f"{failed} items have no result; run the same command to retry them", file=sys.stderr)
+    return failed
 
 
 def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | str]]:
@@ -131,16 +114,15 @@ def _score(batch: list[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | 
 
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
-    """The parser of a command with this help text."""
+    """The parser of a command with this ``--help``."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """A benchmark's command line, with the options of its engine."""
+    """A benchmark's command line, with the options of its judge."""
     parser.epilog = (
-        "Every result is appended to a file in --results_dir at once; the same command continues a run that was stopped.\n"
-        "An item that cannot be scored is reported and left out. Exit status: 0 all items have a result, 1 some have\n"
-        "none, 2 the run could not continue, 130 stopped by Ctrl-C."
+        "The same command continues a run that was stopped. An item that cannot be scored is reported and left out.\n"
+        "Exit status: 0 all items have a result, 1 some have none, 2 the run could not continue, 130 stopped by Ctrl-C."
     )
     text = "folder, hub name, or served name with --server; default: the published PaCo-Reward-7B"
     parser.add_argument("--model", "--backbone", help=text)
@@ -148,22 +130,20 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
     parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
-    parser.add_argument("--engine", choices=("vllm", "transformers"), help="default: vllm")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm")
     parser.add_argument("--server", metavar="URL", help="ask a running server instead")
-    parser.add_argument("--port", type=int, help="ask the server at this port of this machine")
+    parser.add_argument("--port", dest="server", type="http://127.0.0.1:{}".format, help="of a server on this machine")
     parser.add_argument("--results_dir", "--result_dir", default="results")
     add_form_arguments(parser)
     args = parser.parse_args(arguments)
     if args.batch_size < 1:
         parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
-    if args.port is not None:
-        args.server = args.server or f"http://127.0.0.1:{args.port}"
     args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
     return args
 
 
 def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
-    """The exit status of a command (see ``parse``) whose ``run`` returns the number of items without a result."""
+    """The exit status of a command whose ``run`` returns the number of items without a result."""
     try:
         return 1 if run(args) else 0
     except KeyboardInterrupt:
