@@ -7,7 +7,6 @@ from diffusers import FluxPipeline
 from torch import nn
 
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, ForwardInputs, lora_targets_with
-from paco_grpo.policies.performance.flux import leave_out_unread_text
 
 
 class FluxPolicy(DiffusersPolicy):
@@ -17,10 +16,6 @@ class FluxPolicy(DiffusersPolicy):
     family = "FLUX"
     tokenizer_folder = "tokenizer_2"  # T5's; CLIP always takes 77 tokens
     lora_targets = lora_targets_with("ff", "ff_context")
-
-    def __init__(self, pipeline: FluxPipeline, **options) -> None:
-        super().__init__(pipeline, **options)
-        leave_out_unread_text(pipeline.transformer)
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """CLIP and T5."""
