@@ -135,7 +135,6 @@ def get_aggregate_fn(
     spec: Any,
     reward_weights: Mapping[str, float] | None = None,
     global_std: bool = False,
-    arguments: Mapping[str, Any] | None = None,
 ) -> AggregateFn | None:
     """The aggregation of a run.
 
@@ -143,27 +142,22 @@ def get_aggregate_fn(
         spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
         reward_weights: Default weights of the built-in functions that take weights.
         global_std: Default of ``weighted_advantage_sum_aggregate_fn``.
-        arguments: ``config.train.aggregate_fn_kwargs``, for a built-in function named by ``spec``.
 
     Raises:
         ValueError: There is no such function, or it does not take one of the arguments.
     """
-    name, given = spec, dict(arguments or {})
-    if _is_table(spec):
-        name, given = spec.get("name"), dict(spec.get("arguments", {})) | given
+    name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})
     factory = FACTORIES.get(name) if isinstance(name, str) else None
     known = _arguments(factory) if factory else []
     if unknown := [argument for argument in given if argument not in known]:
-        raise ValueError(
-            f"config.train.aggregate_fn_kwargs has {unknown[0]!r}, but aggregate_fn={name!r} takes {known}"
-        )
+        raise ValueError(f"config.train.aggregate_fn={name!r} takes {known}, not {unknown[0]!r}")
     if spec is None or callable(spec):
         return spec
     place, _, function = str(name).rpartition(":")
     try:
         if factory is not None:
             run = {"reward_weights": reward_weights, "global_std": global_std}
-            return factory(**{key: value for key, value in run.items() if key in known} | given)
+            return factory(**{key: value for key, value in run.items() if key in known} | dict(given))
         if name in MEANS:
             return MEANS[name]
         if place.endswith(".py"):

@@ -1,17 +1,9 @@
 """Options of a run: declared once (``schema``), read and saved (``parse``)."""
 
-from paco_grpo.options.parse import (
-    ConfigError,
-    config_dict,
-    load_options,
-    make_options,
-    options_to_dict,
-    options_to_yaml,
-    read_options,
-)
+from paco_grpo.options.parse import ConfigError, config_dict, load_options, make_options, options_to_yaml, read_options
 from paco_grpo.options.schema import OPTIONS, RunOptions, TrainOptions
 
 __all__ = [
-    "OPTIONS", "ConfigError", "RunOptions", "TrainOptions", "config_dict", "load_options", "make_options", "options_to_dict",
+    "OPTIONS", "ConfigError", "RunOptions", "TrainOptions", "config_dict", "load_options", "make_options",
     "options_to_yaml", "read_options",
 ]  # fmt: skip

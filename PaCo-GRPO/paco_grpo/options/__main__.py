@@ -35,7 +35,7 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
+    """docs/configuration.md."""
     lines = [_INTRODUCTION]
     for prefix, group in ({"": RunOptions} | GROUPS).items():
         title = f"config.{prefix}".rstrip(".")

@@ -1,7 +1,7 @@
 """Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is read only here.
 
-A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``. It is parsed here because
-tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and saved YAML files are needed.
+A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``, whose own parser knows no
+tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and no YAML files.
 """
 
 import ast
@@ -18,9 +18,8 @@ import numpy as np
 import yaml
 from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
 
-from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
+from paco_grpo.options.schema import OPTIONS, RunOptions
 
 _RUN_OPTIONS = TypeAdapter(RunOptions)
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
@@ -54,11 +53,7 @@ def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Split ``--config SOURCE --config.key=value …`` into the source and its overrides, in order.
-
-    Raises:
-        ConfigError: No source, or an argument that is neither.
-    """
+    """Split ``--config SOURCE --config.key=value …`` into the source and its overrides, in order."""
     source, overrides, rest = None, [], list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
@@ -89,8 +84,7 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     Args:
         source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
             that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
-        overrides: Pairs of dotted option name and text, as on the command line. Entries of a table are set one by one
-            (``train.reward_fn.NAME``), or the whole table at once.
+        overrides: Pairs of dotted name and text, as on the command line, of an option or of an entry of a table.
 
     Raises:
         ConfigError: There is no such file or name, an option is unknown, or a value has the wrong type.
@@ -127,11 +121,7 @@ def _load_python(path: Path, name: str) -> ConfigDict:
 
 
 def make_options(values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
-    """Options from nested values, as in a configuration file; what they leave out has its default.
-
-    Raises:
-        ConfigError: A line for each unknown option and each wrong value.
-    """
+    """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem."""
     values = _plain(values)
     for name, text in overrides:
         _override(values, name, text)
@@ -162,20 +152,16 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _unknown(name: str) -> str:
-    last = name.rpartition(".")[2]
-    nearest = [option for option in OPTIONS if option.rpartition(".")[2] == last]
-    nearest = nearest or difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
-    if nearest:
-        return f"unknown option config.{name}. Did you mean {' or '.join(f'config.{guess}' for guess in nearest[:3])}?"
-    return f"unknown option config.{name}. All are in docs/configuration.md, the published code's in docs/real-weights.md"
+    nearest = [f"config.{option}" for option in difflib.get_close_matches(name, OPTIONS, cutoff=0.7)]
+    did_you_mean = f"Did you mean {' or '.join(nearest)}?" if nearest else "All are in docs/configuration.md"
+    return f"unknown option config.{name}. {did_you_mean}"
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
     """Set the option or the entry of a table that the command line calls ``name``."""
     option = name if name in OPTIONS else next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
     if option is None:
-        group = f"config.{name} is a group of options; set one of them: config.{name}.NAME=VALUE"
-        raise ConfigError(group if name in GROUPS else _unknown(name))
+        raise ConfigError(_unknown(name))
     group, _, field = option.rpartition(".")
     place = values.setdefault(group, {}) if group else values
     if name == option:
@@ -217,15 +203,11 @@ def _literal(text: str) -> Any:
 def options_to_dict(options: RunOptions) -> dict[str, Any]:
     """Nested plain values, from which ``make_options`` makes equal options.
 
-    Raises:
-        ConfigError: ``train.aggregate_fn`` is a function, not its description (``advantages.aggregation.describe``).
+    Of ``train.aggregate_fn``, only its description can be saved (``advantages.aggregation.describe``), not a function.
     """
-    try:
-        return _RUN_OPTIONS.dump_python(options, mode="json")
-    except PydanticSerializationError as error:
-        raise ConfigError(f"config.train.aggregate_fn={options.train.aggregate_fn!r} cannot be saved") from error
+    return _RUN_OPTIONS.dump_python(options, mode="json")
 
 
 def options_to_yaml(options: RunOptions) -> str:
-    """The text of a run's config.yaml, which ``load_options`` reads. Raises as ``options_to_dict``."""
+    """The text of a run's config.yaml."""
     return yaml.safe_dump(options_to_dict(options), sort_keys=True)

@@ -1,8 +1,7 @@
 """Every option of a run, each declared once: type, range, default and meaning.
 
 The field names are the names that users type (``config.train.learning_rate`` is ``RunOptions.train.learning_rate``).
-Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is validated again. What
-follows from other values (batches per epoch) is computed later, from the real number of processes.
+Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is validated again.
 """
 
 import dataclasses
@@ -64,17 +63,12 @@ class PretrainedOptions:
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
     quantize: Literal["nf4"] | None = option(None, "frozen transformer in 4 bits; changes the numbers")
-    image_positions: Literal["mrope", "stock"] = option(
-        "mrope", "positions of image tokens in Qwen-Image-Edit's text encoder; stock: the installed pipeline's"
-    )
+    image_positions: Literal["mrope", "stock"] = option("mrope", "token positions in Qwen-Image-Edit; stock: diffusers'")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class SampleOptions:
-    """How training images are sampled, and how many.
-
-    The steps after the last noise step enter no log-probability, only the image, so ``tail_steps`` may approximate them.
-    """
+    """How training images are sampled, and how many."""
 
     num_steps: Count = option(10, "denoising steps")
     noise_steps: Steps = option((1,), "step indices at which noise is injected, from 0")
@@ -90,9 +84,7 @@ class SampleOptions:
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
     unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(
-        None, "second-order (Adams-Bashforth) steps after the last noise step; None: the schedule's Euler steps"
-    )
+    tail_steps: Count | None = option(None, "second-order steps after the last noise step; None: the schedule's")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -124,9 +116,7 @@ class TrainOptions:
     awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = option(1.0, "weight of awm's distance to a slow copy of the adapter")
     dgpo_beta: Positive = option(100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner")
-    dgpo_reference: Literal["base", "guided", "slow"] = option(
-        "base", "reference of dgpo's group: base model, base model with true CFG, or slow copy"
-    )
+    dgpo_reference: Literal["base", "guided", "slow"] = option("base", "dgpo's reference: base, base with CFG or slow copy")
     dgpo_clip_range: Positive | None = option(1e-2, "distance from the slow copy at which dgpo masks; None: never")
     dppo_divergence: Positive = option(1e-5, "τ of flow_dppo: mean divergence above which a step must move back")
     old_log_prob: Literal["auto", "rollout", "recompute"] = option(
@@ -141,23 +131,18 @@ class TrainOptions:
         "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name")
-    reference: Literal["base", "start"] = option(
-        "base", "reference of the KL term and the health probe: base model, or adapter of lora_path (start)"
-    )
+    reference: Literal["base", "start"] = option("base", "reference of KL term and health probe: base or lora_path")
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
     perceptual_entropy: NonNegative = option(0.0, "λ: adds −λ·log p of an image's features within its group to the reward")
     neighbor_factor: bool = option(False, "positive advantages times the distance to the group's nearest image (GARDO)")
-    diversity_features: str = option(
-        "openai/clip-vit-large-patch14", "features of these two: a CLIP model (hub name or folder), or latents"
-    )
+    diversity_features: str = option("openai/clip-vit-large-patch14", "features of these two: CLIP model or latents")
     max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
     stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "{name: {argument: value}} of the rewards")
     aggregate_fn: str | dict[str, JsonValue] | Callable[..., Any] | None = option(
-        None, "name, package.module:function or function; None: weighted sum"
+        None, 'name, {"name": …, "arguments": {…}}, package.module:function or function; None: weighted sum'
     )
-    aggregate_fn_kwargs: Arguments = option({}, "arguments of a built-in aggregate_fn, such as threshold")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -185,7 +170,7 @@ class HealthOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class SpeedOptions:
-    """How the same numbers are computed faster. What changes them, if only by rounding, is off by default."""
+    """How the same numbers are computed faster; what changes them, if only by rounding, is off by default."""
 
     compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
     attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None: its default")
@@ -214,9 +199,7 @@ class RunOptions:
     prompt_fn: Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"] = option(
         "geneval", "kind of prompt set"
     )
-    item_size: Literal["exact", "aspect"] = option(
-        "exact", "height and width of items: exact, or only their aspect with the resolution's area"
-    )
+    item_size: Literal["exact", "aspect"] = option("exact", "items' height and width: exact, or only their aspect")
     max_sequence_length: Whole = option(512, "text tokens; 0 = the longest prompt, up to a multiple of 64")
 
     mixed_precision: Literal["bf16", "no"] = option("bf16", "precision of forwards")

@@ -194,7 +194,7 @@ def _reward_sets(
     train = options.train
     weights = {name: weight for name, weight in reward_weights(train.reward_fn).items() if weight}
     try:
-        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, options.sample.global_std, train.aggregate_fn_kwargs)
+        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, options.sample.global_std)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     reward_weights(options.test.reward_fn)  # no two of one name

@@ -24,7 +24,6 @@ from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance.attention import attention_problem
-from paco_grpo.rewards.registry import short_name
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.training.plan import samples_guided
 from paco_grpo.types import Item
@@ -95,8 +94,6 @@ def contradictions(options: RunOptions) -> list[str]:
     names = (
         ("train.reward_fn_kwargs", train.reward_fn_kwargs, rewards),
         ("test.reward_fn_kwargs", options.test.reward_fn_kwargs, rewards),
-        ("train.aggregate_fn_kwargs.reward_weights", train.aggregate_fn_kwargs.get("reward_weights") or (),
-         [short_name(name) for name in train.reward_fn]),
     )  # fmt: skip
     unknown = [
         f"{option} has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"

@@ -115,8 +115,8 @@ def test_what_is_wrong_is_named():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             get_aggregate_fn(description)
-    with pytest.raises(ValueError, match="aggregate_fn_kwargs has 'global_std'"):
-        get_aggregate_fn("log_tame_aggregate_fn", WEIGHTS, arguments={"global_std": True})
+    with pytest.raises(ValueError, match="not 'global_std'"):
+        get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
 
 
 def grouped():
@@ -195,7 +195,7 @@ def test_gdpo_normalizes_over_the_batch():
     rewards = {"a": [0.0, 0, 1, 1], "b": [0.0, 1, 0, 1]}
     for batch_std, expected in ((False, [-2, 0, 0, 2]), (True, [-np.sqrt(2), 0, 0, np.sqrt(2)])):
         function = get_aggregate_fn(
-            "weighted_advantage_sum_aggregate_fn", {"a": 1.0, "b": 1.0}, arguments={"batch_std": batch_std}
+            {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"batch_std": batch_std}}, {"a": 1.0, "b": 1.0}
         )
         result = compute_advantages(rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function)
         np.testing.assert_allclose(result.advantages, expected, atol=1e-12)

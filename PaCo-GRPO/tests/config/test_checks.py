@@ -47,8 +47,6 @@ def test_a_value_out_of_range_names_the_option():
         ({"test.reward_fn.ocr": "0"}, None),
         ({"train.reward_fn_kwargs.ocr.server": "x"}, "train.reward_fn_kwargs"),
         ({"train.reward_fn_kwargs.ocr.server": "x", "test.reward_fn.ocr": "1"}, None),
-        ({"train.aggregate_fn_kwargs.reward_weights": "{'ocr': 1}"}, "train.aggregate_fn_kwargs.reward_weights"),
-        ({"train.aggregate_fn_kwargs.reward_weights": "{'f': 1}", "train.reward_fn.m:f": "1"}, None),
     ],
 )
 def test_contradictions(overrides, named):

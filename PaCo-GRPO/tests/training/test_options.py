@@ -56,6 +56,7 @@ def weights_after(make):
 FLAT = {"train__adam_epsilon": 0.1}  # Adam's steps then show the size of gradients, not their sign alone
 TWO_STEPS = {"train__gradient_step_per_epoch": 2}
 TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness': 20}"}
+SUM = {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"reward_weights": {"brightness": 0, "redness": 1}}}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,7 @@ TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness
         ({"train__timesteps": "2"}, {"train__loss_type": "nft"}),
         ({"train__reward_fn_kwargs": "{'tiny_run:brightness': {'scale': -1.0}}"}, {}),
         ({"train__aggregate_fn": "tiny_run:reversed_aggregate"}, {}),
-        ({"train__aggregate_fn_kwargs": "{'reward_weights': {'brightness': 0, 'redness': 1}}"},
-         TWO_REWARDS | {"train__aggregate_fn": "weighted_advantage_sum_aggregate_fn"}),
+        ({"train__aggregate_fn": str(SUM)}, TWO_REWARDS),
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
 )  # fmt: skip
