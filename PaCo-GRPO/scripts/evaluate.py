@@ -3,13 +3,14 @@ benchmarks; compare two adapters.
 
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
-    --against DIR   another adapter, or `base`: same prompts and seeds, differences paired by prompt, side_by_side.png
+    --against DIR   another adapter, or `base`: same prompts and seeds, differences paired by prompt
     --benchmarks t2is,gedit[=FOLDER]   instead of the configuration's test set and rewards. t2is: consistency_score,
                     subfig_clipT and pickscore on T2IS prompts; gedit: the editing questions on GEdit-Bench's edits. The
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
     --images_per_prompt K   at least 4: also consistency between the images of a prompt and κ, agreement beyond chance
                     (docs/rewards.md); K times as many images, each prompt with K different noises
-    --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; default: evaluation
+    --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; of the other adapter in DIR/against.
+                    Default: evaluation
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
 What is sampled and scored otherwise is config.test; through `accelerate launch` several processes share the images.
 """
@@ -30,13 +31,13 @@ from paco_grpo.distributed.processes import main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
 from paco_grpo.evaluation.benchmarks import begin, markdown, options_for, summarize_prompts
 from paco_grpo.evaluation.evaluate import evaluate
-from paco_grpo.evaluation.pictures import comparison_sheet, read_rows
+from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator, test_reward_kwargs
-from paco_grpo.training.checks import check_items, check_run, check_writable, is_disk_full, text_length
+from paco_grpo.training.checks import check_items, check_run, check_writable, text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -62,10 +63,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
     except (*USER_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and not is_disk_full(error):
-            raise
-        full = "the disk is full: " if isinstance(error, OSError) else ""
-        print(f"error: {full}{error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if is_main:
         print(f"{shown}images, scores and sheets are in {own.output}")
@@ -78,19 +76,21 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     All sets, rewards and adapters are checked before anything is sampled. Returns the tables of all sets.
     """
     names = [name for name in own.benchmarks.split(",") if name]
-    sets = {name.partition("=")[0]: options_for(options, name) for name in names} or {"": options}
+    sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
     if own.images_per_prompt > 1:
-        sets = {name: measuring(each, own.images_per_prompt) for name, each in sets.items()}
+        sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
     for each in sets.values():
         check_run(each)
+    adapters = {"": own.adapter} | ({"against": own.against} if own.against else {})
+    adapters = {name: find_adapter(place) if place and place != BASE else None for name, place in adapters.items()}
     strategy = start_processes(options)
-    prepared = [prepare(each, strategy.accelerator, own.output / name, own.images_per_prompt) for name, each in sets.items()]
-    for name, (ready, items, rewards) in zip(sets, prepared, strict=True):
-        sample_adapters(ready, items, rewards, strategy, own, own.output / name)
+    prepared = {folder: prepare(each, strategy.accelerator, folder, own.images_per_prompt) for folder, each in sets.items()}
+    for folder, (ready, items, rewards) in prepared.items():
+        sample_adapters(ready, items, rewards, strategy, {folder / name: each for name, each in adapters.items()})
     strategy.accelerator.end_training()
     if not strategy.accelerator.is_main_process:
         return ""
-    return "\n".join(results(own.output / name, own.adapter, own.against, f"## {name}\n\n" if name else "") for name in sets)
+    return "\n".join((f"## {folder.name}\n\n" if names else "") + results(folder, own.adapter, own.against) for folder in sets)
 
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
@@ -118,52 +118,46 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     return options, items, rewards
 
 
-def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, own: argparse.Namespace, folder: Path) -> None:
-    """Images and scores of the adapter, and of its opponent, on one test set; the generator is loaded once for both."""
-    adapters = {folder: own.adapter}
-    if own.against:
-        adapters = {folder / "a": own.adapter, folder / "b": None if own.against == BASE else own.against}
+def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, adapters: dict[Path, Path | None]) -> None:
+    """Images and scores of each adapter (None: the base model) in its folder; the generator is loaded once for all."""
     # Neither sharded nor compiled weights take another adapter.
     exchanges = not (strategy.lockstep or options.speed.compile)
-    found = {adapter: find_adapter(adapter) if adapter else None for adapter in adapters.values()}
     policy, attached = None, False
-    for place, adapter in adapters.items():
-        if main_decides(strategy.accelerator, partial(begin, place, options, items, rewards, adapter, found[adapter])):
+    for folder, adapter in adapters.items():
+        if main_decides(strategy.accelerator, partial(begin, folder, options, items, rewards, adapter)):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
-        if policy is not None and not exchanges:
-            policy = None
+        if not exchanges:
+            policy, attached = None, False
             gc.collect()
         fresh = policy is None
         if fresh:
             policy = load_generator(options, strategy.loading_device)
-        elif attached:
+        if attached:
             remove_lora(policy)
         attached = adapter is not None
         if attached:
-            add_lora(policy, lora_path=found[adapter])
+            add_lora(policy, lora_path=adapter)
         if fresh:
             strategy.place(policy)
             apply_speed(options, policy)
         merge = attached and merges_lora(options, policy.device)
-        metrics = evaluate(policy, items, rewards, options, strategy, place, merge_lora=merge, keep_images=True)
+        metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
         if strategy.accelerator.is_main_process:
-            (place / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+            (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
 
 
-def results(folder: Path, adapter: str | None, against: str | None, heading: str) -> str:
+def results(folder: Path, adapter: str | None, against: str | None) -> str:
     """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    first = folder if against is None else folder / "a"
-    rows = read_rows(first)
-    agreements, columns = {adapter or BASE: agreement(rows)}, {adapter or BASE: summarize_prompts(rows)}
+    name, rows = adapter or BASE, read_rows(folder)
+    agreements, columns = {name: agreement(rows)}, {name: summarize_prompts(rows)}
     if against is not None:
-        others = read_rows(folder / "b")
+        others = read_rows(folder / "against")
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
         columns |= {against: summarize_prompts(others), "difference": summarize_prompts(rows, others)}
-        comparison_sheet(first, folder / "b", folder / "side_by_side.png")
     questions = folder / "questions.json"
     found = {
-        "adapter": adapter or BASE,
+        "adapter": name,
         "against": against,
         "questions": json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else None,
         "missing": {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]},
@@ -171,10 +165,9 @@ def results(folder: Path, adapter: str | None, against: str | None, heading: str
         "agreement": agreements,
     }
     (folder / "results.json").write_text(json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8")
-    shown = heading + markdown(columns) + ("\n" + table(agreements) if agreements[adapter or BASE] else "")
+    shown = markdown(columns) + ("\n" + table(agreements) if agreements[name] else "")
     (folder / "results.md").write_text(shown, encoding="utf-8")
-    categories = (first / "categories.md").read_text(encoding="utf-8")
-    return shown + ("\n" + categories if categories.count("\n") > 3 else "")
+    return shown
 
 
 if __name__ == "__main__":

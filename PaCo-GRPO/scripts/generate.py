@@ -5,8 +5,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
     --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
-    --judge URL          scores by the judge there, on the sheet and in scores.jsonl; --judge-model NAME if it is not the
-                         configuration's
+    --judge URL          scores by the configuration's judge at this address, on the sheet and in scores.jsonl
     --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
     --panels             also write each panel of a grid as its own file
     --output DIR         default: generated
@@ -19,11 +18,11 @@ import json
 import logging
 import math
 import os
-import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from paco_grpo.data.prompts import common_fields, json_lines, load_prompts, read_reference, text_of
@@ -44,12 +43,12 @@ from paco_judge.grid import parse_layout, split_image
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 done, 2 refused or failed with one message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--adapter", "--judge", "--judge-model"):
-        parser.add_argument(flag)
+    parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
     parser.add_argument("--image", action="append", default=[], type=Path)
-    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--seeds", type=read_seeds, default=[0])
+    parser.add_argument("--judge")
     parser.add_argument("--best", type=int)
     parser.add_argument("--panels", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("generated"))
@@ -58,9 +57,8 @@ def main(arguments: list[str]) -> int:
     try:
         options, _ = read_options(rest)
         items = read_items(own.prompt, own.prompts_file, own.image)
-        wanted = [(item, seed) for item in items for seed in read_seeds(own.seeds)]
         options, policy, judge = prepare(options, own, items)
-        kept = generate(options, wanted, policy, judge, own)
+        kept = generate(options, [(item, seed) for item in items for seed in own.seeds], policy, judge, own)
     except (*USER_ERRORS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,13 +67,11 @@ def main(arguments: list[str]) -> int:
 
 
 def read_seeds(text: str) -> list[int]:
-    """``8`` is the seeds 0 to 7; ``0,1,5`` are these. Raises ConfigError for anything else."""
-    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*,?", text) or text.strip("0") == "":
-        raise ConfigError(f"--seeds {text} is neither a number of seeds such as 8 nor a list such as 0,1,5")
+    """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
     return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
 
 
-def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list:
+def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list[Item]:
     """Items of prompts given one by one and in a file, with the images they edit."""
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
     if file is not None:
@@ -94,7 +90,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
     return items
 
 
-def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
+def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> tuple:
     """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None)."""
     require_promised_gpu(os.environ)
     check_items(options, {"given": items})
@@ -104,15 +100,13 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list) -> tuple:
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
         name = "consistency_for_editing" if items[0].num_images else "consistency_score"
         kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}
-        kwargs |= {"model": own.judge_model} if own.judge_model else {}
         (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
         judge.check()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.max_sequence_length == 0:  # as the run was trained, whatever the length of these prompts
         sets = [load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")]
         options = dataclasses.replace(options, max_sequence_length=text_length(options, [*sets[0], *sets[1]]))
     text_length(options, items)
-    policy = load_generator(options, device)
+    policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if adapter:
         add_lora(policy, lora_path=adapter)
     apply_speed(options, policy)
@@ -139,15 +133,14 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
     captions = []
     if judge:
         write_records({"judge": judge}, own.output)
-        for row, score in zip(rows, judge(images, items).tolist(), strict=True):
+        scores, better = judge(images, items), Counter()
+        for i in np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable"):
+            better[items[i].item_id] += 1
+            rows[i]["kept"] = own.best is None or better[items[i].item_id] <= own.best
+        for row, score in zip(rows, scores.tolist(), strict=True):
             row["judge"] = None if math.isnan(score) else score
-        for item in {item.item_id for item in items} if own.best else ():
-            mine = [row for row, other in zip(rows, items, strict=True) if other.item_id == item]
-            for row in sorted(mine, key=lambda row: (row["judge"] is None, -(row["judge"] or 0)))[own.best :]:
-                row["kept"] = False
+            captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {score:.3f}")
         (own.output / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        scores = ["–" if row["judge"] is None else format(row["judge"], ".3f") for row in rows]
-        captions = [f"{'best ' * (bool(own.best) and row['kept'])}judge {s}" for row, s in zip(rows, scores, strict=True)]
     for row, item, image in zip(rows, items, images, strict=True):
         path = own.output / row["file"]
         if not row["kept"]:

@@ -26,7 +26,7 @@ LEAST_IMAGES = 4  # of a prompt
 
 @dataclass(frozen=True)
 class Agreement:
-    """Means over prompts with bootstrap intervals; None where no prompt has the score, and b and κ without open prompts."""
+    """Means over prompts; None where no prompt has the score, and b and κ without open prompts."""
 
     within: Interval | None
     between: Interval | None
@@ -42,10 +42,8 @@ def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray
 
 
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The within- and between-image rewards among ``names`` that belong together.
-
-    ``consistency_score`` and ``between_images``, or ``X_consistency`` and ``X_between_images`` of your own.
-    """
+    """Those of ``names`` that belong together: ``consistency_score`` and ``between_images``, or your own
+    ``X_consistency`` and ``X_between_images``."""
     names = set(names)
     prefixes = sorted(name.removesuffix("between_images") for name in names if name.endswith("between_images"))
     found = ((w, f"{p}between_images") for p in prefixes for w in (f"{p}consistency_score", f"{p}consistency"))
@@ -56,8 +54,8 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
     """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch, over its open prompts.
 
     Args:
-        scores: Short name → (n,), NaN = missing; {} is returned unless they have the two rewards.
-        item_ids: (n,) of the samples.
+        scores: Short name → (samples,), NaN = missing; {} is returned unless they have the two rewards.
+        item_ids: (samples,)
         is_open: Of each item.
     """
     for names in pairs_of(scores)[:1]:
@@ -76,11 +74,7 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
 
 
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
-    """``options`` whose test rewards are enough for κ: ``between_images`` is added beside ``consistency_score``.
-
-    Raises:
-        ConfigError: Fewer than four images a prompt, or test rewards without ``consistency_score``.
-    """
+    """``options`` whose test rewards are enough for κ: ``between_images`` is added beside ``consistency_score``."""
     if images_per_prompt < LEAST_IMAGES:
         raise ConfigError(f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}")
     test = options.test
@@ -101,12 +95,11 @@ def agreement(
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:
-        rows: Rows of ``eval_data.jsonl``; each prompt has several images.
-        against: Rows of another evaluation of the same prompts and seeds: then differences, paired by prompt.
+        rows: Of ``eval_data.jsonl``; each prompt has several images.
+        against: Of another evaluation of the same prompts and seeds: then differences, paired by prompt.
 
     Returns:
         Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".
-        Empty unless the rows have such rewards.
     """
     pairs, both = pairs_of(rows[0]["rewards"]), [rows] if against is None else [rows, against]
     categories = [*dict.fromkeys(row["category"] for row in rows if row["category"] is not None), "all"]

@@ -1,4 +1,4 @@
-"""Benchmarks: which prompts, and which rewards measure the images; results over prompts, and two adapters compared."""
+"""Benchmarks: prompts, and rewards that measure their images; results over prompts, and two adapters compared."""
 
 import dataclasses
 import hashlib
@@ -24,8 +24,7 @@ BENCHMARKS = {
 
 
 def options_for(options: RunOptions, benchmark: str) -> RunOptions:
-    """``options`` with the test set and the test rewards of ``benchmark``, a name or ``name=folder``; the rewards'
-    arguments are the configuration's. Raises a ``ConfigError`` for another name."""
+    """``options`` with the test set and the test rewards of ``benchmark``, a name or ``name=folder``."""
     name, _, folder = benchmark.partition("=")
     if name not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}")
@@ -41,24 +40,19 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
 
 
 def begin(
-    folder: Path,
-    options: RunOptions,
-    items: Sequence[Item],
-    rewards: Mapping[str, Reward],
-    adapter: str | None,
-    adapter_folder: Path | None,
+    folder: Path, options: RunOptions, items: Sequence[Item], rewards: Mapping[str, Reward], adapter: Path | None
 ) -> bool:
     """Record in ``folder`` what its images and scores depend on, so that only the same command continues there.
 
     Returns:
-        Whether everything is there already: all images, with all scores of these rewards.
+        Whether all images are there already, with all scores of these rewards.
 
     Raises:
         ConfigError: The folder holds images of something else.
     """
     test = {name: value for name, value in dataclasses.asdict(options.test).items() if not name.startswith("reward")}
     weights = hashlib.sha256()
-    for file in sorted(adapter_folder.iterdir()) if adapter_folder else ():
+    for file in sorted(adapter.iterdir()) if adapter else ():
         if file.suffix == ".safetensors" or file.name == "adapter_config.json":
             weights.update(file.read_bytes())
     content = {
@@ -106,10 +100,9 @@ class Interval:
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval | None:
-    """``statistic`` of ``count`` prompts with its bootstrap interval; None if it is NaN or there is no prompt.
+    """``statistic`` of ``count`` prompts with Efron's percentile interval; None if it is NaN or there is no prompt.
 
-    The interval holds the middle 95 % of the statistic over prompts drawn with replacement (Efron's percentile interval),
-    always the same ones. ``statistic`` maps numbers of prompts (R, n) to its value for each row (R,).
+    ``statistic`` maps numbers of prompts (R, n) to its value for each row (R,). Always the same prompts are drawn.
     """
     mean = float(statistic(np.arange(count)[None])[0]) if count else math.nan
     if math.isnan(mean):
@@ -122,7 +115,7 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
 
 
 def interval(values: np.ndarray) -> Interval | None:
-    """Mean of ``values`` (n,), one for each prompt, with its ``bootstrap`` interval; NaN = missing, None if all are."""
+    """Mean of ``values`` (prompts,) with its ``bootstrap`` interval; NaN = missing, None if all are."""
     values = values[~np.isnan(values)]
     return bootstrap(lambda chosen: values[chosen].mean(axis=1), len(values))
 
@@ -144,15 +137,10 @@ def summarize_prompts(
     """Each reward's interval over prompts, or of its difference ``rows`` − ``against``, paired by prompt.
 
     A prompt that lacks a score, on either side, is left out.
-
-    Raises:
-        ValueError: The rows are not of the same items with the same seeds.
     """
     names = list(rows[0]["rewards"])
     values = by_prompt(rows, names)
     if against is not None:
-        if [(row["item_id"], row["seed"]) for row in rows] != [(row["item_id"], row["seed"]) for row in against]:
-            raise ValueError("the two evaluations are not of the same prompts and seeds")
         values = values - by_prompt(against, names)
     return {name: interval(column) for name, column in zip(names, values.T, strict=True)}
 

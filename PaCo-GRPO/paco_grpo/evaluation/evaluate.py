@@ -1,4 +1,4 @@
-"""Evaluation: fixed prompts and noise at test resolution, plain Euler sampling, every image kept with its scores."""
+"""Evaluation: fixed prompts and noise at test resolution, plain Euler sampling."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.distributed.processes import Replicated, Stopped
-from paco_grpo.evaluation.pictures import contact_sheet, markdown_table, thumbnail
+from paco_grpo.evaluation.pictures import contact_sheet, thumbnail
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
@@ -33,14 +33,12 @@ _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the acceler
 
 
 def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
-    """The images of an evaluation: items in order, again from the start if more images than items are wanted.
+    """(item, noise seed) of each image: items in order, again from the start if there are more images than items.
 
-    Returns:
-        (item, noise seed) for each image; the seed depends only on ``seed``, the item and how often it came before.
+    A seed depends only on ``seed``, the item and how often it came before.
     """
-    count = len(items) if num_images is None else num_images
     chosen = []
-    for index in range(count):
+    for index in range(num_images or len(items)):
         repeat, position = divmod(index, len(items))
         item = items[position]
         word = np.random.SeedSequence([21, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
@@ -59,15 +57,13 @@ def evaluate(
     merge_lora: bool = False,
     keep_images: bool = False,
 ) -> dict[str, float] | None:
-    """Sample and score the evaluation set with the policy's current weights.
+    """Sample and score the evaluation set with the policy's current weights; process r of P samples images r, r + P, …
 
     Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``; for an editor also a small copy of each
-    reference image, ``references/00000.png …``), ``eval_data.jsonl``, ``sheet.png`` and ``categories.md``.
+    reference image, ``references/00000.png …``), ``eval_data.jsonl`` and ``sheet.png``.
 
     Args:
-        policy: The caller has put the averaged weights in place.
         rewards: Short name → reward of the test.
-        strategy: Process r of P samples images r, r + P, …
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
         keep_images: A batch whose images are all in ``folder`` is not sampled again.
@@ -93,11 +89,6 @@ def evaluate(
     if missing := int(np.isnan(scores).any(axis=1).sum()):
         logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
     names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
-    found = {
-        str(category): summarize(scores[[other == category for other in categories]], names)
-        for category in sorted({*categories} - {None}, key=str)
-    }
-    everything = summarize(scores, names)
     if accelerator.is_main_process:
         with (folder / "eval_data.jsonl").open("w", encoding="utf-8") as file:
             for number, ((item, seed), row) in enumerate(zip(chosen, scores.tolist(), strict=True)):
@@ -114,12 +105,11 @@ def evaluate(
                     "rewards": {n: None if math.isnan(score) else score for n, score in zip(names, row, strict=True)},
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        table = _category_table({**found, "all": everything}, names)
-        (folder / "categories.md").write_text(table, encoding="utf-8")
     accelerator.wait_for_everyone()
-    metrics = {f"eval/{key}": value for key, value in everything.items()}
-    for category, values in found.items():
-        metrics |= {f"category/{category}/{key}": value for key, value in values.items() if key.endswith("_mean")}
+    metrics = {f"eval/{key}": value for key, value in summarize(scores, names).items()}
+    for category in sorted({*categories} - {None}, key=str):
+        found = summarize(scores[[other == category for other in categories]], names)
+        metrics |= {f"category/{category}/{key}": value for key, value in found.items() if key.endswith("_mean")}
     return metrics
 
 
@@ -210,10 +200,7 @@ def _sized(item: Item, batch: Batch) -> Item:
 
 
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """``NAME_mean`` and ``NAME_stderr`` over images, ``num_images`` and ``missing_share``.
-
-    ``scores`` is (n, len(names)); NaN = missing, left out.
-    """
+    """``NAME_mean``, ``NAME_stderr``, ``num_images`` and ``missing_share`` of ``scores`` (images, names); NaN is left out."""
     metrics = {"num_images": len(scores), "missing_share": float(np.isnan(scores).any(axis=1).mean())}
     for name, values in zip(names, scores.T, strict=True):
         values = values[~np.isnan(values)]
@@ -222,15 +209,3 @@ def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
         if len(values) > 1:
             metrics[f"{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
     return metrics
-
-
-def _category_table(summaries: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> str:
-    """Images, and mean ± standard error of each reward."""
-    rows = []
-    for category, values in summaries.items():
-        cells = []
-        for name in names:
-            mean, error = values.get(f"{name}_mean"), values.get(f"{name}_stderr")
-            cells.append("–" if mean is None else f"{mean:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-        rows.append([category, values["num_images"], *cells])
-    return markdown_table(["category", "images", *names], rows)

@@ -1,4 +1,4 @@
-"""What a person looks at: contact sheets, images with captions for a tracker, and tables."""
+"""What a person looks at: contact sheets, images for a tracker, and tables."""
 
 import json
 import math
@@ -13,48 +13,35 @@ from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
 _LINE, _GAP = 14, 4
-_TRACKED_IMAGES, _SHEET_PAIRS = 8, 24
+_TRACKED_IMAGES = 8
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation's ``eval_data.jsonl``; of bytes, since str.splitlines also splits at U+2028 in a prompt."""
+    """The rows of an evaluation's ``eval_data.jsonl``."""  # of bytes: str.splitlines also splits at U+2028 in a prompt
     return [json.loads(line) for line in (folder / "eval_data.jsonl").read_bytes().splitlines()]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
-    """``image`` with its longer side at ``SHEET_CELL`` pixels; enlarged without smoothing."""
+    """``image`` with its longer side at ``SHEET_CELL`` pixels, enlarged without smoothing."""
     scale = SHEET_CELL / max(image.size)
     filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
 
 
-def side_by_side(left: Image.Image, right: Image.Image) -> Image.Image:
-    """Both images in one, at the height of the right one."""
-    width = max(1, round(left.width * right.height / left.height))
-    joined = Image.new("RGB", (width + _GAP + right.width, right.height), "white")
-    joined.paste(left.convert("RGB").resize((width, right.height), Image.Resampling.LANCZOS), (0, 0))
-    joined.paste(right, (width + _GAP, 0))
-    return joined
-
-
 def contact_sheet(
     images: Sequence[Image.Image], captions: Sequence[str] = (), references: Sequence[Image.Image] = ()
 ) -> Image.Image:
-    """Small copies of ``images`` in rows, numbered as their files, each with its line of ``captions`` if there are any.
-
-    An edited image has its reference on the left.
-    """
+    """Small copies of ``images`` in rows, numbered, with ``captions`` below and ``references`` on the left."""
     pictures = 2 if references else 1
     columns = max(1, math.ceil(math.sqrt(len(images) / pictures)))
     rows = max(1, math.ceil(len(images) / columns))
     step, line = SHEET_CELL + _GAP, _LINE if captions else 0
-    width = pictures * step + (2 * _GAP if references else 0)  # a gap between pairs
+    width = pictures * step + (2 * _GAP if references else 0)
     sheet = Image.new("RGB", (columns * width, rows * (step + line)), "white")
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
@@ -68,37 +55,15 @@ def contact_sheet(
     return sheet
 
 
-def comparison_sheet(a: Path, b: Path, path: Path) -> None:
-    """The first images of two evaluations next to each other: ``b`` left, ``a`` right, with their prompts.
-
-    A pair that lacks an image on either side is left out; without any pair there is no sheet.
-    """
-    rows = [r for r in read_rows(a)[:_SHEET_PAIRS] if r["file"] and all((f / r["file"]).is_file() for f in (a, b))]
-    if rows:
-        left, right = ([read_image(folder / row["file"]) for row in rows] for folder in (b, a))
-        contact_sheet(right, [row["prompt"] for row in rows], left).save(path)
-
-
-def captioned(folder: Path, count: int) -> list[tuple[Image.Image, str]]:
-    """Images of the first ``count`` rows of the evaluation in ``folder``, each with its prompt and scores.
-
-    An edited image has its reference on the left. An image that was not finite is left out.
-    """
-    shown = []
-    for row in read_rows(folder)[:count]:
-        if row["file"] is not None:
-            scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
-            picture = read_image(folder / row["file"])
-            if row["reference"]:
-                picture = side_by_side(read_image(folder / row["reference"]), picture)
-            shown.append((picture, f"{row['prompt']} ({scores})"))
-    return shown
-
-
-def log_pictures(tracker: Tracker, folder: Path, epoch: int, images: bool) -> None:
-    """Send an evaluation's contact sheet, and its first ``images`` with prompts and scores, to the tracker."""
+def log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:
+    """Send an evaluation's contact sheet, and its first images with prompts and scores, to the tracker."""
     if (folder / "sheet.png").is_file():  # otherwise no image was finite
         sheet = read_image(folder / "sheet.png")
         tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
-    if images and (shown := captioned(folder, _TRACKED_IMAGES)):
+    shown = []
+    for row in read_rows(folder)[:_TRACKED_IMAGES]:
+        if row["file"] is not None:  # saved, and finite
+            scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+            shown.append((read_image(folder / row["file"]), f"{row['prompt']} ({scores})"))
+    if shown:
         tracker.log_images("eval/images", shown, epoch)

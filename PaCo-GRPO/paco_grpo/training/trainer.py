@@ -238,7 +238,7 @@ class Trainer:
             rows = self.run.metrics.rows("eval")
             for finding in health.judge_evaluation(rows, self.run.rewards.weights):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
-            log_pictures(self.run.tracker, folder, epoch, images=self.options.test.save_eval_images)
+            log_pictures(self.run.tracker, folder, epoch)
         logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
 
     # --- resuming and stopping ------------------------------------------------------------------------------------------

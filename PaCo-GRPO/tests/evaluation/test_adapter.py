@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_run import load_script, rows_of, tiny_options, train
 
 from paco_grpo.evaluation.evaluate import evaluation_set, summarize
-from paco_grpo.evaluation.pictures import captioned, comparison_sheet, read_rows
+from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.types import Item
@@ -75,19 +75,12 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, 
     folder = Path(options.save_dir) / options.run_name / "eval" / "epoch_0001"
     rows = read_rows(folder)
     assert [row["file"] is None for row in rows] == [False, True, False, False, False]
-    assert rows[1]["rewards"] == {"brightness": None} and len(captioned(folder, 3)) == 2
-    comparison_sheet(folder, folder, tmp_path / "sheet.png")
-    (folder / "eval_data.jsonl").write_text(json.dumps(rows[1]) + "\n")
-    comparison_sheet(folder, folder, tmp_path / "empty.png")
-    assert (tmp_path / "sheet.png").is_file() and not (tmp_path / "empty.png").exists()
+    assert rows[1]["rewards"] == {"brightness": None} and (folder / "sheet.png").is_file()
 
 
 def test_categories_are_means_of_their_images(trained):
     options, _, evaluation = trained
     even = [row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"]
-    error = np.std(even, ddof=1) / np.sqrt(len(even))
-    table = (evaluation / "categories.md").read_text()
-    assert f"| even | {len(even)} | {np.mean(even):.4f} ± {error:.4f} |" in table
     assert rows_of(options, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
@@ -108,9 +101,8 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     arguments += ["--output", str(tmp_path / "out")]
     main = load_script("generate").main
     with fake_judge.FakeJudge() as judge:
-        assert (
-            main([*arguments, "--judge", judge.url, "--judge-model", "Paco-Reward-7B", "--best", "1", "--panels"]) == 0
-        )
+        model = "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B'}}"
+        assert main([*arguments, model, "--judge", judge.url, "--best", "1", "--panels"]) == 0
         assert len(judge.requests) == 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
     assert [(row["file"], row["judge"], row["kept"]) for row in rows] == [

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from fakes import fake_judge
-from PIL import Image
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import load_script, write_edits, write_prompts
 
@@ -38,8 +37,6 @@ def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
     difference = summarize_prompts(a, b)["r"]
     assert (difference.mean, difference.prompts) == (0.5, 1)
     assert "| r | 0.5000" in markdown({"a": summarize_prompts(a)})
-    with pytest.raises(ValueError, match="not of the same prompts"):
-        summarize_prompts(a, rows({0: [1.0]}))
 
 
 def test_a_prompt_may_hold_a_line_separator(tmp_path):
@@ -87,14 +84,12 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         assert "another test: choose another --output" in capsys.readouterr().err
     found = json.loads((tmp_path / "out" / "t2is" / "results.json").read_text())
     assert set(found["results"]) == {str(checkpoint), "base", "difference"}
-    a, b = (read_rows(tmp_path / "out" / "t2is" / name) for name in "ab")
+    a, b = (read_rows(tmp_path / "out" / "t2is" / name) for name in (".", "against"))
     for name in ("consistency_score", "subfig_clipT", "pickscore"):
         differences = [one["rewards"][name] - two["rewards"][name] for one, two in zip(a, b, strict=True)]
         assert found["results"]["difference"][name]["mean"] == pytest.approx(np.mean(differences))
     assert found["results"]["difference"]["consistency_score"]["mean"] == 0
     assert "maintain consistency" in json.dumps(found["questions"]) and found["missing"]["pickscore"] == 0
-    with Image.open(tmp_path / "out" / "t2is" / "side_by_side.png") as sheet:
-        assert sheet.width > 300
 
 
 def test_what_cannot_be_measured_is_refused_before_loading(trained_run, tmp_path, capsys):
