@@ -124,7 +124,6 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
                     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "processes": run.accelerator.num_processes, "samples": samples, "images_per_second": samples / medians["epoch_s"],
-        "reward_overlap_fraction": epochs[-1]["metrics"].get("time/reward_overlap_fraction"),
         "medians": medians, "images": epochs[-1]["images"], "epochs": epochs, "operations": operations,
     }  # fmt: skip
 
@@ -197,8 +196,6 @@ def table(found: dict[str, Any]) -> str:
     ]
     lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
     lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
-    if found["reward_overlap_fraction"] is not None:
-        lines.append(f"{found['reward_overlap_fraction']:.0%} of the rewards' time is hidden behind sampling")
     lines += [f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}" for row in found["operations"] or ()]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Reward factories and an OCR reader that tests name by import path."""
+"""Reward factories that tests name by import path."""
 
 import numpy as np
 
@@ -49,12 +49,6 @@ def gaps(**anything):
         return means
 
     return score
-
-
-def read_size(image):
-    """A text reader for ``ocr``."""
-    assert image.mode == "RGB"
-    return f"is {image.width} x {image.height}!"
 
 
 def failing(after: int = 1000):

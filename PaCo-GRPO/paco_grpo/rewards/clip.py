@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.errors import RewardError
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.weights import from_pretrained_strict
@@ -19,8 +20,6 @@ PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H
 CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 
-
-Score = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
 
 
 def download(load: Callable[[], object]) -> None:
@@ -166,7 +165,7 @@ def subfig_clipT(
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     dtype: str = "float32",
-) -> Score:
+) -> Reward:
     """Mean cosine similarity of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1].
 
     Args:
@@ -194,7 +193,7 @@ def subfig_clipI(
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     dtype: str = "float32",
-) -> Score:
+) -> Reward:
     """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
     clip = open_clip_model(model, pretrained, torch.device(device), dtype)
     score = mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))

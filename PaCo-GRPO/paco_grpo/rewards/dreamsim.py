@@ -3,17 +3,16 @@
 Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
 
-from paco_grpo.item import Item
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 
 
@@ -22,7 +21,7 @@ def subfig_dreamsim(
     cache_dir: str = "~/.cache/dreamsim",
     device: torch.device | str = "cpu",
     batch_size: int = 16,
-) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
+) -> Reward:
     """1 − DreamSim distance, averaged over pairs of sub-figures.
 
     ``dreamsim_type``: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).

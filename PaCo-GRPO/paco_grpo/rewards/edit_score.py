@@ -1,7 +1,7 @@
 """edit_score: the EditScore judge of edits (arXiv 2509.23909, PyPI ``editscore``), over an OpenAI-compatible server.
 
-Prompts and parser are the package's. The requests are ours: the package fills in a middle score where an answer cannot
-be read, but a missing score must stay missing.
+Prompts and parser are the package's. The requests are ours, because the package fills in a middle score where an answer
+cannot be read.
 """
 
 import logging
@@ -20,6 +20,7 @@ from paco_judge.questions import RequestForm
 logger = logging.getLogger(__name__)
 
 _TOKENS = 1024  # reasons come before the scores
+_SEED, _TEMPERATURE = 42, 0.7  # as set by the package; each further pass adds 1 to the seed
 
 
 @dataclass(eq=False)
@@ -27,17 +28,12 @@ class EditScore(ServerReward):
     """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
 
     Args:
-        base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
         score_range: Upper end of the scale that the model was trained with.
         num_pass: Answers that are averaged.
-        temperature: Sampling temperature, as set by the package.
-        seed: Seed of the first pass; each further pass adds 1.
     """
 
     score_range: int = 25
     num_pass: int = 1
-    temperature: float = 0.7
-    seed: int = 42
     max_concurrency: int = 32
     default_model = "EditScore-7B"
 
@@ -56,27 +52,23 @@ class EditScore(ServerReward):
         return RequestForm("<img{n}>: ")  # the labels of EditScore's training
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64 in [0, 1], NaN = missing. Raises ValueError: An item has no reference image, or several."""
+        """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
         for image, item in zip(images, items, strict=True):
             reference, *more = references_of(item, "edit_score")
             if more:
-                raise ValueError(
-                    f"edit_score compares with one reference image, but item {item.item_id} has {1 + len(more)}: use "
-                    "consistency_for_editing"
-                )
+                raise ValueError(f"edit_score takes one reference image, but item {item.item_id} has {1 + len(more)}")
             pairs.append(Pair(reference, image, self._edit_prompt.replace("<instruction>", item.prompt)))
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):
-            sampling = {"temperature": self.temperature, "seed": self.seed + number}
-            answers = self.client.write_blocking(pairs, _TOKENS, **sampling)
+            answers = self.client.write_blocking(pairs, _TOKENS, temperature=_TEMPERATURE, seed=_SEED + number)
             scores.append([self._lowest(*answer) for answer in answers])
         edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)
 
     def _lowest(self, answer: str | None, problem: str | None) -> float:
-        """The lower of the two scores of an answer, in [0, 1]; NaN if it does not hold two scores in range."""
+        """The lower of an answer's two scores, in [0, 1]; NaN if it does not hold two scores in range."""
         try:
             if answer is None:
                 raise ValueError(problem)

@@ -4,7 +4,7 @@ Its package pins timm 0.6.13 and an older transformers, so it runs in a separate
 (``bash scripts/reward_service.sh imagereward``): ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,17 +12,15 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.registry import Reward
 
 
-def imagereward(
-    model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu"
-) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
+def imagereward(model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu") -> Reward:
     """The package's score of the whole image with the whole prompt, about standard normal over real images.
 
     Args:
         model: Name or file of the weights, which are loaded at the first image.
         cache_dir: Where the package downloads to; None = ``~/.cache/ImageReward``.
-        device: Where it computes.
     """
     import ImageReward
     import torch

@@ -28,10 +28,8 @@ class ServerReward:
     """Base of the rewards that ask a model behind a server.
 
     Args:
-        base_url: Address of the server; default: http://127.0.0.1:8000.
-        model: Served name; None = ``default_model`` of the class.
-        api_key: If the server requires one.
-        host, port: Instead of ``base_url``.
+        base_url: Default: http://127.0.0.1:8000. Or give ``host`` and ``port``.
+        model: Served name; None = ``default_model``.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until a pair counts as missing.
     """
@@ -59,14 +57,14 @@ class ServerReward:
 
     @property
     def parallel_calls(self) -> int:
-        """Calls that may run at the same time, of one image each: the client limits the requests in flight."""
+        """As many as requests: the client limits them."""
         return self.max_concurrency
 
     def form(self) -> RequestForm:
         return RequestForm()
 
     def check(self) -> None:
-        """Ask the server which models it serves. Raises JudgeError: It does not answer, or does not serve the model."""
+        """Raises JudgeError: The server does not answer, or does not serve the model."""
         self.client.check()
 
 
@@ -74,10 +72,8 @@ class ServerReward:
 class JudgeReward(ServerReward):
     """Base of the rewards whose score is made of P(Yes). Subclasses define ``fields`` and ``ask``.
 
-    Args:
-        base_url, model, api_key, host, port, max_concurrency, deadline_s: See ``ServerReward``.
-        question: A shipped template's name (``paco_judge/questions.toml``), or the path of a text file.
-        image_labels, image_format, answer_tokens: See ``paco_judge.questions.RequestForm``.
+    ``question``: a shipped template's name (``paco_judge/questions.toml``), or the path of a text file. ``image_labels``,
+    ``image_format``, ``answer_tokens``: see ``paco_judge.questions.RequestForm``.
     """
 
     question: str | Sequence[str] = ""
@@ -105,11 +101,11 @@ class JudgeReward(ServerReward):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The texts that are asked, with their SHA-256, and the form of the requests."""
+        """The texts with their SHA-256, and the form of the requests."""
         return record(self.asked, self.form())
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """The questions on images of one item, and the function that makes their scores of the answers."""
+        """The questions on images of one item."""
         raise NotImplementedError
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -147,15 +143,13 @@ class ConsistencyScore(JudgeReward):
         _texts(*cls.load(kwargs.get("question", cls.question)), item)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """Each pair of sub-figures with the item's question or questions."""
         (image,) = images
         cells = split_image(image, *check_panels(item, "consistency_score"))
         asked, of_pairs = self.about([(cells[i], cells[j]) for i, j in pairs(len(cells))], item)
         return asked, lambda p_yes: of_pairs(p_yes).mean()
 
     def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> Asked:
-        """The questions on n pairs of sub-figures, and the function that makes P(Yes) of each pair, (n,), of theirs: mean
-        within a dimension, then over dimensions."""
+        """Questions on n pairs of sub-figures → P(Yes) of each pair, (n,): mean within a dimension, then over dimensions."""
         dimensions = _texts(self.asked[0], item)
         texts = [text for dimension in dimensions for text in dimension]
         ends = np.cumsum([len(dimension) for dimension in dimensions])[:-1]
@@ -171,12 +165,8 @@ class ConsistencyScore(JudgeReward):
 class BetweenImages(ConsistencyScore):
     """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt (docs/rewards.md).
 
-    Only items whose row has ``"open": true`` are compared: the others' prompts describe everything. It is 1 for those, and
-    for an image without others.
-
-    Args:
-        others: Other images that an image is compared with, by one pair of sub-figures each: k images of a prompt cost
-            k·others/2 comparisons, k·(k−1)/2 at most.
+    Only items whose row has ``"open": true`` are compared; it is 1 for the others, whose prompts describe everything, and
+    for an image without others. An image is compared with ``others`` images, by one pair of sub-figures each.
     """
 
     others: int = 14
@@ -188,7 +178,6 @@ class BetweenImages(ConsistencyScore):
             raise ValueError(f"others={self.others} must be at least 2")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """One pair of sub-figures for each two images."""
         cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
         # Two different sub-figures, because sub-figures of the same place look alike.
@@ -211,9 +200,8 @@ class WinRate(JudgeReward):
 
     Args:
         question: About two images that are shown last, answered Yes if the first of them is better, with {prompt}: two,
-            for items without and with reference images, or one for both. Reference images are shown first.
-        opponents: Other images of its prompt that an image is compared with; None = all. k images of a prompt cost
-            k·opponents questions, k·(k−1) at most.
+            for items without and with reference images (which are shown first), or one for both.
+        opponents: Other images of its prompt that an image is compared with; None = all.
     """
 
     question: str | Sequence[str] = BETTER
@@ -227,7 +215,6 @@ class WinRate(JudgeReward):
             raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """Each two images in both orders."""
         compared = neighbors(len(images), len(images) if self.opponents is None else self.opponents)
         references = item.images
         text = self.asked[-1 if references else 0].text(prompt=item.prompt.strip())
@@ -243,9 +230,9 @@ class WinRate(JudgeReward):
 def mean_over_comparisons(
     count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float
 ) -> np.ndarray:
-    """Each image's mean over its comparisons that were answered, (count,): NaN if none was, ``alone`` if there was none.
+    """Each image's mean over its answered comparisons, (count,): NaN if none was answered, ``alone`` if there was none.
 
-    ``compared``: the images (i, j) of each comparison; ``values``: what it contributes to i and to j, NaN = no answer.
+    ``values``: what each comparison (i, j) contributes to i and to j, NaN = no answer.
     """
     scores, places = np.full(count, alone), np.array(compared)
     for image in {image for couple in compared for image in couple}:
@@ -255,7 +242,7 @@ def mean_over_comparisons(
 
 
 def neighbors(count: int, others: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, of ``count`` images in a ring, each with its ``others`` nearest (at most all)."""
+    """Pairs (i, j), i < j, of ``count`` images in a ring, each with its ``others`` nearest."""
     reach = count if others >= count - 1 else others
     return [(i, j) for i, j in itertools.combinations(range(count), 2) if 2 * min(j - i, count - j + i) <= reach]
 
@@ -277,17 +264,14 @@ def _texts(question: Question, item: Item) -> list[tuple[str, ...]]:
 class ConsistencyForEditing(JudgeReward):
     """consistency_for_editing: sqrt(P(the rest is kept) · P(the instruction is followed)) of an edit.
 
-    With several reference images, the rest is kept with the mean P(Yes) over them, and whether the instruction is followed
-    is asked once with all of them, by the template ``editing_instruction_several`` where it is ``editing_instruction``.
-
-    ``question``: two, in this order, or one, whose P(Yes) is then the score.
+    ``question``: two, in this order, or one, whose P(Yes) is then the score. With several reference images, what is kept is
+    asked about each of them and averaged, the instruction once with all (``editing_instruction_several``).
     """
 
     question: str | Sequence[str] = EDITING
     fields, most_questions = ("instruction",), 2
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """One or two questions on the reference and the edited image; with several references, on each or on all."""
         (image,) = images
         references = references_of(item, "consistency_for_editing")
         asked: list[list[Pair]] = []
@@ -308,12 +292,9 @@ class ConsistencyForEditing(JudgeReward):
 
 @dataclass(eq=False)
 class GridLayout(JudgeReward):
-    """grid_layout: P(Yes) to "is this an RxC grid" on the whole image.
+    """grid_layout: P(Yes) to "is this an RxC grid" on the whole image; ``binary``: 1 where it is above ½, else 0.
 
     The default model is the base of PaCo-Reward: the judge itself was tuned on pairs, not on single images.
-
-    Args:
-        binary: 1 where Yes is more probable than No, else 0, instead of P(Yes).
     """
 
     question: str = "grid_layout"
@@ -323,11 +304,10 @@ class GridLayout(JudgeReward):
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError: The prompt states no grid."""
+        """Raises ValueError."""
         check_panels(item, "grid_layout")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """One question on one image."""
         rows, cols = check_panels(item, "grid_layout")
         questions = [Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images]
         return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes
@@ -337,7 +317,4 @@ def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
     """The item's reference images. Raises ValueError: It has none."""
     if references := item.images:
         return references
-    raise ValueError(
-        f"{reward} compares with a reference image, but item {item.item_id} has none; config.prompt_fn must be an editing "
-        "kind (geneval_image or arrow_editing)"
-    )
+    raise ValueError(f"{reward}: item {item.item_id} has no reference image; config.prompt_fn must be an editing kind")

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.registry import Reward
 
 Reader = Callable[[Image.Image], str]
 
@@ -41,34 +42,22 @@ def text_score(wanted: str, read: str) -> float:
     return 1.0 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
 
-def ocr(
-    reader: str | None = None, threads: int = 4, lang: str = "en", device: Any = "cpu"
-) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
-    """Text in the image against the text in the prompt; ``server=…`` runs it in another process (see ``registry``).
+def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
+    """Text in the image against the text in the prompt, read by PaddleOCR where only that is installed, else by RapidOCR.
 
     Args:
-        reader: ``rapidocr``, ``paddleocr``, or ``package.module:function``: a function from an RGB image to its text.
-            None = ``paddleocr`` where only that is installed (its service's environment), else ``rapidocr``.
         threads: Upper limit of RapidOCR's threads (also of OpenCV's in this process). It computes on the CPU.
         lang: Language of PaddleOCR's recognizer. RapidOCR's reads English and Chinese.
-        device: Where PaddleOCR computes.
+        device: Of PaddleOCR.
     """
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be at least 1")
     # A missing package is reported here, before training; models are loaded at the first image.
     import rapidfuzz  # noqa: F401
 
-    if reader is None:
-        only_paddle = not importlib.util.find_spec("rapidocr") and importlib.util.find_spec("paddleocr")
-        reader = "paddleocr" if only_paddle else "rapidocr"
-    module, _, name = reader.partition(":")
-    if not name and reader not in ("rapidocr", "paddleocr"):
-        raise ValueError(f"reader={reader!r} is neither 'rapidocr' nor 'paddleocr' nor package.module:function")
-    package = importlib.import_module(module)
-    load = {
-        "rapidocr": partial(_rapidocr, threads),
-        "paddleocr": partial(_paddleocr, lang, str(device).startswith("cuda")),
-    }.get(reader) or partial(getattr, package, name)
+    load = partial(_paddleocr, lang, str(device).startswith("cuda"))
+    if importlib.util.find_spec("rapidocr") or not importlib.util.find_spec("paddleocr"):
+        import rapidocr  # noqa: F401
+
+        load = partial(_rapidocr, threads)
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         wanted, read = [wanted_text(item.prompt) for item in items], load()
@@ -82,7 +71,7 @@ ocr.check_item = lambda item, kwargs: wanted_text(item.prompt)
 
 @cache
 def _rapidocr(threads: int) -> Reader:
-    """RapidOCR as a function from an image to its text, lines joined; for all rewards and threads of the process."""
+    """An image → its text, lines joined; for all rewards and threads of the process."""
     import cv2
     from rapidocr import RapidOCR
 
@@ -96,12 +85,9 @@ def _rapidocr(threads: int) -> Reader:
 
 @cache
 def _paddleocr(lang: str, gpu: bool) -> Reader:
-    """PaddleOCR 2 (``ocr``) or 3 (``predict``), likewise."""
+    """PaddleOCR 2, likewise."""
     from paddleocr import PaddleOCR
 
-    if hasattr(PaddleOCR, "predict"):
-        engine = PaddleOCR(lang=lang, device="gpu" if gpu else "cpu")
-        return lambda image: " ".join(text for page in engine.predict(np.asarray(image)) for text in page["rec_texts"])
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
     return lambda image: " ".join(
         line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or []

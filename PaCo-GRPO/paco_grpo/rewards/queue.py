@@ -26,10 +26,9 @@ class ScoringError(RuntimeError):
 class ScoreQueue:
     """Collects the scores of images that are submitted batch by batch.
 
-    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time, from whichever batches. One with
-    ``parallel_calls`` > 1 gets one image per call, from so many threads. One with ``compares_images`` is called after the
-    sampling, with all images of an item in one call; items are spread over the processes, and only ``gathered`` returns
-    its scores. Every call gets copies of its images.
+    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time. One with ``parallel_calls`` > 1 gets
+    one image per call, from so many threads. One with ``compares_images`` is called after the sampling, with all images of
+    an item; items are spread over the processes, and only ``gathered`` returns its scores.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
@@ -37,8 +36,6 @@ class ScoreQueue:
         threads = {name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()}
         self._sizes = {name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()}
         self._pools = {name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}") for name, n in threads.items()}
-        # start and end of each reward's calls
-        self._spans: dict[str, list[tuple[float, float]]] = {name: [] for name in self.rewards}
         self._comparing = [name for name, reward in self.rewards.items() if getattr(reward, "compares_images", False)]
         # (row, image, item) that are in no call yet: of each reward, and of those that compare images
         self._waiting = {name: [] for name in self.rewards if name not in self._comparing}
@@ -46,7 +43,7 @@ class ScoreQueue:
         self._calls: dict[Future, tuple[str, np.ndarray]] = {}  # → reward and rows
 
     def submit(self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]) -> None:
-        """Start scoring ``images``; their scores go to ``rows`` of the result. An image that is None has no score."""
+        """Start scoring ``images``, for ``rows`` of the result. An image that is None has no score."""
         present = [entry for entry in zip(rows, images, items, strict=True) if entry[1] is not None]
         for name, waiting in self._waiting.items():
             waiting += present
@@ -62,25 +59,13 @@ class ScoreQueue:
         self._calls[future] = name, np.array(rows, dtype=np.int64)
 
     def _score(self, name: str, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        started = time.perf_counter()
-        try:  # copies: a reward that paints on its images does not change what others see
-            return self.rewards[name]([image.copy() for image in images], list(items))
-        finally:
-            self._spans[name].append((started, time.perf_counter()))
-
-    @property
-    def overlap_fraction(self) -> float:
-        """Share of the slowest reward's time during which the caller did not wait for it, in [0, 1]; NaN where rewards
-        took no time. Call it after ``results``."""
-        busy = max(map(_covered, self._spans.values()), default=0.0)
-        return max(0.0, 1.0 - self.wait_seconds / busy) if busy > 0 else math.nan
+        # Copies: a reward that paints on its images does not change what others see.
+        return self.rewards[name]([image.copy() for image in images], list(items))
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
         """Wait for everything submitted; (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
 
-        Raises:
-            Stopped: ``should_stop``, which is asked twice a second, answered True.
-            ScoringError: A reward raised; its exception is the cause.
+        Raises Stopped if ``should_stop``, asked twice a second, answers True; ScoringError if a reward raised.
         """
         started, pending = time.perf_counter(), True
         for name, waiting in self._waiting.items():
@@ -103,7 +88,7 @@ class ScoreQueue:
         return scores
 
     def gathered(self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]) -> np.ndarray:
-        """``results`` of all processes; a collective operation with the same outcome, or exception, everywhere.
+        """``results`` of all processes; a collective operation with the same result, or exception, everywhere.
 
         Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
         """
@@ -118,7 +103,7 @@ class ScoreQueue:
         return scores
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
-        """The ``results`` of each process, or on every process the exception of one; a collective operation."""
+        """The ``results`` of each process, or on every process the exception of one."""
         scores, problem = None, None
         try:
             scores = self.results(count, should_stop)
@@ -134,7 +119,7 @@ class ScoreQueue:
         return [rows for rows, _, _ in everywhere]
 
     def _start_comparing(self, accelerator: Accelerator, total: int) -> None:
-        """Exchange the held images so that each item's are on one process, and start scoring; a collective operation."""
+        """Exchange the held images so that each item's are on one process, and start scoring."""
         process, processes = accelerator.process_index, accelerator.num_processes
         held = {row * processes + process: (image, item) for row, image, item in self._held}
         groups: dict[int, list[int]] = {}  # item id → positions of its images
@@ -147,7 +132,7 @@ class ScoreQueue:
             load[owner] += len(positions)
             owners |= dict.fromkeys(positions, owner)
         mine = {p: image for p, (image, _) in held.items() if owners[p] == process}
-        step = _EXCHANGED * processes  # a few at a time: all images of an epoch need not fit into the memory of one process
+        step = _EXCHANGED * processes  # all images of an epoch need not fit into the memory of one process
         for start in range(0, total, step):
             sent = [(p, held[p][0]) for p in held if start <= p < start + step and owners[p] != process]
             mine |= {p: image for p, image in gather_object(sent) if owners[p] == process}
@@ -159,19 +144,10 @@ class ScoreQueue:
         self._held.clear()
 
     def failed(self) -> bool:
-        """Whether a reward has already raised (then waiting for more images is pointless)."""
+        """Whether a reward has already raised."""
         return any(future.done() and future.exception() is not None for future in list(self._calls))
 
     def close(self) -> None:
-        """End the threads without waiting; images that are in no call yet are never scored."""
+        """End the threads without waiting."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of ``spans``."""
-    seconds, end = 0.0, -math.inf
-    for start, stop in sorted(spans):
-        seconds += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return seconds

@@ -1,16 +1,16 @@
 """Finding rewards by name or import path.
 
 A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is NaN. A factory with a
-parameter ``device`` is given the process's device. The callable may have a method ``check()``, called once before
-anything expensive (does the server answer? are the weights there?), and an attribute ``record``, a dictionary for the
-run's ``questions.json``. With an attribute ``compares_images = True`` it gets whole groups: all images of an item in one
-call, once an epoch's images are sampled (alone where an item has one image, as in most evaluations). An attribute
-``parallel_calls`` says how many threads may call it at the same time (default 1). The factory may have an attribute
-``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that cannot be scored: it is
-called with every item of a prompt set before a model is loaded.
+parameter ``device`` is given the process's device. The factory may have an attribute ``check_item``, a function (item,
+kwargs of the factory) that raises ValueError for an item that cannot be scored, called before a model is loaded. The
+callable may have
 
-Any reward runs in another process if ``server`` is among its arguments (``remote.client.RemoteReward``): the factory is then
-called there, by ``paco_grpo.rewards.remote.service``, and not here.
+- ``check()``: called once before anything expensive (does the server answer? are the weights there?),
+- ``record``: a dictionary for the run's ``questions.json``,
+- ``parallel_calls``: how many threads may call it at the same time (default 1),
+- ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are sampled.
+
+With ``server`` among its arguments, a reward's factory is called in another process (``remote``), and not here.
 """
 
 import functools
@@ -51,7 +51,7 @@ _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 
 
 def short_name(name: str) -> str:
-    """The name of a reward in metrics and aggregation: the factory's own name for an import path."""
+    """The name of a reward in metrics and aggregation: of an import path, the last part."""
     return name.rsplit(":", 1)[-1]
 
 
@@ -70,15 +70,12 @@ def build_rewards(
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     device: Any = "cpu",
 ) -> dict[str, Reward]:
-    """The rewards of a configuration, by short name.
+    """The rewards of a configuration, by short name. Raises RewardError.
 
     Args:
         reward_fn: Reward name or ``package.module:factory`` → weight.
         reward_fn_kwargs: Keyword arguments of the factories, by the same names.
         device: For factories that take one.
-
-    Raises:
-        RewardError: Unknown name or keyword (the nearest known one is named), or a factory that cannot be imported.
     """
     reward_fn_kwargs = reward_fn_kwargs or {}
     for name in reward_fn_kwargs:
@@ -92,13 +89,13 @@ def build_rewards(
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
-    """Write the rewards' records (questions with their SHA-256) to ``questions.json``, if there are any."""
+    """Write the rewards' records to ``questions.json``, if there are any."""
     if records := {name: reward.record for name, reward in rewards.items() if reward.record}:
         (folder / "questions.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
-    """The factory called ``name`` (registered, or ``package.module:factory``). Raises RewardError: There is none."""
+    """The factory of a registered name or ``package.module:factory``. Raises RewardError: There is none."""
     target = REWARDS.get(name, name)
     if ":" not in target:
         raise RewardError(
@@ -122,8 +119,7 @@ class CheckedReward:
         factory = find_factory(name)
         self.name, self.kwargs = short_name(name), kwargs
         self._check_item = getattr(factory, "check_item", None)
-        parameters = inspect.signature(factory).parameters
-        remote = "server" in kwargs and "server" not in parameters
+        remote = "server" in kwargs and "server" not in inspect.signature(factory).parameters
         if remote:
             from paco_grpo.rewards.remote.client import RemoteReward
 
@@ -132,11 +128,8 @@ class CheckedReward:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         for keyword in () if takes_any else kwargs:
             if keyword not in known:
-                hint = did_you_mean(keyword, known)
-                if remote and keyword in parameters:
-                    hint = f" It belongs to the service: start that with --kwargs '{{\"{keyword}\": …}}'."
                 raise RewardError(
-                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{hint} "
+                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
                     f"It takes: {', '.join(known) or 'nothing'}"
                 )
         try:
@@ -151,15 +144,12 @@ class CheckedReward:
             ) from error
         if not callable(self.function):
             raise RewardError(f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable")
-
-        # What the run's folder should state about it, whether it needs all images of an item in one call, and how many
-        # calls may run at the same time.
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
 
     def check(self) -> None:
-        """Call the reward's own ``check``, if it has one."""
+        """The reward's own ``check``, if it has one."""
         if hasattr(self.function, "check"):
             self.function.check()
 
@@ -176,8 +166,6 @@ class CheckedReward:
         if scores.shape != (len(images),):
             raise RewardError(f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images")
         if (np.abs(scores) > _LARGEST).any():
-            raise RewardError(
-                f"reward {self.name!r} returned a score of {np.nanmax(np.abs(scores)):g}, which float32 does not hold; a "
-                "missing score is NaN"
-            )
+            worst = np.nanmax(np.abs(scores))
+            raise RewardError(f"reward {self.name!r} returned {worst:g}, too large for float32; a missing score is NaN")
         return scores

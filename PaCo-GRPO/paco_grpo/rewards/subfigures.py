@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.registry import Reward
 from paco_judge.grid import pairs, parse_layout, split_image
 
 
@@ -18,12 +19,10 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
     return rows, cols
 
 
-def mean_over_pairs(
-    name: str, features: Callable[[Sequence[Image.Image]], Any]
-) -> Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]:
+def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any]) -> Reward:
     """The reward ``name``: mean cosine of two sub-figures over all unordered pairs of an image, in [−1, 1].
 
-    ``features``: images → unit features, a tensor (n, C). (No torch here: judge rewards run in services without it.)
+    ``features``: images → unit features, a tensor (n, C).
     """
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:

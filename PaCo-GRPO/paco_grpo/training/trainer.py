@@ -111,7 +111,6 @@ class Trainer:
             observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
             observed |= run.probe.measure() if run.probe else {}
         observed |= of_epoch(scores, samples.item_ids, [bool(item.metadata.get("open")) for item in run.train_items])
-        observed["time/reward_overlap_fraction"] = queue.overlap_fraction
         self.seconds["epoch"] = time.perf_counter() - started
         progress.train_seconds += self.seconds["epoch"]
         progress.epoch += 1

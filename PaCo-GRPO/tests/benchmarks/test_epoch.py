@@ -23,6 +23,6 @@ def test_phases_counts_and_profile(tiny_flux_dir, tmp_path, capsys, monkeypatch)
     found = json.loads(output.read_text())
     assert found["samples"] == 4 and found["medians"]["epoch_s"] > found["medians"]["sample_s"] > 0
     assert found["images"]["transformer"] == 4 * 3 + 4 and found["images"]["vae.decoder"] == 4
-    assert 0 <= found["reward_overlap_fraction"] <= 1 and found["operations"][0]["ms"] > 0
+    assert found["operations"][0]["ms"] > 0
     assert "through transformer" in capsys.readouterr().out
     assert epoch.main(["--config", config, "--config.sample.merge_lra=on"]) == 2

@@ -1,4 +1,4 @@
-"""ocr: the formula against an independent computation; readers by import path."""
+"""ocr: the formula against an independent computation; both readers."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -16,12 +16,11 @@ from paco_grpo.types import Item
 @pytest.mark.parametrize(
     ("wanted", "read", "score"),
     [
-        ("Open 24 h", "we are oPEN 24h!", 1), ("abcd", "abxd", 3 / 4), ("abcd", "bcd", 3 / 4), ("abcd", "xaxbxcxd", 0),
-        ("kitten", "sitting", 1 - 3 / 6), ("abc", "", 0), ("abc", "a very long other text", 0),
+        ("Open 24 h", "we are oPEN 24h!", 1), ("abcd", "bcd", 3 / 4), ("abcd", "xaxbxcxd", 0), ("kitten", "sitting", 1 - 3 / 6),
+        ("abc", "a very long other text", 0),
     ],
 )  # fmt: skip
 def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
-    """1 where it is in the text; without spaces and case; at least 0."""
     assert text_score(wanted, read) == pytest.approx(score)
 
 
@@ -31,13 +30,6 @@ def test_wanted_text_is_the_quoted_one():
     for prompt in ("no quotes", 'blank "  "', 'half "open'):
         with pytest.raises(ValueError, match="double quotes"):
             wanted_text(prompt)
-
-
-def test_reader_by_import_path():
-    images = [Image.new("L", (12, 8)), Image.new("RGB", (3, 4))]
-    reward = build_rewards({"ocr": 1}, {"ocr": {"reader": "reward_factories:read_size"}})["ocr"]
-    scores = reward(images, [Item(0, 'write "12 X 8"'), Item(1, 'write "12 x 8"')])
-    assert scores == pytest.approx([1.0, text_score("12x8", "is3x4!")])
 
 
 def rendered(text: str, blur: float = 0) -> Image.Image:
@@ -58,26 +50,17 @@ def test_rapidocr_reads_rendered_words_on_its_own_weights():
     assert wrong == pytest.approx(text_score("Open 24 h", "Fresh bread"))
 
 
-@pytest.mark.parametrize(("method", "read"), [
-    ("ocr", [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]), ("predict", [{"rec_texts": ["Open", "24 h"]}]),
-])  # fmt: skip
-def test_paddleocr_reads_where_only_it_is_installed(method, read, monkeypatch):
-    """PaddleOCR needs an older numpy; here stands a module with its interface (2: ``ocr``, 3: ``predict``)."""
-    built = []
-    methods = {"__init__": lambda self, **options: built.append(options), method: lambda self, image, **options: read}
-    module = SimpleNamespace(PaddleOCR=type("PaddleOCR", (), methods), __spec__=ModuleSpec("paddleocr", None))
-    monkeypatch.setitem(sys.modules, "paddleocr", module)
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    reward = build_rewards({"ocr": 1}, {"ocr": {"lang": f"en-{method}"}}, device="cuda:1")["ocr"]
-    for _ in range(2):
-        assert reward([rendered("")], [Item(0, '"open 24 h"')]) == [1.0]
-    (options,) = built
-    assert options["lang"] == f"en-{method}" and (options.get("use_gpu") or options.get("device") == "gpu")
-
-
-def test_a_missing_package_is_an_error_that_names_the_service(monkeypatch):
+def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
+    """It needs an older numpy; here stands a module with its interface. Without either, the error names the service."""
     monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(RewardError, match="rapidocr.*scripts/reward_service.sh ocr.*server="):
         build_rewards({"ocr": 1})
-    with pytest.raises(RewardError, match="tesseract"):
-        build_rewards({"ocr": 1}, {"ocr": {"reader": "tesseract"}})
+    built, read = [], [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
+    engine = SimpleNamespace(ocr=lambda image, **options: read)
+    module = SimpleNamespace(PaddleOCR=lambda **options: built.append(options) or engine, __spec__=ModuleSpec("paddleocr", None))
+    monkeypatch.setitem(sys.modules, "paddleocr", module)
+    reward = build_rewards({"ocr": 1}, {"ocr": {"lang": "fr"}}, device="cuda:1")["ocr"]
+    for _ in range(2):
+        assert reward([rendered("")], [Item(0, '"open 24 h"')]) == [1.0]
+    (options,) = built
+    assert options["lang"] == "fr" and options["use_gpu"]

@@ -1,4 +1,4 @@
-"""Scoring in the background: order, batch sizes, failures, and how much of its time is overlapped."""
+"""Scoring in the background: order, batch sizes, failures."""
 
 import threading
 import time
@@ -80,13 +80,3 @@ def test_waiting_can_be_interrupted():
     submit(queue, [1])
     with pytest.raises(Stopped):
         queue.results(1, should_stop=lambda: True)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_share_of_reward_time_that_is_overlapped(waits):
-    queue = ScoreQueue({"slow": lambda images, items: time.sleep(0.2) or levels(images, items)}, 1)
-    submit(queue, [1, 2])
-    time.sleep(0.6 * waits)
-    queue.results(2)
-    queue.close()
-    assert queue.overlap_fraction > 0.6 if waits else queue.overlap_fraction < 0.4

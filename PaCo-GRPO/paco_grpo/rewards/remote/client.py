@@ -22,13 +22,12 @@ _CHECK_TIMEOUT_S = 10.0
 class RemoteReward:
     """Sends images and items to a reward service and returns its scores.
 
-    If the service does not answer within the deadline, the scores of that request are missing (NaN). If it refuses a
-    request, or its reward raises, that is an error, as it would be in this process.
+    If the service does not answer within the deadline, the scores of that request are missing. If it refuses a request, or
+    its reward raises, that is an error, as it would be in this process.
 
     Args:
-        name: Name of the reward that the service must serve.
+        name: The reward that the service must serve.
         server: ``http://HOST:PORT``.
-        api_key: If the service requires one.
         deadline_s: Seconds for one request, retries after connection errors included.
         request_size: Images in one request.
     """
@@ -43,7 +42,7 @@ class RemoteReward:
         self._headers = transport.json_headers(api_key)
 
     def check(self) -> None:
-        """Ask the service what it serves. Raises RewardError: Another reward, or nothing."""
+        """Raises RewardError: The service serves another reward, or nothing."""
         where = f"reward {self.name!r}: the service at {self.server}"
         try:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
@@ -58,7 +57,7 @@ class RemoteReward:
             raise RewardError(f"{where} serves {served!r}; correct server=")
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing. Raises RewardError: The service refused the request, or its reward failed."""
+        """Scores (n,) float64, NaN = missing. Raises RewardError."""
         scores = np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
@@ -69,6 +68,6 @@ class RemoteReward:
             except (transport.NoAnswer, WireError) as error:
                 if getattr(error, "status", 0) is not None:
                     raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
-                missing = len(images[part])
-                logger.warning("reward %s: %d scores are missing: %s: %s", self.name, missing, self.server, error)
+                count = len(images[part])
+                logger.warning("reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error)
         return scores

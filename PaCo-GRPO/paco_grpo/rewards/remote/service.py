@@ -4,9 +4,7 @@
 
 For rewards whose package conflicts with the training environment; ``scripts/reward_service.sh`` creates an environment
 for them and starts this. The run uses it with ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
-``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes.
-
-It listens on the loopback only; another ``--host`` needs a key in the environment variable REWARD_SERVICE_KEY.
+A ``--host`` other than the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
 """
 
 import argparse
@@ -32,7 +30,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> Starlette:
-    """The service of one ``reward``, which is called on one thread. ``api_key``: needed on every route."""
+    """The service of one ``reward``, which is called on one thread. ``GET /health`` says what is served, ``POST /score``
+    takes what ``wire`` writes; both need ``api_key``."""
     thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
 
     async def health(request: Request) -> Response:
@@ -41,7 +40,7 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
     async def post_score(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
         async with turn:
-            if await request.is_disconnected():  # a request whose caller left before its turn is not scored
+            if await request.is_disconnected():
                 raise ApiError("the caller left", 499)
             try:
                 scores = await asyncio.get_running_loop().run_in_executor(
@@ -62,12 +61,12 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until stopped; returns 2 if the reward cannot be built or cannot work."""
+    """Serve until stopped; returns 2 if the reward cannot work."""
     parser = argparse.ArgumentParser(
         prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--reward", required=True, help="a reward's name, or package.module:factory")
-    parser.add_argument("--kwargs", default={}, type=json.loads, help="JSON object: keyword arguments of its factory")
+    parser.add_argument("--kwargs", default={}, type=json.loads, help="JSON object: arguments of the reward")
     parser.add_argument("--device", default="cpu", help="where it computes: cpu, cuda, cuda:1 (default: cpu)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8101)
@@ -82,8 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         reward = rewards[short_name(options.reward)]
         if reward.compares_images:
             raise RewardError(
-                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use it in "
-                "the run itself, without server="
+                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use it "
+                "without server="
             )
         reward.check()
     except RuntimeError as error:  # RewardError, and a judge that does not answer

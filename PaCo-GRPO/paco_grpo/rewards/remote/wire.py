@@ -1,7 +1,4 @@
-"""Messages between a run and a reward service: images and items there, scores back, as JSON with base64 PNG inside.
-
-Needs Pillow alone, so that a service's environment holds little more than the reward's own package.
-"""
+"""Messages between a run and a reward service: images and items there, scores back, as JSON with base64 PNG inside."""
 
 import base64
 import json
@@ -22,7 +19,7 @@ class WireError(ValueError):
 
 
 def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> bytes:
-    """One request; an item that occurs several times (k images of a prompt) is sent once, with its reference images."""
+    """One request; an item of several images is sent once."""
 
     def png(image: Image.Image) -> str:
         return base64.b64encode(encode(image)).decode("ascii")  # lossless: remote scores equal local ones
@@ -59,13 +56,13 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
 
 
 def encode_scores(scores: Sequence[float]) -> bytes:
-    """Scores; NaN = missing is sent as null."""
+    """A missing score is sent as null."""
     values = [None if math.isnan(score) else float(score) for score in scores]
     return json.dumps({"scores": values}, allow_nan=False).encode()
 
 
 def decode_scores(body: bytes, count: int) -> list[float]:
-    """``count`` scores, missing as NaN. Raises WireError: Another number of scores, or one that is not a number."""
+    """``count`` scores, missing as NaN. Raises WireError."""
     try:
         scores = [math.nan if score is None else float(score) for score in json.loads(body)["scores"]]
         if len(scores) != count:
