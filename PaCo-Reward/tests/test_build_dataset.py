@@ -87,19 +87,6 @@ def test_sets_for_people_then_their_rankings(world, tmp_path):
     assert all_bytes(tmp_path / "third") == all_bytes(tmp_path / "second")
 
 
-def test_rankings_in_the_benchmarks_form(tmp_path):
-    flat = tmp_path / "images" / "7"
-    flat.mkdir(parents=True)
-    for name, seed, character in (("ref", 1, 3), ("a", 2, 3), ("b", 3, 90)):
-        grid([character] * 4, VIEWS[seed : seed + 4], seed).save(flat / f"{name}.png")
-    metadata = write_lines(tmp_path / "prompts.jsonl", [{"idx": 7, "prompt": "Two views of a star."}])
-    row = {"folder": "0007", "ref_image": "ref.png"}
-    row |= {"comp_images": ["b.png", "a.png"], "rank_images": ["a.png", "b.png"]}
-    rankings = write_lines(tmp_path / "ranks.jsonl", [row])
-    stats = build(None, tmp_path / "out", sub_figures=tmp_path / "images", metadata=metadata, rankings=rankings)
-    assert stats["datasets"] == {"consistency_reward_train": {"pairs": 2, "yes": 1, "no": 1, "images": 3, "groups": 1}}
-
-
 @pytest.fixture(scope="module")
 def edits(tmp_path_factory) -> Path:
     """edits.jsonl with both labels of 12 edits, and bare.jsonl without."""

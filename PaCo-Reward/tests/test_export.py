@@ -1,9 +1,6 @@
 """Merging: the same scores, every file a server needs, and no incomplete exports."""
 
-import shutil
-
 import numpy as np
-import pytest
 
 from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
@@ -30,30 +27,14 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, tmp_path, caps
     for name in kept:
         assert (output / name).read_bytes() == (judge_dir / name).read_bytes()
 
-    assert main(arguments) == 1  # not empty
-    assert "--force" in capsys.readouterr().err
-    assert main([*arguments, "--force", "--dtype", "bfloat16"]) == 0
+    for place in (output, judge_dir, adapter_dir, judge_dir.parent):  # an input is never overwritten
+        assert main([*arguments[:-1], str(place)]) == 1
+        assert str(place) in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"merged"}
-
-
-@pytest.mark.parametrize("place", ["adapter", "base", "parent", "inside"])
-def test_an_output_that_overlaps_with_an_input_is_refused(judge_dir, adapter_dir, tmp_path, capsys, place):
-    """With --force, the output replaces what is in its folder."""
-    base = shutil.copytree(judge_dir, tmp_path / "models" / "judge")
-    adapter = shutil.copytree(adapter_dir, tmp_path / "lora")
-    output = {"adapter": adapter, "base": base, "parent": base.parent, "inside": adapter / "merged"}[place]
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["export", "--base", str(base), "--adapter", str(adapter), "--output", str(output), "--force"]) == 1
-    assert str(output) in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_merged_model_with_other_scores_is_not_written(judge_dir, adapter_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("paco_reward.export.largest_difference", lambda *_: 0.996)
-    partial, output = tmp_path / "out.partial", tmp_path / "out"
-    partial.mkdir()
-    output.mkdir()
-    (output / "mine.txt").write_text("kept")
-    assert main(["export", "--base", str(judge_dir), "--adapter", str(adapter_dir), "--output", str(output), "--force"]) == 1
-    assert "0.996" in capsys.readouterr().err
-    assert (output / "mine.txt").exists() and partial.is_dir() and len(list(tmp_path.iterdir())) == 2
+    arguments = ["--base", str(judge_dir), "--adapter", str(adapter_dir), "--output", str(tmp_path / "out")]
+    assert main(["export", *arguments]) == 1
+    assert "0.996" in capsys.readouterr().err and not any(tmp_path.iterdir())

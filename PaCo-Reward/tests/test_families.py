@@ -97,7 +97,7 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch, capsys):
 
     base = ["--model", str(judge), "--adapter", str(trained)]
     held_out = ["--dataset_dir", str(data), "--dataset", "held_out"]
-    assert main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged), *held_out]) == 0
+    assert main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged)]) == 0
     capsys.readouterr()
     reports = []
     for model in (base, ["--model", str(merged)]):

@@ -19,7 +19,7 @@ def test_auc_counts_ordered_pairs(data):
     scores, labels = zip(*data)
     pairs = [(p, n) for p, lp in data if lp for n, ln in data if not ln]
     if not pairs:
-        assert np.isnan(auc(scores, labels))
+        assert auc(scores, labels) is None
         return
     expected = sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
     assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
@@ -49,7 +49,7 @@ def test_calibration_error_by_bins(data):
 def test_accuracy_and_missing_scores():
     assert judge_report([0.9, 0.5, 0.2], [True, True, False])["accuracy"] == pytest.approx(2 / 3)
     assert judge_report([0.9, np.nan, 0.2], [True, True, False])["n"] == 2
-    assert np.isnan(judge_report([np.nan], [True])["accuracy"])
+    assert judge_report([np.nan], [True]) == {"accuracy": None, "auc": None, "ece": None, "n": 0}
 
 
 def test_metrics_of_evaluation_rows():

@@ -126,7 +126,5 @@ def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path
 
 def test_problems_of_a_reasons_file(world, tmp_path, ranked):
     good = reason_lines(ranked)[0]
-    for images in (["99/0.png", good["images"][1]], good["images"][::-1]):
-        second = {**good, "images": images}
-        file = write_lines(tmp_path / "reasons.jsonl", [good, second])
-        assert "reasons.jsonl line 2" in problem(world, tmp_path / "out", rankings=ranked, reasons_file=file)
+    file = write_lines(tmp_path / "reasons.jsonl", [good, {**good, "images": ["99/0.png", good["images"][1]]}])
+    assert "reasons.jsonl line 2" in problem(world, tmp_path / "out", rankings=ranked, reasons_file=file)

@@ -1,13 +1,11 @@
 """The judge that a command names, and what it says about some images: all pairs of them, or edits of the first."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from PIL import Image
 
@@ -17,9 +15,6 @@ from paco_judge.questions import EDITING, RequestForm, editing_texts, form_of, l
 from paco_judge.verdict import Verdict, editing_score, mean_score
 from paco_reward.errors import PacoRewardError
 
-if TYPE_CHECKING:
-    from paco_judge.scorer import JudgeScorer
-
 TOP_LOGPROBS = 20  # as requested from servers: the same pairs have a score either way
 
 
@@ -28,12 +23,12 @@ class Judge:
     """A judge in this process or behind a server."""
 
     name: str
-    score: Callable[[Sequence[Pair]], list[Verdict]]  # P(Yes) or an error for each pair
+    score: Callable[[Sequence[Pair]], list[Verdict]]
     explain: Callable[[Sequence[Pair]], list[str]]  # the whole answer to each pair
 
 
-def load_judge(args: argparse.Namespace) -> JudgeScorer:
-    """The judge of ``add_judge_options``. Raises ValueError or OSError: It cannot be loaded."""
+def load_judge(args: argparse.Namespace) -> Any:
+    """The ``JudgeScorer`` of ``add_judge_options``. Raises ValueError or OSError."""
     from paco_judge.scorer import JudgeScorer, silence_transformers
 
     if not args.model:
@@ -51,7 +46,7 @@ def client_of(args: argparse.Namespace, model: str, form: RequestForm) -> JudgeC
 
 
 def judge_named(args: argparse.Namespace) -> Judge:
-    """The judge of ``add_asking_options``: loaded, or behind a server. Raises as ``load_judge``."""
+    """The judge of ``add_asking_options``. Raises as ``load_judge``."""
     if not args.server:
         judge = load_judge(args)
         name = f"{args.model} with {args.adapter}" if args.adapter else args.model
@@ -80,7 +75,6 @@ class Answers:
 
     @property
     def about_edits(self) -> bool:
-        """Whether the images after the first are edits of it."""
         return "" not in self.questions
 
     @property
@@ -96,8 +90,17 @@ class Answers:
         return [Pair(self.images[i], self.images[j], self.questions[about]) for i, j, about in self.cells]
 
     @property
+    def scores(self) -> dict[tuple[int, int, str], Verdict]:
+        """The verdicts by cell; on edits with both questions, also ``overall``."""
+        found = dict(zip(self.cells, self.verdicts, strict=True))
+        if len(self.questions) == 2:
+            for edit in range(1, len(self.images)):
+                overall = editing_score(*(found[0, edit, dimension] for dimension in self.questions))
+                found[0, edit, "overall"] = Verdict(overall, None if overall is not None else "an answer is missing")
+        return {cell: found[cell] for cell in sorted(found, key=lambda cell: cell[:2])}
+
+    @property
     def missing(self) -> int:
-        """How many questions have no score."""
         return sum(not verdict.ok for verdict in self.verdicts)
 
     @property
@@ -105,20 +108,11 @@ class Answers:
         """Mean over all pairs; None if one has no score."""
         return mean_score(self.verdicts)
 
-    def scored(self, judge: Judge) -> Answers:
+    def scored(self, judge: Judge) -> "Answers":
         return replace(self, verdicts=judge.score(self.pairs))
 
-    def explained(self, judge: Judge) -> Answers:
+    def explained(self, judge: Judge) -> "Answers":
         return replace(self, reasons=judge.explain(self.pairs))
-
-    def of_edit(self, number: int) -> dict[str, Verdict]:
-        """The verdicts on image ``number`` by dimension; with both questions also ``overall``."""
-        cells = zip(self.cells, self.verdicts, strict=True)
-        own = {about: verdict for (_, j, about), verdict in cells if j == number}
-        if len(own) > 1:
-            overall = editing_score(*own.values())
-            own["overall"] = Verdict(overall, None if overall is not None else "an answer is missing")
-        return own
 
 
 def questions_about(

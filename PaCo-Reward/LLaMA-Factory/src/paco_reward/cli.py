@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -45,11 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="merge an adapter into its base model")
     export.add_argument("--base", required=True, help="model folder or hub name")
     export.add_argument("--adapter", required=True, help="adapter folder that training wrote")
-    export.add_argument("--output", required=True, help="folder for the merged model")
-    export.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    export.add_argument("--dataset_dir", default=".", help="compare scores on pairs of this folder's --dataset")
-    export.add_argument("--dataset", help="default: pairs of random images")
-    export.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
+    export.add_argument("--output", required=True, help="new folder for the merged model")
     export.set_defaults(command=_export)
 
     score_command.add_parser(commands)
@@ -59,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json; several, with commas, are also reported each")
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
-    accuracy.add_argument("--max_samples", type=score_command.positive, help="only the first pairs")
     accuracy.set_defaults(command=_accuracy)
     build_command.add_parser(commands)
     return parser
@@ -73,12 +67,11 @@ def _train(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from paco_judge.scorer import silence_transformers
-    from paco_reward.datasets import labeled_pairs
     from paco_reward.export import export, synthetic_pairs
 
     silence_transformers()
-    pairs = labeled_pairs(args.dataset_dir, args.dataset, 100)[0] if args.dataset else synthetic_pairs()
-    largest = export(args.base, args.adapter, args.output, dtype=args.dtype, force=args.force, pairs=pairs)
+    pairs = synthetic_pairs()
+    largest = export(args.base, args.adapter, args.output, pairs)
     print(f"merged model: {args.output}")
     print(f"largest score difference before/after on {len(pairs)} pairs: {largest:.2e}")
     return 0
@@ -91,13 +84,10 @@ def _accuracy(args: argparse.Namespace) -> int:
 
     rows, labels, kinds = [], [], []
     for name in args.dataset.split(","):
-        own = labeled_pairs(args.dataset_dir, name, args.max_samples, form_of(args))
+        own = labeled_pairs(args.dataset_dir, name, form_of(args))
         rows, labels, kinds = [*rows, *own[0].rows], [*labels, *own[1]], [*kinds, *[name] * len(own[1])]
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(load_judge(args), FilePairs(rows), labels, kinds)
-    # JSON has no NaN: a number that could not be computed is null.
-    for numbers in (report, *report.get("kinds", {}).values()):
-        numbers |= {name: None for name, value in numbers.items() if isinstance(value, float) and math.isnan(value)}
     text = json.dumps(report, indent=2)
     print(text, flush=True)  # first: the file may not be writable
     if args.output:

@@ -38,8 +38,6 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     config = dict(config)
     if (wanted := config.pop("global_batch_size", None)) is None:
         return config
-    if type(wanted) is not int or wanted < 1:
-        raise PacoRewardError(f"global_batch_size must be a positive integer, not {wanted!r}")
     at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
     steps = config.get("gradient_accumulation_steps") or max(math.ceil(wanted / at_once - 0.5), 1)
     if steps * at_once != wanted:
@@ -61,12 +59,12 @@ def check_combinations(config: dict[str, Any]) -> None:
         (scheme not in SCHEMES, f"first_token_scheme: {' or '.join(SCHEMES)}, not {scheme}"),
         (config.get("stage", "sft") != "sft", "stage: sft"),
         (other_losses, f"{', '.join(other_losses)}: false"),
-        (config.get("train_on_prompt"), "train_on_prompt: false, to find the answer's first token"),
-        (config.get("enable_thinking"), "enable_thinking: false (our default), so that answers begin with Yes or No"),
+        (config.get("train_on_prompt"), "train_on_prompt: false"),
+        (config.get("enable_thinking"), "enable_thinking: false, so that answers begin with Yes or No"),
         (packing and not config.get("neat_packing"), "neat_packing: true too, so that no answer sees its row's other pairs"),
         (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
-        (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true (the default)"),
-        (config.get("label_smoothing_factor"), "label_smoothing_factor: 0 (the default)"),
+        (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true"),
+        (config.get("label_smoothing_factor"), "label_smoothing_factor: 0"),
     ):
         if wrong:
             raise PacoRewardError(f"first_token_weight needs {message}")

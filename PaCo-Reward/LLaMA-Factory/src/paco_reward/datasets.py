@@ -44,13 +44,13 @@ def load_examples(dataset_dir: str | Path, name: str, media_dir: str | Path | No
     infos = _read_json(index)
     if name not in infos:
         raise PacoRewardError(f"dataset {name} is not in {index}; known: {', '.join(sorted(infos))}")
-    file = folder / infos[name].get("file_name", "")
-    if file.suffix not in (".json", ".jsonl") or infos[name].get("formatting") != "sharegpt":
+    info, examples = infos[name], []
+    file = folder / info.get("file_name", "")
+    if file.suffix not in (".json", ".jsonl") or info.get("formatting") != "sharegpt":
         return None
-    examples = []
     for number, row in enumerate(_read_json(file)):
         try:
-            examples.append(_example(row, f"{name} row {number}", infos[name], Path(media_dir or folder)))
+            examples.append(_example(row, f"{name} row {number}", info, Path(media_dir or folder)))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PacoRewardError(f"dataset {name} row {number}: {type(error).__name__}: {error}") from error
     if not examples:
@@ -84,22 +84,18 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
 
 
 def check_data(config: dict[str, Any]) -> None:
-    """Read the data sets of a training configuration, and print what was found. Raises PacoRewardError.
+    """Raise PacoRewardError if a training configuration names unusable data or a missing image; warn of other labels.
 
-    Images must exist. A damaged one is reported by the training, which reads it.
+    A damaged image is reported by the training, which reads it.
     """
     for key in ("dataset", "eval_dataset"):
         names = config.get(key) or []
         for name in names.split(",") if isinstance(names, str) else names:
-            examples = load_examples(config.get("dataset_dir", "data"), name.strip(), config.get("media_dir"))
-            if examples is None:
-                continue
-            print(f"dataset {name.strip()}: {len(examples)} examples", flush=True)
+            examples = load_examples(config.get("dataset_dir", "data"), name.strip(), config.get("media_dir")) or []
             if missing := [(file, e.place) for e in examples for file in e.images if not file.is_file()]:
                 raise PacoRewardError(f"{len(missing)} images do not exist, first: {missing[0][0]} ({missing[0][1]})")
-            if odd := [example for example in examples if not example.labeled]:
-                shown = f"{odd[0].place}, {odd[0].answer[:40]!r}"
-                print(f"WARNING: {len(odd)} answers begin with neither Yes nor No, which the judge is asked for: {shown} …")
+            if odd := [f"{e.place}, {e.answer[:40]!r}" for e in examples if not e.labeled]:
+                print(f"WARNING: {len(odd)} answers begin with neither Yes nor No, which the judge is asked for: {odd[0]} …")
 
 
 def pair_prefix(form: RequestForm) -> str:
@@ -109,9 +105,9 @@ def pair_prefix(form: RequestForm) -> str:
 
 @dataclass(frozen=True)
 class FilePairs(Sequence[Pair]):
-    """Pairs by their two files and question; opened when one is taken and not kept: data sets are larger than memory."""
+    """Pairs that are opened when one is taken, and not kept: data sets are larger than memory."""
 
-    rows: Sequence[tuple[Path, Path, str]]
+    rows: Sequence[tuple[Path, Path, str]]  # two images and a question
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -122,14 +118,14 @@ class FilePairs(Sequence[Pair]):
 
 
 def labeled_pairs(
-    dataset_dir: str | Path, dataset: str, limit: int | None = None, form: RequestForm = DEFAULT_FORM
+    dataset_dir: str | Path, dataset: str, form: RequestForm = DEFAULT_FORM
 ) -> tuple[FilePairs, list[bool]]:
     """Pairs of a local data set, and whether their answer begins with Yes. Raises PacoRewardError."""
     prefix, rows, labels = pair_prefix(form), [], []
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
         raise PacoRewardError(f"dataset {dataset} is not a local ShareGPT file; download it and set file_name")
-    for example in examples[:limit]:
+    for example in examples:
         if len(example.images) != 2 or not example.prompt.startswith(prefix) or not example.labeled:
             raise PacoRewardError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images (see --image_labels), and "

@@ -1,12 +1,10 @@
 """`paco-reward demo`: a page where a person shows images to a judge and sees its scores and reasons."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from PIL import Image
 
@@ -18,47 +16,31 @@ from paco_reward.answers import Answers, Judge, judge_named, questions_about
 from paco_reward.errors import PacoRewardError
 from paco_reward.score_command import add_asking_options
 
-if TYPE_CHECKING:
-    import gradio
-
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PASSWORD = "PACO_DEMO_PASSWORD"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `demo` to the command line."""
     text = "a page on this machine: drop images or a grid, and see the scores of all pairs and the judge's reasons"
     parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
-    parser.add_argument("--port", type=int, default=7860, help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=7860, help="default: %(default)s; from elsewhere: ssh -L PORT:127.0.0.1:PORT")
     add_asking_options(parser)
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    password = os.environ.get(PASSWORD)
-    if args.host not in LOOPBACK and not password:
-        raise PacoRewardError(f"--host {args.host} opens the page to others: export {PASSWORD}, or use 127.0.0.1")
-    page = build(judge_named(args))
-    page.queue(max_size=32).launch(
-        server_name=args.host,
-        server_port=args.port,
-        auth=("paco", password) if password else None,
-        max_file_size=LARGEST_FILE,
-        quiet=True,
-        prevent_thread_lock=True,
-    )
-    login = f" (user paco, password from {PASSWORD})" if password else ""
-    print(f"The judge's page: http://{args.host}:{args.port}{login}. Ctrl-C ends it.", flush=True)
+    page = build(judge_named(args)).queue(max_size=32)
+    server = {"server_name": "127.0.0.1", "server_port": args.port, "max_file_size": LARGEST_FILE}
+    page.launch(**server, quiet=True, prevent_thread_lock=True)
+    print(f"The judge's page: http://127.0.0.1:{args.port}. Ctrl-C ends it.", flush=True)
     page.block_thread()
     return 0
 
 
-def build(judge: Judge) -> gradio.Blocks:
-    """The page. It asks ``judge`` one question set at a time."""
+def build(judge: Judge) -> Any:
+    """The page, a ``gradio.Blocks``. It asks ``judge`` one question set at a time."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
     import gradio
 
@@ -82,9 +64,8 @@ def build(judge: Judge) -> gradio.Blocks:
                     rows = gradio.Number(1, label="Grid rows", precision=0, minimum=1, maximum=8)
                     columns = gradio.Number(1, label="Grid columns", precision=0, minimum=1, maximum=8)
                 theme_text = gradio.Textbox(label="Theme", placeholder="optional: one red fox in four seasons")
-                instruction = gradio.Textbox(
-                    label="Editing instruction", placeholder="if given, the other images are edits of the first"
-                )
+                hint = "if given, the other images are edits of the first"
+                instruction = gradio.Textbox(label="Editing instruction", placeholder=hint)
                 reasons = gradio.Checkbox(label="Reasons too (slower)")
                 button = gradio.Button("Ask the judge", variant="primary")
             with gradio.Column(scale=3):
@@ -102,9 +83,8 @@ def asked_about(
     names: list[str] = []
     for path, _ in files:
         panels = split_image(load_image(path), rows, columns)
-        name = Path(path).name
         images += panels
-        names += [name] if len(panels) == 1 else [f"{name} {n + 1}" for n in range(len(panels))]
+        names += [f"{Path(path).name} {n + 1}" if len(panels) > 1 else Path(path).name for n in range(len(panels))]
     if not 2 <= len(images) <= MOST_IMAGES:
         raise PacoRewardError(f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}")
     instruction, theme = instruction.strip(), theme.strip()

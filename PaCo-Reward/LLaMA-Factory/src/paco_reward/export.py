@@ -21,25 +21,19 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
 
 
-def export(
-    base: str, adapter: str, output: str | Path, *, dtype: str = "auto", force: bool = False, pairs: Sequence[Pair] = ()
-) -> float:
+def export(base: str, adapter: str, output: str | Path, pairs: Sequence[Pair]) -> float:
     """Merge an adapter into its base and save weights, processor and chat template.
 
-    The merge is computed in float32 and saved as ``dtype`` ("auto": as the base is stored). The processor limits images
-    as in the training. ``output`` is replaced only after the merged model has given the scores of base and adapter on
-    ``pairs``. Returns the largest difference of P(Yes), in [0, 1]; 0 without pairs. Raises PacoRewardError.
+    The merge is computed in float32 and saved as the base is stored. The processor limits images as in the training.
+    ``output`` is written only after the merged model has given the scores of base and adapter on ``pairs``. Returns the
+    largest difference of P(Yes), in [0, 1]. Raises PacoRewardError.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     output = Path(output).resolve()
-    for given in (Path(base).resolve(), Path(adapter).resolve()):
-        if given.exists() and (output == given or output in given.parents or given in output.parents):
-            raise PacoRewardError(f"the output folder {output} overlaps with the input {given}; name another output")
-    if output.exists() and any(output.iterdir()) and not force:
-        raise PacoRewardError(f"output folder {output} is not empty; name another one or add --force")
-    config = AutoConfig.from_pretrained(base)
-    saved = getattr(torch, dtype) if dtype != "auto" else (getattr(config, "dtype", None) or torch.float32)
+    if output.exists() and any(output.iterdir()):
+        raise PacoRewardError(f"output folder {output} is not empty; name another one")
+    saved = getattr(AutoConfig.from_pretrained(base), "dtype", None) or torch.float32
     model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
     model = load_adapter(model, base, adapter).merge_and_unload().to(saved)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,30 +47,27 @@ def export(
         if limits := trained_limits(adapter):
             write_limits(merged, limits)
         del model
-        difference = 0.0
-        if pairs:
-            judges = JudgeScorer.from_pretrained(base, adapter), JudgeScorer.from_pretrained(merged)
-            difference = largest_difference(*judges, pairs)
+        difference = largest_difference(
+            JudgeScorer.from_pretrained(base, adapter), JudgeScorer.from_pretrained(merged), pairs
+        )
         if difference > LARGEST_DIFFERENCE:
             raise PacoRewardError(
                 f"the merged model changes P(Yes) by up to {difference:.3f} on {len(pairs)} pairs; nothing is written. "
                 f"Does the adapter {adapter} belong to the base {base}?"
             )
-        if output.exists():
-            output.rename(Path(folder, "replaced"))
         merged.rename(output)
     return difference
 
 
-def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pair]:
-    """Pairs of smooth random images, the second increasingly changed, for comparing two forms of one judge."""
-    generator = np.random.default_rng(seed)
+def synthetic_pairs(count: int = 100) -> list[Pair]:
+    """Pairs of smooth random images, the second increasingly changed."""
+    generator = np.random.default_rng(0)
     pairs = []
     for index in range(count):
         first = generator.integers(0, 256, (4, 4, 3))
         change = generator.integers(-255, 256, (4, 4, 3)) * (index / max(count - 1, 1))
         images = [
-            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).resize((size, size), Image.Resampling.BICUBIC)
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).resize((112, 112), Image.Resampling.BICUBIC)
             for pixels in (first, first + change)
         ]
         pairs.append(Pair(images[0], images[1], theme_question("a set of pictures")))
@@ -84,7 +75,7 @@ def synthetic_pairs(count: int = 100, size: int = 112, seed: int = 0) -> list[Pa
 
 
 def largest_difference(before: JudgeScorer, after: JudgeScorer, pairs: Sequence[Pair]) -> float:
-    """The largest |difference| of P(Yes) between two judges on the same pairs, which all need a score."""
+    """The largest |difference| of P(Yes) between two judges; every pair needs a score."""
     scores = [[verdict.p_yes for verdict in judge.score(pairs)] for judge in (before, after)]
     if any(value is None for values in scores for value in values):
         raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")

@@ -1,7 +1,7 @@
 """What depends on the family of the base model: LLaMA-Factory's template, and how large the judge sees images.
 
-LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, and servers have the processor
-alone. Here the processor gets that limit: training, the adapter's folder, exports and servers then resize once, alike.
+LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, but servers have the processor
+alone. Here the processor gets that limit, so that training, exports and servers resize once, alike.
 """
 
 import json

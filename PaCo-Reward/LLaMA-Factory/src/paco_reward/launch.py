@@ -1,13 +1,9 @@
-"""`paco-reward train`: checks a configuration, then trains in this process or in several through torchrun. By hand:
-
-torchrun --nproc_per_node 2 -m paco_reward.launch CONFIG [key=value …]
-"""
+"""`paco-reward train`: checks a configuration, then trains in this process or in several through torchrun."""
 
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +14,7 @@ from paco_reward.datasets import check_data
 from paco_reward.families import with_template
 
 
-def run(config_path: str | Path, overrides: list[str], environment: dict[str, str]) -> int:
+def run(config_path: str, overrides: list[str], environment: dict[str, str]) -> int:
     """Check a training configuration and run it; returns the exit status."""
     config = load_config(config_path, overrides)
     check_combinations(config)
@@ -33,7 +29,7 @@ def run(config_path: str | Path, overrides: list[str], environment: dict[str, st
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train with a configuration in this process: the only one, or one of torchrun's."""
+    """Train in this process: the only one, or one of torchrun's."""
     from llamafactory.train.tuner import run_exp
 
     config = with_template(config)
@@ -52,7 +48,7 @@ def loss_name(config: dict[str, Any]) -> str:
 
 
 def torchrun_command(
-    config: dict[str, Any], config_path: str | Path, overrides: list[str], environment: dict[str, str]
+    config: dict[str, Any], config_path: str, overrides: list[str], environment: dict[str, str]
 ) -> list[str] | None:
     """The torchrun command of this node, or None when one plain process is enough.
 
@@ -68,7 +64,7 @@ def torchrun_command(
     else:
         names = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         command += [f"--{name.lower()}={environment.get(name, default)}" for name, default in names.items()]
-    return [*command, "-m", "paco_reward.launch", str(config_path), *overrides]
+    return [*command, "-m", "paco_reward.launch", config_path, *overrides]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""First-token-weighted loss of the judge, a pure function of logits and labels.
-
-The judge answers Yes or No first and then gives its reasons. The score comes from the first token, which therefore has
-a separate weight (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
+"""First-token-weighted loss of the judge (PaCo-RL, arXiv 2512.04784; docs/method.md §3).
 
 Notation: B rows, L positions, V vocabulary, K positions that predict a labeled token. An *answer* is a maximal run of
-labeled positions in a row: one per row in ordinary batches, several in packed ones. Its tokens y_0 .. y_{n-1} have
-cross-entropies l_0 .. l_{n-1}.
+labeled positions in a row: one per row in ordinary batches, several in packed ones. Its n tokens have cross-entropies
+l_0 .. l_{n-1}.
 """
 
 from collections.abc import Iterator
@@ -31,7 +28,7 @@ class Answers:
 
 
 def find_answers(labels: Tensor) -> Answers:
-    """Find the answers in labels (B, L) int64, -100 = ignored. Nothing predicts position 0, so it is left out."""
+    """The answers in labels (B, L) int64, -100 = ignored. Nothing predicts position 0."""
     mask = labels[:, 1:] != IGNORE_INDEX
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
@@ -57,7 +54,7 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
     """Weight of each labeled token, (K,) float32.
 
     sequence: ``weight`` for the first token of an answer, (1 - weight)/(n - 1) for the others; 1 if n = 1.
-    released: ``weight`` for the first, n(1 - weight)/(n - 1) for the others (the authors' trainer).
+    released: ``weight`` for the first, n(1 - weight)/(n - 1) for the others.
     """
     length = answers.lengths[answers.answer].to(torch.float32)
     rest = (1.0 - weight) / (length - 1).clamp(min=1)
@@ -75,10 +72,10 @@ def first_token_loss(
         released:  sum over tokens of (their weight * l) / labeled tokens of this micro-batch / num_items
 
     Args:
-        logits: (K, V) float, of the positions that predict a labeled token, row by row (``answer_positions_only``).
+        logits: (K, V), row by row (``answer_positions_only``).
         labels: (B, L) int64, -100 = ignored; padding on either side.
         weight: Share of the first token, in [0, 1].
-        scheme: "sequence" or "released".
+        scheme: "sequence", or "released" as in the authors' trainer.
         num_items: Divisor with which the micro-batches of an optimizer step sum to its loss: the number of answers of
             the accumulated batch for "sequence", of its micro-batches for "released". None: of this micro-batch.
 

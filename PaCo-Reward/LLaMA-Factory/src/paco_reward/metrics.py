@@ -1,7 +1,6 @@
 """Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64."""
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,57 +15,50 @@ logger = logging.getLogger(__name__)
 TOKEN_ACCURACY, FIRST_CORRECT, P_YES, LABEL = range(4)
 
 
-def auc(p_yes: Any, label: Any) -> float:
+def auc(p_yes: Any, label: Any) -> float | None:
     """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
 
-    Of P(Yes), (n,), and labels, (n,), True = Yes. NaN when one of the two classes is absent.
+    Of P(Yes), (n,), and labels, (n,), True = Yes. None when one of the two classes is absent.
     """
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     if label.all() or not label.any():
-        return float("nan")
+        return None
     return float(mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic / (label.sum() * (~label).sum()))
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
-    """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (arXiv 1706.04599, eq. 3); NaN without pairs."""
+    """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (arXiv 1706.04599, eq. 3)."""
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
-    if not len(p_yes):
-        return float("nan")
     index = np.minimum((p_yes * bins).astype(np.int64), bins - 1)
     gaps = np.bincount(index, weights=p_yes - label, minlength=bins)
     return float(np.abs(gaps).sum() / len(p_yes))
 
 
-def judge_report(p_yes: Any, label: Any) -> dict[str, float]:
-    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN)."""
+def judge_report(p_yes: Any, label: Any) -> dict[str, float | None]:
+    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN); None: no such pairs."""
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     scored = ~np.isnan(p_yes)
     p_yes, label = p_yes[scored], label[scored]
-    accuracy = float(np.mean((p_yes > 0.5) == label)) if len(p_yes) else float("nan")
-    ece = expected_calibration_error(p_yes, label)
-    return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": int(scored.sum())}
+    if not len(p_yes):
+        return {"accuracy": None, "auc": None, "ece": None, "n": 0}
+    accuracy, ece = float(np.mean((p_yes > 0.5) == label)), expected_calibration_error(p_yes, label)
+    return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": len(p_yes)}
 
 
 def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
-    """``judge_report`` of a ``JudgeScorer`` on labeled pairs; missing (pairs without score), mean_p_yes, seconds.
+    """``judge_report`` of a ``JudgeScorer`` on labeled pairs, and ``missing``, the number of pairs without a score.
 
     ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
     """
-    started = time.monotonic()
     verdicts = scorer.score(pairs)
-    scores = np.array([np.nan if verdict.p_yes is None else verdict.p_yes for verdict in verdicts])
-    missing = np.isnan(scores)
-    if missing.any():
-        logger.warning("%d pairs have no score, first: %s", missing.sum(), verdicts[int(missing.argmax())].error)
-    each = {}
+    scores = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
+    if errors := [verdict.error for verdict in verdicts if not verdict.ok]:
+        logger.warning("%d pairs have no score, first: %s", len(errors), errors[0])
+    report = judge_report(scores, labels) | {"missing": len(errors)}
     if len(set(kinds)) > 1:
         chosen = {kind: np.array(kinds) == kind for kind in kinds}
-        each["kinds"] = {kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()}
-    return judge_report(scores, labels) | each | {
-        "missing": int(missing.sum()),
-        "mean_p_yes": float("nan") if missing.all() else float(np.nanmean(scores)),
-        "seconds": round(time.monotonic() - started, 2),
-    }
+        report["kinds"] = {kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()}
+    return report
 
 
 def judge_metrics(predictions: Any) -> dict[str, float]:
@@ -81,4 +73,4 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     columns = {"accuracy": TOKEN_ACCURACY, "first_token_accuracy": FIRST_CORRECT}
     result = {name: float(np.nanmean(rows[:, column])) for name, column in columns.items()}
     result |= {f"judge_{name}": report[name] for name in ("accuracy", "auc", "ece")}
-    return {name: value for name, value in result.items() if not np.isnan(value)}
+    return {name: value for name, value in result.items() if value is not None}

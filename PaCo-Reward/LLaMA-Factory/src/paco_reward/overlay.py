@@ -1,16 +1,13 @@
 """Our changes to LLaMA-Factory, at three seams. No other file of this package touches upstream internals.
 
 1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
-2. The SFT trainer gets the first-token-weighted loss, whose logits are those of the answers alone, and the judge's
-   metrics. It keeps no activations of a frozen vision tower.
+2. The SFT trainer gets the first-token-weighted loss (``null``: LLaMA-Factory's own), whose logits are those of the
+   answers alone, and the judge's metrics. It keeps no activations of a frozen vision tower.
 3. The tokenizer's template is compared with the model's chat template, the processor limits the images, and a damaged
    image is named.
-
-``install`` runs in every training process. With ``first_token_weight: null`` the trainer runs LLaMA-Factory's own loss.
 """
 
 import importlib.metadata
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,11 +22,9 @@ from paco_reward.metrics import judge_metrics
 
 TESTED_VERSION = "0.9.5"
 
-logger = logging.getLogger(__name__)
-
 
 def install() -> None:
-    """Install the overlay in this process; idempotent. Raises PacoRewardError: The libraries are other versions."""
+    """Install the overlay in this process; idempotent. Raises PacoRewardError: another LLaMA-Factory is installed."""
     version = importlib.metadata.version("llamafactory")
     if version != TESTED_VERSION:
         raise PacoRewardError(f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}")
@@ -40,15 +35,12 @@ def install() -> None:
     if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
         return
     base = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
-    arguments = _arguments_class(base)
-    for group in (parser._TRAIN_ARGS, parser._INFER_ARGS):
-        group[group.index(base)] = arguments
+    parser._TRAIN_ARGS[parser._TRAIN_ARGS.index(base)] = _arguments_class(base)
     _change_inputs(workflow, MMPluginMixin)
     workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
 
 
 def _change_inputs(workflow: Any, plugin: Any) -> None:
-    """The processor limits images, the template's prompts are those that servers render, a damaged image is named."""
     load_tokenizer, get_template = workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer
     preprocess_image = plugin._preprocess_image
 
@@ -76,8 +68,6 @@ def _change_inputs(workflow: Any, plugin: Any) -> None:
 
 
 def _arguments_class(base: type) -> type:
-    """LLaMA-Factory's finetuning arguments plus ours."""
-
     @dataclass
     class FirstTokenArguments(base):
         first_token_weight: float | None = None  # of the answer's first token, in [0, 1]; null: LLaMA-Factory's loss
@@ -96,9 +86,8 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
     """Of one evaluation batch, (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first
     token, and the label there (1 Yes, 0 No, NaN other).
 
-    Rows without an answer are NaN. With several answers in a row (packed batches) the last three columns describe the
-    first. ``logits``: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins with
-    either. ``labels``: (B, L) int64, -100 = ignored.
+    Rows without an answer are NaN; of several answers in a row (packed batches) the last three columns describe the
+    first. ``logits``: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins so.
     """
     logits = logits[0] if isinstance(logits, (list, tuple)) else logits
     mask = find_answers(labels).mask
@@ -143,11 +132,8 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)
 
             self.compute_loss_func = loss
-            place = f"{self.args.process_index + 1} of {self.args.world_size}"
-            logger.warning(f"first-token-weighted loss in process {place}: weight {weight:g}, scheme {scheme}")
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            """As in LLaMA-Factory, without logits that the weighted loss does not need."""
             if self.finetuning_args.first_token_weight is None or "labels" not in inputs:
                 return super().compute_loss(model, inputs, *args, **kwargs)
             mask = find_answers(inputs["labels"]).mask
@@ -157,8 +143,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
         def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
             """The divisor of an optimizer step's loss, over its micro-batches and all processes.
 
-            The trainer passes it to the loss of each micro-batch and multiplies the result by the number of processes,
-            whose gradients are averaged.
+            The trainer multiplies the loss by the number of processes, whose gradients are averaged.
             """
             if self.finetuning_args.first_token_weight is None:
                 return super()._get_num_items_in_batch(batch_samples, device)

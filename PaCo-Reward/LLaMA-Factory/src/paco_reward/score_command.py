@@ -5,7 +5,6 @@ from pathlib import Path
 
 from paco_judge.images import load_image
 from paco_judge.questions import add_form_arguments
-from paco_judge.verdict import Verdict
 from paco_reward import sheet
 from paco_reward.answers import Answers, judge_named, questions_about
 from paco_reward.errors import PacoRewardError
@@ -63,31 +62,17 @@ def run(args: argparse.Namespace) -> int:
     answers = Answers(judge.name, images, args.images, questions).scored(judge)
     if args.reasons:
         answers = answers.explained(judge)
-    _print(answers)
+    reasons, width = dict(zip(answers.cells, answers.reasons)), max(map(len, args.images))
+    for cell, verdict in answers.scores.items():
+        i, j, dimension = cell
+        shown = f"{verdict.p_yes:.4f}" if verdict.ok else f"no score: {verdict.error}"
+        print(f"{args.images[i]:<{width}}  {args.images[j]:<{width}}  {dimension:<{18 * answers.about_edits}}{shown}")
+        if cell in reasons:
+            print(f"    {reasons[cell]}")
     if args.html:
         Path(args.html).write_text(sheet.page(answers), encoding="utf-8")
     if answers.missing:
         raise PacoRewardError(f"{answers.missing} of {len(answers.verdicts)} answers have no score, so there is no mean")
     if not answers.about_edits:
-        print(f"{'mean':<{2 * max(map(len, args.images)) + 2}}  {answers.mean:.4f}")
+        print(f"mean  {answers.mean:.4f}")
     return 0
-
-
-def _print(answers: Answers) -> None:
-    """A line for each pair, or for each edit with its answers side by side; then the reasons."""
-    names, cells = answers.names, zip(answers.cells, answers.verdicts, strict=True)
-    width = max(map(len, ["edit", *names] if answers.about_edits else names))
-    rows = [(f"{names[i]:<{width}}  {names[j]}", {"": verdict}) for (i, j, _), verdict in cells]
-    if answers.about_edits:
-        rows = [(names[number], answers.of_edit(number)) for number in range(1, len(names))]
-        print(f"{'edit':<{width}}  " + "  ".join(f"{name:>16}" for name in rows[0][1]))
-    reasons, width = iter(answers.reasons), max(len(name) for name, _ in rows)
-    for name, verdicts in rows:
-        cells = [f"{_shown(verdict):>{16 * answers.about_edits}}" for verdict in verdicts.values()]
-        print(f"{name:<{width}}  " + "  ".join(cells))
-        for dimension, reason in zip(answers.questions, reasons):
-            print(f"    {dimension}: {reason}" if dimension else f"    {reason}")
-
-
-def _shown(verdict: Verdict) -> str:
-    return f"{verdict.p_yes:.4f}" if verdict.ok else f"no score: {verdict.error}"

@@ -15,13 +15,11 @@ _NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enoug
 
 def fragment(answers: Answers) -> str:
     """HTML to put into a page; every text in it is escaped."""
-    cells = zip(answers.cells, answers.verdicts, strict=True)
     return jinja2.Template(_HTML, autoescape=True, undefined=jinja2.StrictUndefined).render(
         answers=answers,
         pictures=[_picture(image) for image in answers.images],
         small=[max(image.size) < _SIDE for image in answers.images],
-        scores={(i, j): verdict for (i, j, _), verdict in cells},
-        edits=[(n, answers.of_edit(n)) for n in range(1, len(answers.images))] if answers.about_edits else [],
+        scores=answers.scores,
         reasons=list(zip(answers.cells, answers.reasons)),
         color=_color,
     )

@@ -1,4 +1,4 @@
-"""A model's answers over a server: P(Yes) for rankings and edits, reasons. Each is kept in a file as it arrives."""
+"""A model's answers over a server: P(Yes) for rankings and edits, reasons."""
 
 import json
 import logging
@@ -32,8 +32,8 @@ Asked = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, texts: bool = False) -> dict[Asked, Any]:
     """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
 
-    A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. A warning says why there is none.
-    Raises PacoRewardError: The server gives no answers, or that file is damaged.
+    A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. Raises PacoRewardError: the server
+    gives no answers, or that file is damaged.
     """
     file = output / "work" / ("reasons.jsonl" if texts else "scores.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def rank_by_scores(
 ) -> list[Ranking]:
     """Rank the candidates of each set by a judge's P(Yes) of its folder's question on (reference, candidate).
 
-    Sets with a missing score are left out and counted (``rankings_without_answer``); the next run asks again.
+    Sets with a missing score are left out and counted; the next run asks again.
     """
     asked = []
     for one in sets:
@@ -95,11 +95,7 @@ def rank_by_scores(
 def label_edits(
     pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, min_gap: float, counts: Counter
 ) -> list[LabeledPair]:
-    """Editing pairs with a judge's labels: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2.
-
-    ``counts`` receives ``editing_unclear`` (in between) and ``editing_without_answer`` (no score; the next run asks
-    again).
-    """
+    """Editing pairs with a judge's labels: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2."""
     keys = [(pair.first, pair.second, pair.question) for pair in pairs]
     known = ask(keys, output, judge, "editing labels")
     labeled = []
@@ -114,11 +110,7 @@ def label_edits(
 
 
 def write_reasons(pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter) -> list[LabeledPair]:
-    """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``).
-
-    Left out and counted: answers with the other verdict (``reasons_contradicting``), without verdict or reasons
-    (``reasons_unreadable``), and questions without an answer (``reasons_without_answer``; the next run asks again).
-    """
+    """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``)."""
     # Wording of ours. It lets the model disagree with the verdict: the pair is then left out.
     request = (
         "This question was asked about the two images:\n\n{0.question}\n\nThe verdict that was given is: {0.verdict}. "
@@ -136,10 +128,7 @@ def write_reasons(pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient
 def given_reasons(
     pairs: Sequence[LabeledPair], written: Mapping[frozenset[str], ReasonRow], counts: Counter
 ) -> list[LabeledPair]:
-    """The pairs whose human-written reason agrees with their label, in its image order.
-
-    Counted as by ``write_reasons``, and ``reasons_missing``: pairs without a written reason.
-    """
+    """The pairs whose human-written reason agrees with their label, in its image order."""
     answered = []
     for pair in pairs:
         if row := written.get(frozenset((pair.first, pair.second))):
@@ -162,7 +151,7 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 
 
 def read_reason(answer: str) -> tuple[str, str] | None:
-    """(verdict, reasons) of a written answer: ``("Yes", "Both show …")``; None without a verdict or without reasons."""
+    """``("Yes", "Both show …")`` of a written answer; None without a verdict or without reasons."""
     match = _VERDICT.match(answer)
     if match is None:
         return None

@@ -37,7 +37,7 @@ _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assi
 
 
 def build(options: Namespace) -> dict[str, Any]:
-    """Build the data set; returns the content of stats.json: ``counts`` and, for each data set, its numbers.
+    """Build the data set; returns the content of stats.json.
 
     Problems of options, inputs and server are raised before anything is cut or asked (ValueError, OSError, JudgeError).
     """
@@ -99,10 +99,7 @@ def build(options: Namespace) -> dict[str, Any]:
 def _editing_pairs(
     edits: Sequence[EditRow], output: Path, questions: Sequence[Question]
 ) -> tuple[list[LabeledPair], list[LabeledPair]]:
-    """A pair for each question on each edit (is the rest kept; is the instruction followed): labeled and other ones.
-
-    Images are copied to OUTPUT/editing_images by content hash.
-    """
+    """A pair for each question on each edit: labeled and other ones. Images are copied to OUTPUT by content hash."""
 
     def stored(file: str) -> str:
         content = Path(file).read_bytes()
@@ -161,9 +158,11 @@ def _datasets(
 
 def _claim(output: Path, items: Sequence[PromptItem]) -> None:
     """Record the inputs of the output folder: sub-figures and answers of other ones are never reused."""
-    files = sorted({file for item in items for file, _ in item.sources.values()})
-    stated = [[item.folder, item.prompt, list(item.sources)] for item in items]
-    stated += [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    stated = [
+        [item.folder, item.prompt, name, file.name, file.stat().st_size, file.stat().st_mtime_ns]
+        for item in items
+        for name, (file, _) in item.sources.items()
+    ]
     digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
     note = output / "work" / "inputs.txt"
     if note.is_file() and note.read_text() != digest:
@@ -172,7 +171,7 @@ def _claim(output: Path, items: Sequence[PromptItem]) -> None:
 
 
 def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
-    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet; the number of all sub-figures."""
+    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet; returns the number of all sub-figures."""
 
     @lru_cache(maxsize=1)  # the panels of an image follow each other
     def cut(file: Path, rows: int, cols: int) -> list[Image.Image]:
@@ -183,10 +182,9 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
             target = output / "images" / item.folder / name
             if target.exists():
                 continue
+            grid = item.grid
             try:
-                content = (
-                    file.read_bytes() if panel is None else encode(cut(file, item.grid.rows, item.grid.cols)[panel])
-                )
+                content = file.read_bytes() if panel is None else encode(cut(file, grid.rows, grid.cols)[panel])
             except ValueError as error:
                 raise PacoRewardError(f"{item.place}: {file}: {error}") from error
             _write(target, content)
@@ -196,9 +194,9 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
 def _write_datasets(
     output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
 ) -> dict[str, dict[str, int]]:
-    """NAME.json for each data set (ShareGPT; image paths are relative to OUTPUT), and dataset_info.json.
+    """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question.
 
-    ``images``: what stands for the two images before each question. Returns numbers; ``groups``: themes, or edits' sources.
+    Returns numbers; ``groups``: themes, or sources of edits.
     """
     info, numbers = {}, {}
     for name, pairs in datasets.items():
@@ -212,8 +210,7 @@ def _write_datasets(
         columns = {"messages": "messages", "images": "images"}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
         yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
-        shown = {image for pair in pairs for image in (pair.first, pair.second)}
-        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "images": len(shown), "groups": len(groups)}
+        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "groups": len(groups)}
     if info:
         _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
     return numbers

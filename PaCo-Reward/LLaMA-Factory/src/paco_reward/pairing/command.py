@@ -9,9 +9,8 @@ from paco_reward.score_command import positive
 
 DESCRIPTION = """Builds training data for the judge from generated images. Grids are cut into sub-figures by the layout in their prompts;
 a reference and candidates from different generations of a prompt make a set; people (--rankings) or a judge's P(Yes)
-(--server) rank the candidates by consistency; the best become Yes pairs with the reference, the worst No pairs.
-Near-duplicates are removed, train and test are split by theme, Yes and No are balanced. Answers are Yes or No, with
---reasons or --reasons_file also why. The same command resumes a stopped run and keeps every answer it already received.
+(--server) rank the candidates; the best become Yes pairs with the reference, the worst No pairs. Near-duplicates are
+removed, train and test are split by theme, Yes and No are balanced. The same command resumes a stopped run.
 """
 
 
@@ -54,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check what argparse does not. Raises PacoRewardError, naming the option."""
+    """Check what argparse does not. Raises PacoRewardError."""
     images, ranks = options.grids or options.sub_figures, options.yes_ranks + options.no_ranks
     labels = options.rankings or options.server or options.sets_only
     for problem, message in (

@@ -3,11 +3,10 @@
 Images of a prompt, the first of these that exists (``idx``: of its line in the metadata, default a number):
 
   grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png and <idx>_*.png
-  sub-figures   FOLDER/<idx>/<generation>/* (in the order of their names), and FOLDER/<idx>/* of unknown generation
+  sub-figures   FOLDER/<idx>/<generation>/* in the order of their names
 """
 
 import codecs
-import os
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Row(pydantic.BaseModel):
 
 
 class PromptRow(Row):
-    """A prompt; several lines may be generations of one. ``split`` decides where its theme goes."""
+    """A prompt; several lines may be generations of one. ``split``: where its theme goes."""
 
     prompt: Text
     idx: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -89,7 +88,7 @@ class Ranking(CandidateSet):
 
 
 class ReasonRow(Row):
-    """A reason for a pair, and its images in the order in which the reason mentions them ("the first shows …")."""
+    """A reason for a pair, and its images in the order in which it mentions them ("the first shows …")."""
 
     folder: str
     images: tuple[str, str]
@@ -119,14 +118,12 @@ class PromptItem:
     place: str  # the line it was read from
     group: str  # of prompts that share a theme; train and test are split by it
     split: str  # train or test, where the metadata decides
-    # By name, the file and the panel of it to be cut out (None: all of it).
-    sources: dict[str, tuple[Path, int | None]]
-    # Names of each one's panels, row-major. Other names are of unknown generation: only a file of rankings pairs them.
-    generations: list[list[str]]
+    sources: dict[str, tuple[Path, int | None]]  # by name, the file and the panel of it to be cut out (None: all of it)
+    generations: list[list[str]]  # names of each one's panels, row-major
 
 
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Every line that is not empty. Raises PacoRewardError: a line is not such a row, or there is none."""
+    """Every line that is not empty. Raises PacoRewardError."""
     rows = []
     for number, line in lines(file):
         place = f"{file} line {number}"
@@ -142,11 +139,7 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
-    """All prompts with the paths of their images; ``grids``: the folder holds grids, not sub-figures.
-
-    Raises PacoRewardError, naming the line: an image is missing, panels do not match the layout, or one theme is in both
-    splits.
-    """
+    """All prompts with their images; ``grids``: the folder holds grids, not sub-figures. Raises PacoRewardError."""
     if not folder.is_dir():
         raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
@@ -172,7 +165,7 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
 
 
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
-    """For each entry the first of its group; entries with a common key share a group, directly or through others."""
+    """For each entry the first of its group: entries that share a key, directly or through others."""
     graph = networkx.Graph()
     for own in keys:
         networkx.add_path(graph, own)
@@ -197,22 +190,20 @@ def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
 
 
 def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
-    own, generations = folder / rows[0].idx, []
+    own, place, generations = folder / rows[0].idx, rows[0].place, []
     for part in sorted(path for path in own.glob("*") if path.is_dir()):
         generations.append([f"{part.name}/{file.name}" for file in _images(part)])
         if len(generations[-1]) != panels:
-            raise PacoRewardError(f"{rows[0].place}: {part} has {len(generations[-1])} images for {panels} panels")
-    names = [name for generation in generations for name in generation] + [file.name for file in _images(own)]
-    if not names:
-        raise PacoRewardError(f"{rows[0].place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
-    return {name: (own / name, None) for name in names}, generations
+            raise PacoRewardError(f"{place}: {part} has {len(generations[-1])} images for {panels} panels")
+    if not generations:
+        raise PacoRewardError(f"{place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
+    return {name: (own / name, None) for names in generations for name in names}, generations
 
 
 def _existing(folder: Path, name: str, place: str) -> Path:
-    for file in (folder / name, Path(name)):
-        if os.path.isfile(file):
-            return file
-    raise PacoRewardError(f"{place}: image {folder / name} does not exist; correct the line or the folder")
+    if not (folder / name).is_file():
+        raise PacoRewardError(f"{place}: image {folder / name} does not exist; correct the line or the folder")
+    return folder / name
 
 
 def _images(folder: Path) -> list[Path]:
@@ -220,22 +211,19 @@ def _images(folder: Path) -> list[Path]:
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
-    """All rankings of a file in ConsistencyRank's form. Raises PacoRewardError, naming the line."""
+    """All rankings of a file. Raises PacoRewardError."""
     rankings = read_rows(file, Ranking)
     for row in rankings:
-        if row.folder not in items and row.folder.isdecimal():
-            row.folder = row.folder.lstrip("0") or "0"  # the benchmark writes 0007 and 7
         _check_names(row, (row.ref_image, *row.rank_images), items)
     return rankings
 
 
 def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[str], ReasonRow]:
-    """Reasons by the two images' paths in the data set. Raises PacoRewardError, naming the line."""
-    found: dict[frozenset[str], ReasonRow] = {}
+    """Reasons by the two images' paths in the data set. Raises PacoRewardError."""
+    found = {}
     for row in read_rows(file, ReasonRow):
         _check_names(row, row.images, items)
-        if found.setdefault(frozenset(f"images/{row.folder}/{name}" for name in row.images), row) is not row:
-            raise PacoRewardError(f"{row.place}: the pair {row.images} of {row.folder} already has a reason")
+        found[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
     return found
 
 
@@ -244,14 +232,13 @@ def _check_names(row: Ranking | ReasonRow, images: Iterable[str], items: Mapping
         raise PacoRewardError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
     known = items[row.folder].sources
     if unknown := [name for name in images if name not in known]:
-        shown = ", ".join([*known][:5])
         raise PacoRewardError(
-            f"{row.place}: {unknown[0]!r} is not a sub-figure of prompt {row.folder}; known: {shown} …"
+            f"{row.place}: {unknown[0]!r} is not a sub-figure of prompt {row.folder}; known: {', '.join([*known][:5])} …"
         )
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:
-    """Edits with the paths of their images. Raises PacoRewardError, naming the line."""
+    """Edits with the paths of their images. Raises PacoRewardError."""
     edits = read_rows(file, EditRow)
     for row in edits:
         row.source, row.edited = (str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited))

@@ -44,7 +44,7 @@ class LabeledPair:
 
 
 def order_key(seed: int, *parts: object) -> bytes:
-    """Sort key of a seeded shuffle: 16 bytes, the same for the same seed and parts on every machine."""
+    """Sort key of a seeded shuffle, the same on every machine."""
     text = "\x1f".join(str(part) for part in (seed, *parts))
     return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
 
@@ -52,8 +52,8 @@ def order_key(seed: int, *parts: object) -> bytes:
 def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> list[CandidateSet]:
     """Up to ``sets`` sets of one prompt, each of up to ``candidates``; none with fewer than two generations or panels.
 
-    The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. All
-    candidates answer one panel text, so they differ in how consistent they are with the reference, not in content.
+    The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. They
+    answer one panel text, so they differ in how consistent they are with the reference, not in content.
     """
     generations, panels = len(item.generations), range(len(item.grid.panels))
     if generations < 2:
@@ -89,8 +89,7 @@ def pairs_of_rankings(
 ) -> list[LabeledPair]:
     """The labeled pairs of rankings with their ``labels_of_ranking``; the seed chooses the order of the two images.
 
-    Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out. ``counts`` receives
-    ``rankings_unclear`` (no labels), ``rankings_used``, ``pairs_merged`` (further votes) and ``pairs_disputed`` (ties).
+    Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out (``pairs_disputed``).
     """
     votes: dict[tuple[str, str, str], list[bool]] = {}
     for ranking, labeled in rankings:
@@ -101,7 +100,6 @@ def pairs_of_rankings(
     pairs = []
     for (folder, first, second), labels in sorted(votes.items()):
         yes, no = labels.count(True), labels.count(False)
-        counts["pairs_merged"] += len(labels) - 1
         if yes == no:
             counts["pairs_disputed"] += 1
             continue
@@ -115,7 +113,7 @@ def pairs_of_rankings(
 def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
     """For each image (path in ``root``) the first one by name that it is a near-duplicate of; itself if there is none.
 
-    Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits and 16 x 16 thumbnails within 6/255
+    Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits, and 16 x 16 thumbnails within 6/255
     root-mean-square: the hash ignores color.
     """
     ordered = sorted(set(names))
@@ -138,9 +136,9 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
 def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], counts: Counter) -> list[LabeledPair]:
     """The pairs without near-duplicates; order is kept.
 
-    A theme pair of two near-duplicates is left out (``near_duplicate``): a copy says nothing about consistency. An
-    editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left out (``repeated``);
-    with another label, both are (``repeated_disputed``). Theme pairs are compared regardless of image order and theme.
+    A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An editing pair of two is
+    kept: an edit may be small. A pair that repeats an earlier one is left out; with another label, both are. Theme pairs
+    are compared regardless of image order and theme.
     """
     groups: dict[tuple, list[LabeledPair]] = {}
     for pair in pairs:
@@ -161,7 +159,7 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """``share`` of the groups, rounded; of two or more, one at least is for testing and one for training, unless it is 0."""
+    """``share`` of the groups, rounded; unless it is 0, of two or more at least one is for testing and one for training."""
     known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
     if share <= 0 or len(known) < 2:
         return set()
@@ -180,5 +178,4 @@ def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
 
 
 def shuffled(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
-    """The pairs in an order chosen by the seed."""
     return sorted(pairs, key=lambda pair: order_key(seed, pair.kind, pair.first, pair.second, pair.question))
