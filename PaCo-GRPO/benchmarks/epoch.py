@@ -2,11 +2,10 @@
 
     python benchmarks/epoch.py --config config/grpo.py:toy_t2is                          # any configuration and its model
     python benchmarks/epoch.py --config config/grpo.py:t2is_80gb --random_weights        # FLUX.1-dev's size, no download
-    python benchmarks/epoch.py --config config/grpo.py:t2is --reward_seconds 0.2         # how much of a reward is hidden?
 
 The trainer's own epochs run on the configuration's data. Without ``--rewards``, the reward is the size of the JPEG file, so
 that no judge is needed. ``--repeats`` epochs follow one that warms up; numbers are medians. Several processes: start it
-with torchrun. The report goes to ``--output`` as JSON, with hardware, versions and every epoch.
+with torchrun.
 """
 
 import argparse
@@ -29,7 +28,7 @@ PARTS = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "vae
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns the exit status: 0, 2 refused, 3 the GPU's memory is too small."""
+    """Returns the exit status: 0, 2 refused, 3 the GPU's memory is too small."""
     arguments, rest = parser().parse_known_args(given)
     import torch
 
@@ -56,19 +55,14 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def changes(arguments: argparse.Namespace, folder: str) -> list[str]:
-    """Options of a run that only trains, in a temporary folder."""
+    """Options of a run that only trains."""
     given: dict[str, Any] = {
         "save_dir": f"{folder}/runs", "run_name": "run", "logging_platform": "none", "save_freq": 0, "eval_freq": 0,
         "health.probe_images": 0, "num_epochs": 1_000_000, "max_train_minutes": None,
     }  # fmt: skip
     if not arguments.rewards:
-        reward, kwargs = "jpeg_compressibility", {}
-        if arguments.reward_seconds is not None:
-            reward = f"{Path(__file__).stem}:waiting_reward"
-            kwargs = {reward: {"seconds_per_image": arguments.reward_seconds}}
-            sys.path.insert(0, str(Path(__file__).parent))
-        given |= {"train.reward_fn": {reward: 1.0}, "train.reward_fn_kwargs": kwargs, "train.aggregate_fn": None}
-        given |= {"test.reward_fn": {}, "test.reward_fn_kwargs": {}}
+        given |= {"train.reward_fn": {"jpeg_compressibility": 1.0}, "train.reward_fn_kwargs": {}}
+        given |= {"train.aggregate_fn": None, "test.reward_fn": {}, "test.reward_fn_kwargs": {}}
     return [f"--config.{name}={value}" for name, value in given.items()]
 
 
@@ -93,12 +87,8 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         cpu = time.process_time()
-        epoch_of(trainer)()
-        row = (
-            [row for row in run.metrics.rows() if row["phase"] == "train"][-1]
-            if run.accelerator.is_main_process
-            else {}
-        )
+        trainer.epoch()
+        row = run.metrics.rows("train")[-1] if run.accelerator.is_main_process else {}
         found = {f"{phase}_s": row.get(f"time/{phase}_s") for phase in PHASES}
         found |= {"cpu_s": time.process_time() - cpu, "images": dict(calls), "metrics": row}
         found["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -107,11 +97,8 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
         epochs += [found] if index else []
     for handle in handles:
         handle.remove()
-    operations = (
-        profile(epoch_of(trainer), device, arguments.output.with_suffix(".trace.json.gz"))
-        if arguments.profile
-        else None
-    )
+    trace = arguments.output.with_suffix(".trace.json.gz")
+    operations = profile(trainer.epoch, device, trace) if arguments.profile else []
     samples, main_process = run.plan.samples, run.accelerator.is_main_process
     run.close()
     if not main_process:
@@ -126,11 +113,6 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
         "processes": run.accelerator.num_processes, "samples": samples, "images_per_second": samples / medians["epoch_s"],
         "medians": medians, "images": epochs[-1]["images"], "epochs": epochs, "operations": operations,
     }  # fmt: skip
-
-
-def epoch_of(trainer: Any) -> Callable[[], Any]:
-    """The trainer's method that runs one epoch."""
-    return getattr(trainer, "epoch", None) or trainer._epoch
 
 
 def random_model(options: Any, folder: Path) -> tuple[Any, Any]:
@@ -178,35 +160,21 @@ def profile(epoch: Callable[[], Any], device: Any, trace: Path, rows: int = 20) 
     return [{"name": event.key, "calls": event.count, "ms": getattr(event, took) / 1000} for event in events]
 
 
-def waiting_reward(seconds_per_image: float = 0.1) -> Callable[[Sequence, Sequence], Any]:
-    """A reward factory: mean gray of each image in [0, 1], after waiting ``seconds_per_image`` for each."""
-    import numpy as np
-
-    def score(images: Sequence, items: Sequence) -> Any:
-        time.sleep(seconds_per_image * len(images))
-        return np.array([np.asarray(image.convert("L")).mean() / 255 for image in images])
-
-    return score
-
-
 def table(found: dict[str, Any]) -> str:
     """The report as text."""
-    lines = [
-        f"{found['name']}: {found['samples']} images on {found['processes']} process(es), {found['images_per_second']:.2f} a second"
-    ]
+    what = f"{found['name']}: {found['samples']} images on {found['processes']} process(es)"
+    lines = [f"{what}, {found['images_per_second']:.2f} a second"]
     lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
     lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
-    lines += [f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}" for row in found["operations"] or ()]
+    lines += [f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}" for row in found["operations"]]
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The benchmark's own arguments."""
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     made.add_argument("--random_weights", action="store_true", help="the real architecture with random weights")
     made.add_argument("--rewards", action="store_true", help="score with the configuration's own rewards")
-    made.add_argument("--reward_seconds", type=float, help="a reward that waits this long for each image")
     made.add_argument("--repeats", type=int, default=3, help="measured epochs")
     made.add_argument("--profile", action="store_true", help="one more epoch under torch.profiler")
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))

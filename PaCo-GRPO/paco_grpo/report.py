@@ -5,10 +5,7 @@ It shows what changed, by how much, whether to trust it, and how long it took. T
 
 import argparse
 import base64
-import contextlib
 import html
-import io
-import itertools
 import json
 import math
 import sys
@@ -23,7 +20,10 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paco_judge.images import UnreadableImage, read_image
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.monitoring.console import means
+from paco_grpo.monitoring.trackers import MetricsFile
+from paco_judge.images import data_url, load_image
 
 LABELS = {
     "consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle: consistency",
@@ -59,7 +59,6 @@ Curves = dict[str, np.ndarray]  # metric -> (N, 3): epoch, mean, its standard er
 class Run:
     """A run directory ({save_dir}/{run_name}), read back."""
 
-    name: str
     config: Mapping[str, Any]  # dotted name -> value
     train: Curves  # rewards of the training samples
     test: Curves  # rewards of the evaluations
@@ -69,43 +68,31 @@ class Run:
     epochs: int
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file; a last line that was cut short (a killed run) is left out."""
-    lines = path.read_bytes().splitlines()
-    rows = [json.loads(line) for line in lines[:-1]]
-    with contextlib.suppress(ValueError):
-        rows += [json.loads(line) for line in lines[-1:]]
-    return rows
-
-
 def _curve(rows: Sequence[Row], key: str, error: str = "", divisor: float = 1.0) -> np.ndarray:
     points = [(row["epoch"], row[key], row.get(error)) for row in rows if row.get(key) is not None]
     return np.array(points, dtype=float).reshape(-1, 3) / (1, 1, divisor)
 
 
 def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
-    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix) and key.endswith("_mean"))
-    names = [key.removeprefix(prefix).removesuffix("_mean") for key in keys]
+    names = dict.fromkeys(name for row in rows for name in means(row, prefix))
     curves = {name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor) for name in names}
     return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _pictures(folder: Path) -> dict[str, Row]:
     """Rows of one evaluation with saved images, whose paths they get."""
-    rows = [row for row in read_rows(folder / "eval_data.jsonl") if row["file"]]
+    rows = [row for row in read_rows(folder) if row["file"]]
     return {row["file"]: row | {key: folder / row[key] for key in ("file", "reference") if row.get(key)} for row in rows}
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run directory."""
-    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
-    rows = read_rows(metrics)
-    train, test = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "eval"))
+    metrics, config = MetricsFile(folder / "metrics.jsonl"), folder / "config.yaml"
+    rows, train, test = metrics.rows(), metrics.rows("train"), metrics.rows("eval")
     if not train and not test:
-        raise ValueError(f"{metrics} has no epoch and no evaluation yet; let the run finish one first")
+        raise ValueError(f"{metrics.path} has no epoch and no evaluation yet; let the run finish one first")
     saved = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
-    groups = {group: values for group, values in saved.items() if isinstance(values, dict)}
-    options = saved | {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
+    groups = [(group, values) for group, values in saved.items() if isinstance(values, dict)]
+    options = saved | {f"{group}.{name}": value for group, values in groups for name, value in values.items()}
     images = options.get("sample.num_images_per_prompt", 0) * options.get("sample.unique_sample_num_per_epoch", 0)
     seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
     evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
@@ -114,7 +101,6 @@ def read_run(folder: Path) -> Run:
         # Evaluations use the same items and seeds in the same order: the file name identifies the image.
         pairs = [(before[n], after[n]) for n in before if n in after and before[n]["prompt"] == after[n]["prompt"]]
     return Run(
-        name=folder.resolve().name,
         config=options,
         train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
         test=_reward_curves(test, "eval/", "_stderr"),
@@ -128,17 +114,12 @@ def read_run(folder: Path) -> Run:
 def write_report(
     run_dir: Path, out: Path, judge: Sequence[Path] = (), stage_seconds: Path | None = None, title: str | None = None
 ) -> list[Path]:
-    """Write the page and its figures.
+    """Write the page ``out`` and its figures; returns the files written, the page first.
 
     Args:
-        run_dir: A run directory of PaCo-GRPO.
-        out: The page.
         judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the last are compared.
         stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
         title: Heading; None = the run's name.
-
-    Returns:
-        The files written, the page first; none before everything has been read.
     """
     run = read_run(run_dir)
     judges = [json.loads(path.read_bytes()) for path in judge]
@@ -148,7 +129,8 @@ def write_report(
     accuracy = _table(["", "before training", "after"], ends)
     names = [name for name in run.train if name in run.test]
     names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
-    gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in choose_pairs(run.pairs, GALLERY))
+    shown_pairs = run.pairs[:: max(1, len(run.pairs) // GALLERY)][:GALLERY]  # chosen by place, never by score
+    gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in shown_pairs)
     with matplotlib.rc_context(PLOT):
         figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +139,9 @@ def write_report(
         if figure is not None:
             written.append(out.with_name(f"{out.stem}_{name}.png"))
             figure.savefig(written[-1], dpi=150)
-            kind = "plot small" if name in ("oracle", "time") else "plot"
-            shown[name] = f'<img class="{kind}" alt="{name}" src="{_uri(written[-1].read_bytes())}">'
-    changed = f'<p class="faint">Same prompts, same noise. The first images of each category.</p><div class="gallery">{gallery}</div>'
+            kind, png = "plot small" if name in ("oracle", "time") else "plot", written[-1].read_bytes()
+            shown[name] = f'<img class="{kind}" alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    changed = f'<p class="faint">Same prompts, same noise.</p><div class="gallery">{gallery}</div>'
     note = '<p class="faint">± and bands are one standard error; evaluations use the averaged weights.</p>'
     sections = {
         "What changed": changed if gallery else "<p>No two evaluations with saved images yet.</p>",
@@ -167,7 +149,7 @@ def write_report(
         "Can I trust it": accuracy + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
         "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
     }
-    title, body = html.escape(title or run.name), "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
+    title, body = html.escape(title or run_dir.resolve().name), "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
     page = f'''<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{STYLE}</style></head>
@@ -177,8 +159,7 @@ def write_report(
     return [out, *written]
 
 
-def label(name: str) -> str:
-    """A metric's name in words."""
+def _label(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
@@ -188,25 +169,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 
-def _uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
 def _facts(run: Run) -> str:
-    """The run in one line."""
-    train, test, seed = run.config.get("train.resolution"), run.config.get("test.resolution"), run.config.get("seed")
-    parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px" if train and test else None]
-    parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type"), None if seed is None else f"seed {seed}"]
-    return " · ".join(str(part) for part in parts if part)
-
-
-def choose_pairs(pairs: Sequence[tuple[Row, Row]], count: int) -> list[tuple[Row, Row]]:
-    """The first images of each category in turn: chosen by their place in the list, never by their scores."""
-    by_category: dict[str, list[tuple[Row, Row]]] = {}
-    for pair in pairs:
-        by_category.setdefault(pair[0].get("category") or "", []).append(pair)
-    turns = itertools.zip_longest(*by_category.values())
-    return [pair for turn in turns for pair in turn if pair is not None][:count]
+    train, test, seed = (run.config.get(name) for name in ("train.resolution", "test.resolution", "seed"))
+    parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px", f"seed {seed}"]
+    parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type")]
+    return " · ".join(map(str, parts))
 
 
 def _card(before: Row, after: Row, names: Sequence[str]) -> str:
@@ -215,16 +182,11 @@ def _card(before: Row, after: Row, names: Sequence[str]) -> str:
     shown += [(caption, row["file"], row["rewards"]) for caption, row in (("before", before), ("after", after))]
     images = ""
     for caption, file, scores in shown:
-        try:
-            image = read_image(file)
-        except UnreadableImage as error:
-            raise ValueError(f"image {file} {error}, or remove it") from error
-        buffer = io.BytesIO()
+        image = load_image(file)
         image.thumbnail((SIDE, SIDE))
-        image.save(buffer, "PNG")
-        values = {label(name): scores.get(name) for name in (names if scores else ())}
+        values = {_label(name): scores.get(name) for name in (names if scores else ())}
         lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in values.items())
-        images += f'<figure><img alt="{caption}" src="{_uri(buffer.getvalue())}"><b>{caption}</b>{lines}</figure>'
+        images += f'<figure><img alt="{caption}" src="{data_url(image)}"><b>{caption}</b>{lines}</figure>'
     prompt, category = html.escape(before["prompt"]), html.escape(before.get("category") or "")
     text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
     return f'<article><span class="faint">{category}</span><div class="images">{images}</div>{text}</article>'
@@ -235,14 +197,14 @@ def _measures(run: Run) -> str:
     rows = []
     for name, curve in run.test.items():
         ends = [f"{value:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for _, value, e in curve[[0, -1]]]
-        rows.append([label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
+        rows.append([_label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
     return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
 
 
 def _draw(axes: Any, curve: np.ndarray, text: str | None = None) -> None:
     epoch, value, error = curve.T
-    (line,) = axes.plot(epoch, value, label=text, marker="o" if len(epoch) < 12 else None, markersize=3)
-    axes.fill_between(epoch, value - error, value + error, color=line.get_color(), alpha=0.18, linewidth=0)
+    axes.plot(epoch, value, label=text, marker="o", markersize=3)
+    axes.fill_between(epoch, value - error, value + error, alpha=0.18, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
@@ -253,9 +215,9 @@ def _curves(run: Run) -> Figure:
     parts = {"train": ("training samples", run.train), "test": ("evaluation", run.test)}
     for axes, (part, (title, curves)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
         for name, curve in curves.items():
-            _draw(axes, curve, label(name))
+            _draw(axes, curve, _label(name))
         side = run.config.get(f"{part}.resolution")
-        axes.set_title(f"{title}, {side} px" if side else title)
+        axes.set_title(f"{title}, {side} px")
         if curves:
             axes.legend()
     return figure
@@ -273,14 +235,13 @@ def _judge_and_oracle(run: Run) -> Figure | None:
         points = [[pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs]
         points = np.array([point for point in points if None not in point]).reshape(-1, 2)
         axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
-    axes.set(xlabel=label(oracle), ylabel=label(judge))
+    axes.set(xlabel=_label(oracle), ylabel=_label(judge))
     axes.set_title("each image: training reward and oracle")
     axes.legend()
     return figure
 
 
 def _health(run: Run) -> Figure | None:
-    """Signs of collapse and of a broken update, by epoch."""
     if not run.health:
         return None
     rows = -(-len(run.health) // 4)
@@ -293,7 +254,6 @@ def _health(run: Run) -> Figure | None:
 
 
 def _time(seconds: Mapping[str, float]) -> Figure | None:
-    """Minutes of each phase or stage."""
     if not seconds:
         return None
     figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)))
@@ -305,7 +265,7 @@ def _time(seconds: Mapping[str, float]) -> Figure | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1, with one message, if there is nothing to report on."""
+    """Returns the exit status: 1 if there is nothing to report on."""
     parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="Make one page of a run directory.")
     parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
     parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help="files of `paco-reward accuracy --output`, the base's first")

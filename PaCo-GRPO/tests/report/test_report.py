@@ -1,7 +1,7 @@
 """A run directory becomes one page: self-contained, complete, and clear about what is missing."""
 
 import json
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def fake_run(folder: Path, epochs: int = 4, images: int = 16) -> Path:
+def fake_run(folder: Path, epochs: int, images: int) -> Path:
     """metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
     folder.mkdir(parents=True)
     config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"},
@@ -27,7 +27,7 @@ def fake_run(folder: Path, epochs: int = 4, images: int = 16) -> Path:
     rows = []
     for epoch in range(epochs + 1):
         if epoch:
-            rows.append({"phase": "train", "epoch": epoch, "reward/consistency_score_mean": 0.45, "train/kl": None,
+            rows.append({"phase": "train", "epoch": epoch, "reward/consistency_score_mean": 0.45,
                          "reward/consistency_score_std": 0.32, "train/grad_norm": 0.3, "time/sample_s": 7.0,
                          "time/reward_wait_s": 1.2, "time/train_s": 3.4})  # fmt: skip
         if epoch in (0, epochs // 2, epochs):
@@ -36,7 +36,7 @@ def fake_run(folder: Path, epochs: int = 4, images: int = 16) -> Path:
             scores = {name: 0.42 + epoch / 100 for name in NAMES}
             means = {f"eval/{name}_mean": score for name, score in scores.items()}
             errors = {f"eval/{name}_stderr": 0.03 for name in NAMES}
-            rows.append({"phase": "eval", "epoch": epoch, "eval/num_images": images, "time/eval_s": 20.0} | means | errors)
+            rows.append({"phase": "eval", "epoch": epoch, "time/eval_s": 20.0} | means | errors)
             for i in range(images):
                 Image.new("RGB", (128, 128), (10 * i, 80, 120)).save(place / f"{i:05d}.png")
                 row = {"file": f"{i:05d}.png", "prompt": f"<one> shape number {i}", "category": "ab"[i % 2]}
@@ -46,31 +46,16 @@ def fake_run(folder: Path, epochs: int = 4, images: int = 16) -> Path:
     return folder
 
 
-class Tags(HTMLParser):
-    """Everything a page would load, and its open tags."""
-
-    def __init__(self):
-        super().__init__()
-        self.loaded, self.open = [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.loaded += [v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset", "data")]
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_a_whole_page(tmp_path):
-    folder = fake_run(tmp_path / "runs" / "toy_t2is")
+    folder = fake_run(tmp_path / "runs" / "toy_t2is", epochs=4, images=16)
     (tmp_path / "judge.json").write_text(json.dumps({"accuracy": 0.97, "auc": 0.995, "n": 600}))
     (tmp_path / "seconds.json").write_text(json.dumps({"world": 12.0, "judge": 310.0, "rl": 480.0}))
     page, *pictures = write_report(folder, tmp_path / "out" / "report.html", judge=2 * [tmp_path / "judge.json"],
                                    stage_seconds=tmp_path / "seconds.json", title="A <title> & more")  # fmt: skip
-    tags, text = Tags(), page.read_text()
-    tags.feed(text)
-    assert all(link.startswith("data:") for link in tags.loaded) and tags.open == [] and len(text) < 3_000_000
+    text = page.read_text()
+    assert set(re.findall(r'(?:src|href)="(.{5})', text)) == {"data:"} and len(text) < 3_000_000
+    tags = re.findall(r"<(/?)(article|div|figure|main|p|section|table|td|th|tr)\b", text)
+    assert all(tags.count(("", name)) == tags.count(("/", name)) for _, name in tags)
     for part in ("A &lt;title&gt; &amp; more", "&lt;one&gt; shape", "64 px", "128 px", "seed 3", "0.970", "0.420 ± 0.030"):
         assert part in text
     assert text.count("<article>") == 12 and text.count("<figure>") == 24 and len(pictures) == 4
