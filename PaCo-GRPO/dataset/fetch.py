@@ -3,14 +3,13 @@
     python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N] [--open_twins]
 
 NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as published, if it was
-downloaded before. The output is written completely or not at all, and is read once as a run would read it.
+downloaded before. The output is written completely or not at all.
 """
 
 import argparse
 import hashlib
 import json
 import re
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -30,18 +29,20 @@ from paco_judge.images import read_image
 
 HERE = Path(__file__).resolve().parent
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
+_FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main"
 _PIECE = 64  # rows of a table in memory
+_TEST_SHARE = 0.1  # of sets without a test split
 
 
 # Each of these reads a folder with a set as published and writes our files to ``out``.
 
 
-def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool, **_) -> None:
+def t2is(source: Path, out: Path, *, open_twins: bool, **_) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
-    A set in one file is divided by a hash of each item's theme, so that train and test share no theme. Files named by
-    split, as in the prompt folders of the published trainer, stay as they are. With ``open_twins`` each prompt is there
-    twice: with ``"open": false``, and as ``open_twin`` makes it.
+    A set in one file is divided by theme, so that train and test share none. Files named by split, as in the prompt folders
+    of the published trainer, stay as they are. With ``open_twins`` each prompt is there twice: with ``"open": false``, and
+    as ``open_twin`` makes it.
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
@@ -51,7 +52,7 @@ def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool, **_) -
     for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
         for _, row in (line for file in files for line in json_lines(file)):
             theme = str(row.get("theme") or row["prompt"])
-            splits[split or ("test" if _share_of(theme) < test_share else "train")].append(row)
+            splits[split or _split_of(theme)].append(row)
     for split, rows in splits.items():
         if open_twins:
             rows = [each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each]
@@ -59,10 +60,9 @@ def t2is(source: Path, out: Path, *, test_share: float, open_twins: bool, **_) -
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A T2IS row without the sentences that describe what all panels share: the theme and the panels are left.
+    """A T2IS row without the description of what all panels share, nor the criteria of identity, which it states.
 
-    The description follows the theme's period without a space (dataset/README.md). A prompt without one has no twin: None.
-    The twin has ``"open": true``, its own ``idx`` and category, and no criteria of identity, which the description states.
+    It follows the theme's period without a space (dataset/README.md). A prompt without one has no twin: None.
     """
     prompt = str(row["prompt"])
     head = split_prompt(prompt).theme
@@ -76,15 +76,13 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return twin
 
 
-def gedit(source: Path, out: Path, *, language: str, **_) -> None:
-    """GEdit-Bench (``instruction``, ``input_image_raw``, ``task_type``, ``instruction_language``) → ``geneval_image``.
-
-    It is a benchmark, so all of it is the test split.
-    """
+def gedit(source: Path, out: Path, **_) -> None:
+    """GEdit-Bench (``instruction``, ``input_image_raw``, ``task_type``, ``instruction_language``) → ``geneval_image``, all
+    of it as the test split."""
     rows = []
     (out / "images").mkdir()
     for row in _parquet_rows(_files(source, "*.parquet")):
-        if row["instruction_language"] == language:
+        if row["instruction_language"] == "en":
             name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
             image = row.get("input_image_raw") or row["input_image"]
             read_image(image["bytes"]).save(out / name)
@@ -92,8 +90,8 @@ def gedit(source: Path, out: Path, *, language: str, **_) -> None:
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
-def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int | None, **_) -> None:
-    """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``, at most ``limit`` items.
+def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> None:
+    """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``.
 
     Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives. No picture
     is in both splits.
@@ -106,7 +104,7 @@ def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int 
         if len(names) == 1:
             edits.append((names[0], row["input_prompt"]))
     for split in ("train", "test"):
-        chosen = [edit for edit in edits[:limit] if (_share_of(edit[0]) < test_share) == (split == "test")]
+        chosen = [edit for edit in edits[:limit] if _split_of(edit[0]) == split]
         with pq.ParquetWriter(out / f"{split}.parquet", schema) as writer:
             for start in range(0, len(chosen), _PIECE):  # a large set is never in memory
                 piece = chosen[start : start + _PIECE]
@@ -115,7 +113,7 @@ def sharegpt_4o_image(source: Path, out: Path, *, test_share: float, limit: int 
 
 
 def _image_reader(folder: Path) -> Callable[[str], bytes]:
-    """A function from an image's name to its bytes: a file, or a member of a tar archive."""
+    """An image's name → its bytes."""
     members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
     for archive in sorted(folder.rglob("*.tar")):
         with tarfile.open(archive) as tar:
@@ -154,13 +152,12 @@ def ocr(source: Path, out: Path, **_) -> None:
         _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
 
 
-def _share_of(text: str) -> float:
-    """A number in [0, 1) that depends on ``text`` alone, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+def _split_of(text: str) -> str:
+    """``test`` or ``train``, by a hash: the same on every machine."""
+    return "test" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < _TEST_SHARE else "train"
 
 
 def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Every row, a piece of a file in memory."""
     for file in files:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns):
             yield from batch.to_pylist()
@@ -179,12 +176,10 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class PublicSet:
-    """Where a set is published and how it is converted."""
-
     kind: str  # config.prompt_fn of the result
     convert: Callable[..., None]  # (source, out, and the options of the command line)
     place: str  # a data set on the Hugging Face hub, or the address of a folder
-    files: tuple[str, ...]  # those that are needed; patterns on the hub
+    files: tuple[str, ...]  # patterns on the hub
 
 
 SETS = {
@@ -194,17 +189,12 @@ SETS = {
         "arrow_editing", sharegpt_4o_image, "FreedomIntelligence/ShareGPT-4o-Image", ("text_and_image_to_image*",)
     ),
     "pickscore": PublicSet("general_ocr", pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
-    "ocr": PublicSet(
-        "general_ocr",
-        ocr,
-        "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr",
-        ("train.txt", "test.txt"),
-    ),
+    "ocr": PublicSet("general_ocr", ocr, _FLOW_GRPO + "/dataset/ocr", ("train.txt", "test.txt")),
 }
 
 
 def download(public: PublicSet, name: str) -> Path:
-    """Folder with the set as published. Raises DataError, which says how to download it on another machine."""
+    """Folder with the set as published. Raises DataError."""
     urls = [f"{public.place}/{file}" for file in public.files] if public.place.startswith("https:") else []
     try:
         if not urls:
@@ -225,21 +215,18 @@ def download(public: PublicSet, name: str) -> Path:
 
 
 def convert(public: PublicSet, source: Path, output: Path, options: argparse.Namespace) -> dict[str, int]:
-    """Write the converted set to ``output``; returns the number of items of each split. Raises DataError."""
+    """Number of items of each split, after reading them as a run would. Raises DataError."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        chosen = {name: getattr(options, name) for name in ("test_share", "language", "limit", "open_twins")}
-        public.convert(source, scratch, **chosen)
-        splits = [split for split in ("train", "test") if any(scratch.glob(f"{split}*"))]
-        counts = {split: len(load_prompts(scratch, split, public.kind)) for split in splits}
-        scratch.chmod(0o755)
-        scratch.replace(output)  # an empty folder may be there
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as place:
+            (scratch := Path(place) / "set").mkdir()
+            public.convert(source, scratch, limit=options.limit, open_twins=options.open_twins)
+            splits = [split for split in ("train", "test") if any(scratch.glob(f"{split}*"))]
+            counts = {split: len(load_prompts(scratch, split, public.kind)) for split in splits}
+            scratch.replace(output)  # an empty folder may be there
         return counts
     except Exception as error:  # damaged files, other columns
         raise DataError(f"{source} cannot be converted ({type(error).__name__}: {error})") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -249,8 +236,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
     parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
     parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
-    parser.add_argument("--language", default="en", choices=["en", "cn"], help="of GEdit-Bench's instructions")
-    parser.add_argument("--test-share", type=float, default=0.1, help="of sets without a test split")
     parser.add_argument("--open_twins", action="store_true", help="T2IS: prompts also without their shared description")
     options = parser.parse_args(arguments)
     public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"

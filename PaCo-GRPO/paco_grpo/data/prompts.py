@@ -1,7 +1,4 @@
-"""Prompt sets: files become items, checked line by line; errors name file, line and field (docs/method.md §2).
-
-Reference images are opened each time an item's ``image`` is read, not before; a damaged one is named then.
-"""
+"""Prompt sets: files become items, checked line by line; errors name file, line and field (docs/method.md §2)."""
 
 import math
 import os
@@ -28,15 +25,12 @@ class DataError(ValueError):
 
 
 def text_of(path: Path) -> str:
-    """The text without a byte order mark. Raises DataError: no such file, not UTF-8, or NUL bytes (UTF-16)."""
+    """The text without a byte order mark. Raises DataError."""
     _require(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
-    if "\0" in text:
-        raise DataError(f"{path}: not a text (NUL byte); save it as UTF-8")
-    return text
 
 
 def _require(path: Path) -> None:
@@ -45,7 +39,7 @@ def _require(path: Path) -> None:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(``file:line``, object) of every non-empty line. Raises DataError: no such file, or a line is not a JSON object."""
+    """(``file:line``, JSON object) of every non-empty line. Raises DataError."""
     _require(path)
     for number, line in lines(path):
         try:
@@ -55,11 +49,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:
-    """Fields ``prompt``, ``height`` and ``width`` of a row; the size in pixels, both sides or none.
+    """Fields ``prompt``, ``height`` and ``width`` (pixels, both or none) of a row.
 
-    Raises:
-        DataError: The prompt is missing, empty or holds a NUL; a side is alone or not a positive integer; or ``category``,
-            by which an evaluation groups its scores, is a list or an object.
+    Raises DataError also if ``category``, by which an evaluation groups its scores, is a list or an object.
     """
     prompt, height, width, category = (row.get(name) for name in ("prompt", "height", "width", "category"))
     if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
@@ -75,26 +67,12 @@ def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, 
 
 
 def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
-    """The items of one split of a prompt set.
-
-    Args:
-        dataset: Folder of the prompt set.
-        split: ``train`` or ``test``.
-        kind: ``geneval`` (``{split}_metadata.jsonl``), ``general_ocr`` or ``text`` (``{split}.txt``, one prompt a line),
-            ``geneval_image`` (``{split}_metadata.jsonl`` with ``image``, a path from the dataset's folder) or
-            ``arrow_editing`` (``{split}.arrow`` or ``{split}.parquet`` with ``prompt`` and ``image``).
-
-    Raises:
-        DataError: Missing folder or file, or an entry that is not valid.
-    """
+    """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``. Raises DataError."""
     folder = Path(dataset)
     if not folder.is_dir():
-        public = folder.name.removeprefix("public-") if folder.name.startswith("public-") else ""
-        fetch = f"Fetch it with `python dataset/fetch.py {public}`" if public else "Put its train and test files there"
-        raise DataError(
-            f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}). "
-            f"{fetch}, or give another folder with --config.dataset=FOLDER"
-        )
+        public = folder.name.startswith("public-")
+        hint = f"; fetch it with `python dataset/fetch.py {folder.name.removeprefix('public-')}`" if public else ""
+        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}){hint}")
     items = KINDS[kind](folder, split)
     if not items:
         raise DataError(f"prompt set {folder} has no item in its {split} split")
@@ -112,12 +90,9 @@ def _geneval(folder: Path, split: str) -> list[Item]:
         if criteria is not None and not all(good):
             raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
         try:
-            grid = split_prompt(prompt)
+            split_prompt(prompt)
         except PromptLayoutError as error:
             raise DataError(f"{name}: field 'prompt': {error}") from error
-        layout = row.get("layout")
-        if layout is not None and str(layout).lower().replace("⨉", "x").replace(" ", "") != f"{grid.rows}x{grid.cols}":
-            raise DataError(f"{name}: field 'layout' is {layout!r} but the prompt says {grid.rows}x{grid.cols}")
         items.append(Item(len(items), prompt, height, width, metadata=dict(row)))
     return items
 
@@ -128,8 +103,6 @@ def _text(folder: Path, split: str) -> list[Item]:
 
 
 def _geneval_image(folder: Path, split: str) -> list[Item]:
-    """Items of ``{split}_metadata.jsonl``: ``prompt``, ``image`` (path from the dataset's folder) or ``images`` (a list of
-    paths), optional sizes."""
     items = []
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
         prompt, height, width = common_fields(row, where)
@@ -147,12 +120,7 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
-    """Items of ``{split}.arrow`` (as ``datasets`` saves it) or ``{split}.parquet``.
-
-    Columns: ``prompt`` (text) and ``image`` (encoded bytes, or a struct with ``bytes``) or ``images`` (a list of them).
-    Other columns that are texts or numbers go into an item's metadata. The file is read in pieces: its images are never all
-    in memory.
-    """
+    """Columns that are texts or numbers go into an item's metadata. The images are never all in memory."""
     path = next((p for p in (folder / f"{split}.arrow", folder / f"{split}.parquet") if p.is_file()), None)
     if path is None:
         raise DataError(f"neither {split}.arrow nor {split}.parquet is in {folder} (config.dataset, config.prompt_fn)")
@@ -160,9 +128,8 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     try:
         schema, pieces = _open_table(path)
         column = "images" if "images" in schema.names and "image" not in schema.names else "image"
-        for needed in ("prompt", column):
-            if needed not in schema.names:
-                raise DataError(f"{path}: column {needed!r} is missing; it has {', '.join(schema.names)}")
+        if missing := {"prompt", column} - set(schema.names):
+            raise DataError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(schema.names)}")
         plain = [f.name for f in schema if not (types.is_nested(f.type) or types.is_binary(f.type))]
         for read in pieces:
             rows = read(plain).to_pylist()
@@ -183,7 +150,7 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
 
 
 def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
-    """The schema of an Arrow or Parquet file, and for each of its pieces a function that reads columns of it."""
+    """The schema of an Arrow or Parquet file, and for each of its pieces a function: columns → table."""
     source = pyarrow.memory_map(str(path))
     if path.suffix == ".parquet":
         mapped = source.read_buffer()
@@ -230,10 +197,7 @@ KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
 def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
     """Height and width in pixels at which an item is generated, before rounding to the model's multiple.
 
-    Args:
-        item: Its height and width are used if it has them.
-        resolution: Side of a square of the target area.
-        mode: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
+    ``mode``: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
     """
     if item.height is None or item.width is None:
         return resolution, resolution

@@ -1,7 +1,6 @@
 """Which prompts an epoch uses, in which order, and with which seeds: k repeats of m prompts, shuffled.
 
-Everything depends on (seed, epoch) only, never on the number of processes: process r of P takes the positions r, r + P,
-r + 2P, … of one global order.
+It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, … of one global order.
 """
 
 from dataclasses import dataclass
@@ -14,23 +13,21 @@ _CHOICE, _ORDER, _SAMPLE_SEED, _GROUP_SEED = 11, 12, 13, 14
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """The samples of one epoch over all processes, in their global order (length m·k)."""
+    """The samples of one epoch over all processes, in their global order."""
 
     item_ids: np.ndarray  # (m·k,) int64, index into the prompt set; groups are formed by it
     seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
     group_seeds: np.ndarray  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
-        """Global positions that belong to ``process``."""
         return np.arange(process, len(self.item_ids), num_processes)
 
 
 class GroupSampler:
     """Samples m prompts per epoch without replacement within a pass over the data set, k images each.
 
-    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
-
-    ``prompts`` is m, ``images_per_prompt`` is k, ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
+    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images). ``latents`` is
+    ``sample.latents_per_prompt``, a divisor of k.
     """
 
     def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1) -> None:
@@ -40,7 +37,7 @@ class GroupSampler:
         self.epoch = 0
 
     def samples(self, epoch: int | None = None) -> EpochSamples:
-        """The samples of ``epoch`` (default: the current one)."""
+        """By default, of the current epoch."""
         epoch = self.epoch if epoch is None else epoch
         order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
@@ -49,15 +46,14 @@ class GroupSampler:
         return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[order % self.latents, item_ids])
 
     def advance(self) -> None:
-        """Move to the next epoch."""
         self.epoch += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the stream of epochs, for a checkpoint."""
+        """For a checkpoint."""
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at ``state`` (with its seed too: the stream must not change in the middle of a run)."""
+        """Continue at ``state``, with its seed too: the stream must not change in the middle of a run."""
         self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
 
     def _choose(self, epoch: int) -> np.ndarray:

@@ -45,21 +45,15 @@ def corner(image):
     return image.getpixel((0, 0))
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"prompt": "x", "image": "images/c.png"}, "field 'image' .*'images/c.png'"),
-        ({"prompt": "x", "image": "images/cut.jpg"}, "field 'image' .*cut.jpg"),  # when it is read
-        ({"prompt": "x", "image": "images/a.eps"}, "field 'image' .*a.eps"),
-    ],
-)
-def test_geneval_image(tmp_path, row, named):
+@pytest.mark.parametrize("name", ["c.png", "cut.jpg", "a.eps"])  # the damaged one is found when it is read
+def test_geneval_image(tmp_path, name):
     good = {"prompt": "the 2x2 tiles", "image": "images/a.png", "height": 64, "width": 32, "category": "color"}
     (item,) = load_prompts(write_jsonl(tmp_path, good), "train", "geneval_image")
     assert (item.prompt, item.height, item.width, item.metadata["category"]) == ("the 2x2 tiles", 64, 32, "color")
     assert item.image.mode == "RGB" and item.image.size == (12, 8) and corner(item.image) == (255, 0, 0)
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: .*{named}"):
-        _ = [item.image for item in load_prompts(write_jsonl(tmp_path, good, row), "train", "geneval_image")]
+    write_jsonl(tmp_path, good, {"prompt": "x", "image": f"images/{name}"})
+    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: field 'image' .*{name}"):
+        _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
 
 
 BY_FORMAT = pytest.mark.parametrize("suffix", ["arrow", "parquet"])
@@ -105,11 +99,9 @@ def test_turned_photographs_are_upright(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "named"),
     [
-        ({"image": [b"x"]}, "column 'prompt' is missing"),
         ({"prompt": ["x"]}, "column 'image' is missing"),
         ({"prompt": [1], "image": [b"x"]}, "row 0: field 'prompt'"),
         ({"prompt": ["x", "y", "z"], "image": [RED, b"x", RED]}, "row 1: field 'image'"),
-        ({"prompt": ["x", "y"], "image": [{"bytes": RED}, {"bytes": None}]}, "row 1: field 'image'"),
         ({"prompt": ["x", "y"], "images": [[RED], [RED, None]]}, "row 1: field 'images'"),
     ],
 )

@@ -1,7 +1,6 @@
 """Prompt sets become items; errors name file, line and field."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,6 @@ from paco_grpo.data.prompts import DataError, item_size, load_prompts, round_to_
 from paco_grpo.types import Item
 
 GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "t2is_sample.jsonl"
 
 
 def write(folder, *rows):
@@ -21,18 +19,10 @@ def write(folder, *rows):
 
 
 def test_items_carry_their_row(tmp_path):
-    row = {
-        "prompt": GRID,
-        "height": 64,
-        "width": 128,
-        "layout": "1x2",
-        "idx": "7",
-        "criteria": {"style": {"a": "same"}},
-    }
+    row = {"prompt": GRID, "height": 64, "width": 128, "idx": "7", "criteria": {"style": {"a": "same"}}}
     items = load_prompts(write(tmp_path, row, b"", {"prompt": "one picture"}), "train")
-    assert [item.item_id for item in items] == [0, 1]
-    assert (items[0].height, items[0].width, items[0].metadata["idx"]) == (64, 128, "7")
-    assert (items[1].height, items[1].width) == (None, None)
+    assert [(item.item_id, item.height, item.width) for item in items] == [(0, 64, 128), (1, None, None)]
+    assert items[0].metadata == row
     (tmp_path / "test.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n\n a dog \n")  # a byte order mark is accepted
     assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
 
@@ -41,14 +31,12 @@ def test_items_carry_their_row(tmp_path):
     ("row", "named"),
     [
         (b"{not json", ""),
-        ({"text": "x"}, "field 'prompt'"),
         ({"prompt": "  "}, "field 'prompt'"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
         ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
         ({"prompt": "x", "category": {"a": 1}}, "field 'category'"),
         ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
         ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
-        ({"prompt": GRID, "layout": "2x1"}, "'layout'.*2x1.*1x2"),
     ],
 )
 def test_errors_name_file_line_and_field(tmp_path, row, named):
@@ -62,19 +50,11 @@ def test_missing_things_are_named(tmp_path):
             load_prompts(folder, "train")
 
 
-@pytest.mark.skipif(not SHARED.is_file(), reason="shared/data absent")
-def test_real_items_are_accepted(tmp_path):
-    (tmp_path / "train_metadata.jsonl").write_text(SHARED.read_text())
-    assert len(load_prompts(tmp_path, "train")) == len(
-        [line for line in SHARED.read_text().splitlines() if line.strip()]
-    )
-
-
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
     item = Item(0, "x", height, width)
     assert item_size(item, resolution, "exact") == (height, width)
-    assert all(item_size(Item(1, "x"), resolution, mode) == (resolution, resolution) for mode in ("exact", "aspect"))
+    assert item_size(Item(1, "x"), resolution, "aspect") == (resolution, resolution)
     size = item_size(item, resolution, "aspect")
     rounded = round_to_multiple(size, multiple)
     assert all(side % multiple == 0 and side >= multiple for side in rounded)

@@ -7,7 +7,7 @@ from paco_judge.grid import split_prompt
 from paco_judge.questions import load_question
 
 FOLDER = Path(__file__).resolve().parents[2] / "dataset" / "T2IS"
-CELL = 512  # every cell of the stated shape is square
+CELL = 512  # pixels, square
 
 
 def test_items_are_varied_complete_and_share_no_theme():
