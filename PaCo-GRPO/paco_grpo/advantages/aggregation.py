@@ -1,8 +1,8 @@
 """How several rewards become one number per sample (docs/method.md §5; PaCo-RL, arXiv 2512.04784).
 
 An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key: np.ndarray (n,)}``. It
-returns the same mapping. The result is group-normalized afterwards unless the function carries
-``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after each call.
+returns one such mapping, which is group-normalized unless the function carries ``returns_advantages = True``. A dict
+``stats`` of numbers on the function is logged after each call.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ STD_FLOOR = 1e-6
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); ``std`` defaults to the one of ``values``, without Bessel's correction."""
+    """(values − mean) / max(std, 1e-6); ``std`` defaults to that of ``values``, without Bessel's correction."""
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
@@ -63,23 +63,15 @@ class product_aggregate_fn:
 
 @dataclass(eq=False)
 class log_tame_aggregate_fn:
-    """Log-tamed weighted sum: rewards that vary far more than the others become log(1 + r) before the weighted sum.
+    """Weighted sum in which a reward whose coefficient of variation std/|mean| over the batch exceeds the threshold becomes
+    log(1 + r) first. ``stats``: each reward's coefficient (``cv/<name>``) and whether it was tamed (``log_tamed/<name>``)."""
 
-    A reward is tamed if its coefficient of variation std/|mean| over the whole batch exceeds the threshold. After a call,
-    ``stats`` holds each reward's coefficient (``cv/<name>``) and whether it was tamed (``log_tamed/<name>``, 0 or 1).
-
-    Args:
-        threshold: A number ≥ 0, or ``'mean'`` or ``'median'`` of the rewards' coefficients.
-        reward_weights: Weight by reward name; None = all 1.
-    """
-
-    threshold: str | float = "mean"
-    reward_weights: Mapping[str, float] | None = None
+    threshold: str | float = "mean"  # ≥ 0, or 'mean' or 'median' of the rewards' coefficients
+    reward_weights: Mapping[str, float] | None = None  # None = all 1
     stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
-        if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
+        if not (self.threshold in ("mean", "median") or isinstance(self.threshold, int | float) and self.threshold >= 0):
             raise ValueError(f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0")
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -100,17 +92,11 @@ class log_tame_aggregate_fn:
 
 @dataclass(eq=False)
 class weighted_advantage_sum_aggregate_fn:
-    """Normalize each reward within its groups first, then Σ_r weight_r · A_r. The result is advantages already.
-
-    Args:
-        reward_weights: Weight by reward name.
-        global_std: Divide by the reward's std over everything instead of over the group.
-        batch_std: Divide the sums by their std over everything (GDPO, arXiv 2601.05242); their mean is 0 already.
-    """
+    """Normalize each reward within its groups first, then Σ_r weight_r · A_r. The result is advantages already."""
 
     reward_weights: Mapping[str, float]
-    global_std: bool = False
-    batch_std: bool = False
+    global_std: bool = False  # divide by the reward's std over everything instead of over the group
+    batch_std: bool = False  # divide the sums by their std over everything (GDPO, arXiv 2601.05242); their mean is 0
     returns_advantages: ClassVar[bool] = True
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -136,28 +122,22 @@ def get_aggregate_fn(
     reward_weights: Mapping[str, float] | None = None,
     global_std: bool = False,
 ) -> AggregateFn | None:
-    """The aggregation of a run.
+    """The aggregation of a run. Raises ValueError: There is none, or it does not take one of the arguments.
 
     Args:
         spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
-        reward_weights: Default weights of the built-in functions that take weights.
-        global_std: Default of ``weighted_advantage_sum_aggregate_fn``.
-
-    Raises:
-        ValueError: There is no such function, or it does not take one of the arguments.
+        reward_weights, global_std: Defaults of the built-in functions that take them.
     """
-    name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})
-    factory = FACTORIES.get(name) if isinstance(name, str) else None
-    known = _arguments(factory) if factory else []
-    if unknown := [argument for argument in given if argument not in known]:
-        raise ValueError(f"config.train.aggregate_fn={name!r} takes {known}, not {unknown[0]!r}")
     if spec is None or callable(spec):
         return spec
+    name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})
     place, _, function = str(name).rpartition(":")
     try:
-        if factory is not None:
-            run = {"reward_weights": reward_weights, "global_std": global_std}
-            return factory(**{key: value for key, value in run.items() if key in known} | dict(given))
+        if name in FACTORIES:
+            run, known = {"reward_weights": reward_weights, "global_std": global_std}, _arguments(FACTORIES[name])
+            return FACTORIES[name](**{key: value for key, value in run.items() if key in known} | dict(given))
+        if given:
+            raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
         if name in MEANS:
             return MEANS[name]
         if place.endswith(".py"):
@@ -176,13 +156,9 @@ def get_aggregate_fn(
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it again.
 
-    Returns:
-        None and a description: unchanged. A built-in mean: its name. A built-in factory's result: ``{"name": …,
-        "arguments": {…}}``. Another function: ``package.module:function``, or ``/absolute/file.py:function`` if its file
-        cannot be imported by name.
-
-    Raises:
-        ValueError: It could not be found again, such as a lambda or a function inside a function.
+    A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
+    ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name. Raises ValueError
+    for a lambda or a function inside a function.
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
@@ -200,8 +176,8 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
     raise ValueError(
-        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a built-in "
-        "aggregation, or a function at the top level of the configuration file or of an importable module"
+        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a function at "
+        "the top level of the configuration file or of an importable module"
     )
 
 

@@ -20,8 +20,7 @@ class AdvantageResult:
 
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
-    # For the log: group_size_mean, zero_std_share (groups whose aggregate does not vary), missing_share, dropped_share
-    # (missing, or left alone in a group), mean_abs, and those of ``aggregate_fn.stats``.
+    # For the log. zero_std_share: of groups whose aggregate does not vary; dropped_share: missing, or alone in a group
     stats: dict[str, float]
 
 
@@ -39,19 +38,19 @@ def compute_advantages(
     entropy_bonus: float = 0.0,
     nearest_neighbor: bool = False,
 ) -> AdvantageResult:
-    """Advantages of all n samples of an epoch (gathered over processes), float64.
+    """Advantages of all n samples of an epoch (gathered over processes).
 
     Args:
-        rewards: Name → (n,), NaN = missing. A sample that lacks one of them is left out.
+        rewards: Name → (n,), NaN = missing.
         item_ids: (n,), the groups.
         prompts: (n,) texts; the keys that ``aggregate_fn`` sees are made from them.
-        reward_weights: Weight by name for the default weighted sum; every reward needs one.
+        reward_weights: For the default weighted sum; every reward needs one.
         aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
         global_std: Divide by the std over everything instead of over the group.
         per_prompt: False = one group of everything, as always with one image per prompt.
         rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
         features: (n, d), for the two options below; see :mod:`paco_grpo.advantages.diversity`.
-        entropy_bonus: λ. λ·(−log p) is added to the aggregated reward.
+        entropy_bonus: λ of the λ·(−log p) that is added to the aggregated reward.
         nearest_neighbor: Multiply positive advantages by the relative distance to the nearest neighbor in the group.
 
     Raises:
@@ -67,13 +66,13 @@ def compute_advantages(
     stats = {
         "missing_share": float(missing.mean()),
         "dropped_share": float(1 - kept.mean()),
-        "group_size_mean": float(np.mean([len(members) for members in members_of])) if groups else 0.0,
+        "group_size_mean": float(kept.sum() / max(len(groups), 1)),
         "zero_std_share": 0.0,
         "mean_abs": 0.0,
     }
     if not groups:
         return AdvantageResult(advantages, kept, stats)
-    if rank:  # scaled to [0, 1]
+    if rank:
         for members in members_of:
             for v in values.values():
                 v[members] = (rankdata(v[members]) - 1) / (len(members) - 1)

@@ -115,7 +115,7 @@ def test_what_is_wrong_is_named():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             get_aggregate_fn(description)
-    with pytest.raises(ValueError, match="not 'global_std'"):
+    with pytest.raises(ValueError, match="'global_std'"):
         get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
 
 
