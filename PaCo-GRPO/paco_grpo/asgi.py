@@ -8,8 +8,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-_TYPES = {401: "authentication_error", 404: "not_found_error"}
-
 # uvicorn.run's arguments in all three servers. Callers keep their connections between two batches of questions.
 SERVER_SETTINGS = {
     "ws": "none", "access_log": False, "proxy_headers": False, "server_header": False, "timeout_keep_alive": 75,
@@ -17,12 +15,7 @@ SERVER_SETTINGS = {
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed, with its HTTP ``status``.
-
-    Args:
-        param: Field at fault.
-        code: OpenAI's machine-readable code.
-    """
+    """A request that is refused or has failed. ``param``: the field at fault; ``code``: OpenAI's, machine-readable."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -30,7 +23,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The error as OpenAI writes it."""
-        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return JSONResponse({"error": error}, self.status)
 
@@ -55,11 +48,8 @@ async def read_body(request: Request, limit: int) -> bytes:
         async for part in request.stream():
             body += part
             if len(body) > limit:
-                raise ApiError(
-                    f"the body is larger than {limit} bytes; send fewer or smaller images at once (request_size), or "
-                    "raise the limit (VLLM_MAX_BODY_MB, --max-body-mb)",
-                    413, code="request_too_large",
-                )  # fmt: skip
+                message = f"the body has more than {limit} bytes; send less at once (request_size), or raise the limit"
+                raise ApiError(f"{message} (VLLM_MAX_BODY_MB, --max-body-mb)", 413, code="request_too_large")
     except ClientDisconnect as error:
         raise ApiError("the caller left before the body was complete", 499) from error
     return bytes(body)

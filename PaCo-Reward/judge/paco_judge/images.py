@@ -21,20 +21,20 @@ _SAVE = {  # level 1: loopback bandwidth costs less than the processor time of a
 
 
 class UnreadableImage(ValueError):
-    """An image that cannot be decoded; the message says why, and of an opened one also which."""
+    """An image that cannot be decoded."""
 
 
 def open_image(source: str | Path | bytes) -> Image.Image:
-    """An image of ``FORMATS`` from a file, or from a file's content; only its header is read.
+    """An image of ``FORMATS`` from a file or a file's content; only its header is read.
 
-    Raises UnreadableImage, with a message ("does not exist") that follows the image's name.
+    Raises UnreadableImage, whose message ("does not exist") follows the image's name.
     """
     try:
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     except FileNotFoundError:
         raise UnreadableImage("does not exist") from None
     except Image.UnidentifiedImageError as error:
-        raise UnreadableImage(f"is not an image that is read here ({', '.join(FORMATS)}); convert it to PNG") from error
+        raise UnreadableImage(f"is none of {', '.join(FORMATS)}; convert it to PNG") from error
     except Exception as error:  # decoders raise many types on damaged headers
         raise UnreadableImage(f"cannot be read: {_line(error)}") from error
     if image.width * image.height > MAX_PIXELS:
@@ -43,7 +43,7 @@ def open_image(source: str | Path | bytes) -> Image.Image:
 
 
 def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image:
-    """The RGB image of ``open_image``; ``upright``: turned as its EXIF data say. Raises UnreadableImage."""
+    """``open_image`` as RGB; ``upright``: turned as its EXIF data say. Raises UnreadableImage."""
     with open_image(source) as image:
         try:
             return to_rgb(ImageOps.exif_transpose(image) if upright else image)
@@ -78,7 +78,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:
-    """The file of an image, as RGB: lossless ``png``, or ``jpeg`` with Pillow's default quality. Raises UnreadableImage."""
+    """The file of an image, as RGB: ``png``, or ``jpeg`` with Pillow's default quality. Raises UnreadableImage."""
     buffer = io.BytesIO()
     as_received(image).save(buffer, **_SAVE[image_format])
     return buffer.getvalue()
@@ -101,7 +101,7 @@ def as_received(image: Image.Image, image_format: str = "png") -> Image.Image:
 
 
 def content_digest(image: Image.Image) -> bytes:
-    """A 20-byte hash of size and RGB pixels: equal for equal content. Raises UnreadableImage."""
+    """A 20-byte hash of size and RGB pixels. Raises UnreadableImage."""
     image = as_received(image)
     return hashlib.blake2b(image.tobytes(), digest_size=20, salt=b"%dx%d" % image.size).digest()
 

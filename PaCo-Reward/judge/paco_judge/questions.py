@@ -1,4 +1,4 @@
-"""What is asked about images (templates: ``questions.toml``, or the user's text files) and in which form."""
+"""What is asked about images (templates: ``questions.toml``, or text files) and in which form."""
 
 import argparse
 import hashlib
@@ -14,8 +14,7 @@ from PIL import Image
 
 from paco_judge.verdict import ANSWER_TOKENS
 
-# With thinking off, Qwen3.5's prompts end with an empty block of thoughts, and answers begin with Yes or No. Other
-# chat templates ignore it.
+# With thinking off, Qwen3.5's answers begin with Yes or No. Other chat templates ignore it.
 CHAT_OPTIONS = {"enable_thinking": False}
 EDITING = ("editing_consistency", "editing_instruction")
 BETTER = ("better", "better_edit")
@@ -40,11 +39,11 @@ class Question:
 
     @property
     def fields(self) -> set[str]:
-        """What the template is about: a subset of theme, criterion, instruction, prompt, rows, cols."""
+        """A subset of theme, criterion, instruction, prompt, rows, cols."""
         return {field.partition("_")[0] for field in _FIELD.findall(self.template)}
 
     def text(self, **values: str | int) -> str:
-        """The template with ``values`` (``theme="…"``, ``rows=2``, …) in place of its fields."""
+        """The template with ``values`` in place of its fields."""
         if "criterion" in values:
             sentence = values["criterion"] = str(values["criterion"]).strip()
             values["criterion_sentence"] = sentence + "." * (not sentence.endswith((".", "!", "?", '"')))
@@ -52,43 +51,38 @@ class Question:
         return _FIELD.sub(lambda field: str(values[field[1]]), self.template)
 
     def texts(self, criteria: Mapping[str, Mapping[str, str]], **values: str) -> dict[str, tuple[str, ...]]:
-        """The texts to ask, by dimension: one for each non-empty criterion if the template is about criteria, else one.
+        """The texts to ask, by dimension: one for each criterion if the template is about criteria, else one.
 
-        ``criteria`` are ``{dimension: {name: text}}``; ``verdict.mean_over_dimensions`` averages the scores. Raises
-        ValueError if no criterion has text.
+        ``criteria`` are ``{dimension: {name: text}}``. Raises ValueError if none has text.
         """
         if "criterion" not in self.fields:
             return {"": (self.text(**values),)}
-        stated = {
-            dimension: [c for c in (named or {}).values() if c and c.strip()] for dimension, named in criteria.items()
-        }
-        asked = {d: tuple(self.text(criterion=c, **values) for c in found) for d, found in stated.items() if found}
+        asked = {}
+        for dimension, named in criteria.items():
+            stated = [criterion for criterion in (named or {}).values() if criterion and criterion.strip()]
+            if stated:
+                asked[dimension] = tuple(self.text(criterion=criterion, **values) for criterion in stated)
         if not asked:
             raise ValueError("the item has no criteria to ask about; use the theme question instead")
         return asked
 
 
 def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
-    """A shipped template by its name, or the one in a text file (a final line break is not part of it).
-
-    ``about``: fields that the caller can fill in. Raises ValueError: Neither name nor readable text, or another field.
-    """
+    """A shipped template, or the one in a text file. ``about``: fields that the caller fills in. Raises ValueError."""
     try:
         file = Path(question).expanduser()
         name, template = question, shipped().get(question)
         if template is None:
             name, template = file.stem, file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"question {question!r} is neither a shipped template ({', '.join(shipped())}) nor a readable text file "
-            f"({error})"
-        ) from error
+        names = ", ".join(shipped())
+        raise ValueError(f"question {question!r} is no shipped template ({names}) and no text file: {error}") from error
     if not template.strip():
         raise ValueError(f"question file {question} is empty")
     for field in _FIELD.findall(template):
         if field not in _KNOWN or field.partition("_")[0] not in about:
-            possible = ", ".join(f"{{{known}}}" for known in _KNOWN if known in about) or "none"
-            raise ValueError(f"question {question!r} has the field {{{field}}}, but the fields here are: {possible}")
+            possible = ", ".join(f"{{{known}}}" for known in about) or "none"
+            raise ValueError(f"question {question!r} has the field {{{field}}}; possible fields here: {possible}")
     return Question(name, template)
 
 
@@ -103,12 +97,8 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
 def editing_texts(questions: Sequence[Question], instruction: str, dimension: str = "overall") -> dict[str, str]:
     """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension that each is about.
 
-    ``overall`` needs both; a single question decides every dimension. Raises ValueError.
+    ``overall`` needs both; a single question decides every dimension.
     """
-    if dimension not in EDIT_DIMENSIONS:
-        raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
-    if not instruction.strip():
-        raise ValueError("the editing instruction is empty")
     consistency, *following = (question.text(instruction=instruction.strip()) for question in questions)
     if not following:
         return {"consistency": consistency}
@@ -123,13 +113,7 @@ def theme_question(theme: str) -> str:
 
 @dataclass(frozen=True)
 class RequestForm:
-    """How images and answers travel.
-
-    Attributes:
-        image_labels: Text before each image, ``{n}`` = its number: ``"<img{n}>: "``. None: no text.
-        image_format: ``png`` (lossless) or ``jpeg`` (Pillow's default quality).
-        answer_tokens: ``exact``: Yes and No; ``variants``: also y and n, in upper and lower case, after a space.
-    """
+    """How images and answers travel. The fields are described at ``add_form_arguments``."""
 
     image_labels: str | None = None
     image_format: str = "png"
@@ -139,8 +123,6 @@ class RequestForm:
         for name, known in (("image_format", IMAGE_FORMATS), ("answer_tokens", tuple(ANSWER_TOKENS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
-        if self.image_labels and "{n}" not in self.image_labels and re.search(r"\d", self.image_labels):
-            raise ValueError(f"image_labels={self.image_labels!r}: write {{n}} for the number, as in '<img{{n}}>: '")
 
     def label(self, number: int) -> str:
         """The text before image ``number``, counted from 1."""
@@ -152,12 +134,8 @@ DEFAULT_FORM = RequestForm()
 
 def add_form_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of ``form_of`` to a command."""
-
-    def labels(text: str) -> str:
-        return RequestForm(text).image_labels
-
-    text = 'text before each image, {n} = its number: "<img{n}>: "'
-    parser.add_argument("--image_labels", type=labels, metavar="TEXT", help=text)
+    text = 'text before each image, {n} = its number: "<img{n}>: "; default: none'
+    parser.add_argument("--image_labels", metavar="TEXT", help=text)
     parser.add_argument("--image_format", choices=IMAGE_FORMATS, help="how the judge gets images; default: png")
     text = "exact: Yes and No; variants: also y and n, upper and lower case, after a space"
     parser.add_argument("--answer_tokens", choices=tuple(ANSWER_TOKENS), help=text)
@@ -170,14 +148,14 @@ def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
 
 
 def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
-    """What was asked, for the files of a run: each template's name, text and SHA-256, and the form."""
+    """What was asked, for the files of a run."""
     asked = [asdict(q) | {"sha256": hashlib.sha256(q.template.encode()).hexdigest()} for q in questions]
     return {"questions": asked, **asdict(form)}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Images and a question about them, in this order; ``image_b`` None: one image alone."""
+    """Images and a question about them; ``image_b`` None: one image alone."""
 
     image_a: Image.Image
     image_b: Image.Image | None
@@ -186,12 +164,12 @@ class Pair:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """The images in the order in which they are shown."""
+        """In the order in which they are shown."""
         return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 
 def build_messages(image_urls: Sequence[str], question: str, form: RequestForm = DEFAULT_FORM) -> list[dict]:
-    """OpenAI chat messages: the images in order, then the question. URLs may be data URLs."""
+    """OpenAI chat messages: the images in order, then the question."""
     content: list[dict[str, Any]] = []
     for number, url in enumerate(image_urls, start=1):
         if form.image_labels:

@@ -1,14 +1,12 @@
 """The judge in this process, with transformers: images and a question become P(Yes).
 
     judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
-    pairs = judge.image_pairs(["a.png", "b.png", "c.png"], theme="one fox in four seasons")
-    print([verdict.p_yes for verdict in judge.score(pairs)])
+    verdicts = judge.score([Pair(load_image("a.png"), load_image("b.png"), theme_question("one fox in four seasons"))])
 
-Everything in the repository that computes P(Yes) in its own process does it here: `paco-reward`, the benchmarks, and
-the CPU engine. It needs the extra ``scorer`` (torch, transformers, peft). Shapes: B chats, L tokens, V vocabulary.
+`paco-reward`, the benchmarks and the CPU engine score here. It needs the extra ``scorer`` (torch, transformers, peft).
+Shapes: B chats, L tokens, V vocabulary.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +17,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.images import UnreadableImage, as_received, load_image
-from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages, theme_question
+from paco_judge.images import UnreadableImage, as_received
+from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
 from paco_judge.weights import check_adapter, from_pretrained_strict, tensors_in
 
@@ -29,24 +27,19 @@ _EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 
 
 class BadChat(ValueError):
-    """Text or images that the model cannot take; the message says why."""
+    """Text or images that the model cannot take."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: messages whose content parts are texts or ``{"type": "image"}``, and the images in order."""
+    """Messages, whose content parts are texts or ``{"type": "image"}``, and the images in order."""
 
     messages: Sequence[dict]
     images: Sequence[Image.Image]
 
 
 class JudgeScorer:
-    """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. A score does not depend on what it is batched with.
-
-    Args:
-        batch_size: Pairs per forward pass.
-        form: Image labels, image format, and the tokens that count as answers.
-    """
+    """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. ``batch_size``: pairs per forward pass."""
 
     def __init__(
         self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM
@@ -69,22 +62,20 @@ class JudgeScorer:
         model: str | Path,
         adapter: str | Path | None = None,
         *,
-        device: str | None = None,
         dtype: torch.dtype | None = None,
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
     ) -> "JudgeScorer":
-        """Load a judge. Raises OSError and ValueError (``WrongWeights``: incomplete or damaged).
+        """Load a judge on the first GPU, or on the CPU. Raises OSError, ValueError, WrongWeights.
 
         Args:
             model, adapter: Folder or hub name. Images are limited as in the adapter's training.
-            device: Default: the first GPU, else the CPU.
             dtype: Default: as stored on a GPU, float32 on a CPU.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or ("auto" if device.startswith("cuda") else torch.float32)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = dtype or ("auto" if device == "cuda" else torch.float32)
         processor = AutoProcessor.from_pretrained(model)
         if not getattr(processor, "chat_template", None):
             raise ValueError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
@@ -96,16 +87,10 @@ class JudgeScorer:
         see_images_once(loaded)
         return cls(loaded, processor, batch_size, form)
 
-    def image_pairs(self, images: Sequence[str | Path | Image.Image], theme: str) -> list[Pair]:
-        """All unordered pairs of the images (files, URLs, in memory) with the theme question: (0,1), (0,2), …"""
-        opened, question = map(load_image, images), theme_question(theme)
-        return [Pair(a, b, question) for a, b in itertools.combinations(opened, 2)]
-
     def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
-        """P(Yes) in [0, 1] or an error for each pair, in order.
+        """A verdict for each pair, in order; it does not depend on the pair's batch.
 
-        ``top``: no score if neither Yes nor No is among so many most probable tokens, as with a server's
-        ``top_logprobs``; None: the whole vocabulary counts.
+        ``top``: only so many of the most probable tokens count, as with a server's ``top_logprobs``; None: all.
         """
         verdicts: dict[int, Verdict] = {}
         for start in range(0, len(pairs), self.batch_size):
@@ -127,7 +112,7 @@ class JudgeScorer:
         return [verdicts[index] for index in range(len(pairs))]
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
-        """The whole answer to each pair, greedily decoded: Yes or No, then reasons. Raises BadChat, UnreadableImage."""
+        """The whole greedy answer to each pair. Raises BadChat, UnreadableImage."""
         chats, answers = [self.chat(pair) for pair in pairs], []
         for start in range(0, len(chats), self.batch_size):
             ids = self.generate(chats[start : start + self.batch_size], max_new_tokens)
@@ -135,7 +120,7 @@ class JudgeScorer:
         return [answer.strip() for answer in answers]
 
     def chat(self, pair: Pair) -> Chat:
-        """A pair as the judge is shown it: image 1, image 2, question. Raises BadChat, UnreadableImage."""
+        """A pair as the judge is shown it. Raises BadChat, UnreadableImage."""
         message = build_messages([""] * len(pair.images), pair.question, self.form)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
@@ -143,7 +128,7 @@ class JudgeScorer:
         return chat
 
     def check(self, chat: Chat) -> int:
-        """The number of image tokens of a chat, from its images' sizes: nothing is decoded. Raises BadChat."""
+        """The number of a chat's image tokens; no image is decoded. Raises BadChat."""
         reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
         for text in (part["text"] for message in chat.messages for part in message["content"] if "text" in part):
             if held := [token for token in reserved if token and token in text]:
@@ -162,12 +147,12 @@ class JudgeScorer:
         return len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]) + images - len(chat.images)
 
     def prompt(self, messages: Sequence[dict]) -> str:
-        """The text of a chat's messages, as the model's chat template renders it."""
+        """The messages as the model's chat template renders them."""
         options = {"chat_template": self.processor.chat_template, "tokenize": False, "add_generation_prompt": True}
         return self.processor.tokenizer.apply_chat_template(messages, **options, **CHAT_OPTIONS)
 
     def inputs(self, chats: Sequence[Chat]) -> Any:
-        """Model inputs of B chats, padded on the left: input_ids (B, L), pixel_values, …"""
+        """Model inputs, padded on the left: input_ids (B, L), pixel_values, …"""
         text = [self.prompt(chat.messages) for chat in chats]
         images = [image for chat in chats for image in chat.images]
         return self.processor(text=text, images=images or None, padding=True, return_tensors="pt").to(self.model.device)
@@ -180,17 +165,17 @@ class JudgeScorer:
 
     @torch.inference_mode()
     def generate(self, chats: Sequence[Chat], max_new_tokens: int) -> torch.Tensor:
-        """The greedy answers, (B, at most ``max_new_tokens``) token ids."""
+        """Greedy answers: token ids, (B, at most ``max_new_tokens``)."""
         inputs = self.inputs(chats)
         ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return ids[:, inputs["input_ids"].shape[1] :]
 
 
 def option_ids(tokenizer: Any) -> tuple[int, int]:
-    """Token ids of Yes and No. Raises ValueError: The tokenizer splits one of them."""
+    """Token ids of Yes and No. Raises ValueError."""
     yes, no = (tokenizer.encode(option, add_special_tokens=False) for option in ("Yes", "No"))
     if len(yes) != 1 or len(no) != 1:
-        raise ValueError(f"this tokenizer splits Yes or No into several tokens ({yes}, {no}); a judge needs one")
+        raise ValueError(f"the tokenizer splits Yes or No into several tokens ({yes}, {no})")
     return yes[0], no[0]
 
 
@@ -228,7 +213,7 @@ def silence_transformers() -> None:
 
 
 def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) -> torch.nn.Module:
-    """The model with a peft adapter, compared with its ``base`` first. Raises OSError, WrongWeights."""
+    """The model with a peft adapter, which is compared with its ``base`` first. Raises OSError, WrongWeights."""
     from peft import PeftModel
 
     folder = local_folder(adapter, ("adapter_*",))
@@ -237,7 +222,7 @@ def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) 
 
 
 def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
-    """A local folder as it is; of a hub name, the folder of the files that match, downloaded if necessary."""
+    """A local folder, or the folder of a hub model's matching files, downloaded if necessary."""
     if (folder := Path(name).expanduser()).is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -250,7 +235,7 @@ def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
 
 
 def trained_limits(adapter: str | Path) -> dict[str, int] | None:
-    """Fewest and most pixels of an image in the training of an adapter; None if its folder has no processor's files."""
+    """Fewest and most pixels of an image in an adapter's training; None if its folder does not say."""
     folder = local_folder(adapter, PROCESSOR_FILES)
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())

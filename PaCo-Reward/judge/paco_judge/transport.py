@@ -26,7 +26,6 @@ _BUSY = (None, 429, 502, 503, 504)  # None: no connection
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, or packets are dropped
 _down_since: dict[str, float] = {}  # by URL
 _executor, _lock = ThreadPoolExecutor(1), threading.Lock()
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class NoAnswer(Exception):
@@ -68,17 +67,17 @@ def run(coroutine: Coroutine) -> Any:
 
 
 def json_headers(api_key: str | None) -> dict[str, str]:
-    """Headers of a JSON request, with the key as a bearer token. Raises ValueError: A header cannot hold the key."""
+    """Headers of a JSON request, with the key as a bearer token."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise ValueError("the API key has a line break or another character that a header cannot hold; correct it")
+        raise ValueError("the API key has a character that a header cannot hold, such as a line break")
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
 
 
 async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
     """Post until there is an answer, a permanent error, or the ``deadline`` (of ``time.monotonic``). Raises NoAnswer.
 
-    Repeats connection errors and what a busy server refuses, with doubling pauses that honor Retry-After, and other
-    server errors up to ``FAILURES`` attempts. A server that has already been down for as long is tried once.
+    Repeats while there is no connection or the server is busy, and other server errors up to ``FAILURES`` attempts. A
+    server that has already been down for as long is tried once.
     """
     pause, failures, patience_s = 0.1, 0, deadline - time.monotonic()
     while True:
@@ -112,11 +111,11 @@ async def request(method: str, url: str, headers: dict[str, str], deadline: floa
     except (aiohttp.ClientError, OSError) as error:
         if isinstance(error, _NO_CONNECTION) and method == "POST" and url not in _down_since:
             _down_since[url] = time.monotonic()
-            logger.warning("no judge answers at %s (%s); retrying. Restart it with vllm_server/launch.sh", url, error)
+            logger.warning("nothing answers at %s (%s); retrying", url, error)
         cause = "no answer before the deadline" if type(error) is TimeoutError else f"{type(error).__name__}: {error}"
         raise NoAnswer(cause) from error
     if response.status != 200:
-        try:  # the server's own message (OpenAI's error format), else the start of the answer
+        try:  # OpenAI's error format, else the start of the answer
             text = str(parse(bytes(answer))["error"]["message"])
         except (ValueError, LookupError, TypeError):
             text = answer.decode("utf-8", "replace")

@@ -23,7 +23,7 @@ _ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judge's answer on one pair: a probability in [0, 1], or an error with its cause; exactly one is set."""
+    """The judge's answer on one pair: a probability in [0, 1] or an error."""
 
     p_yes: float | None
     error: str | None = None
@@ -36,24 +36,24 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """True when there is a probability."""
+        """Whether there is a probability."""
         return self.error is None
 
 
 def p_yes_from_top_logprobs(
     top: Mapping[str, float] | Iterable[Mapping[str, object]], answer_tokens: str = "exact"
 ) -> float | None:
-    """P(Yes) / (P(Yes) + P(No)) from the top log-probabilities of the first answer token.
+    """The score from the top log-probabilities of the first answer token.
 
     Args:
         top: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``.
-        answer_tokens: The key of ``ANSWER_TOKENS`` whose tokens' probabilities are summed.
+        answer_tokens: A key of ``ANSWER_TOKENS``; the probabilities of its tokens are summed.
 
     Returns:
-        None if neither Yes nor No is among the top; one that is not counts as probability 0.
+        None if neither Yes nor No is among the top; if one of them is not, its probability is 0.
 
     Raises:
-        ValueError: A log-probability is not one: no number, NaN, or more than 0.
+        ValueError: A log-probability is no number, NaN, or more than 0.
     """
     entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
     answers = [[logprob for token, logprob in entries if token in words] for words in ANSWER_TOKENS[answer_tokens]]
@@ -67,12 +67,10 @@ def p_yes_from_top_logprobs(
 def p_yes_from_logits(
     logits: ArrayLike, yes_ids: int | Sequence[int], no_ids: int | Sequence[int], top: int | None = None
 ) -> np.ndarray:
-    """P(Yes) / (P(Yes) + P(No)) from logits of shape (..., V), computed in float64; result of shape (...).
+    """The score from logits of shape (..., V), in float64, of shape (...); the ids' probabilities are summed.
 
-    Args:
-        yes_ids, no_ids: Token ids whose probabilities are summed.
-        top: Only ids among the ``top`` largest logits count, as with a server's ``top_logprobs``; the result is NaN
-            where neither Yes nor No is among them.
+    ``top``: as with a server's ``top_logprobs``, only so many of the largest logits count. NaN where neither Yes nor No
+    is among them.
     """
     logits = np.asarray(logits, dtype=np.float64)
     if top is not None and top < logits.shape[-1]:
@@ -94,7 +92,7 @@ def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float 
 
 
 def mean_score(verdicts: Sequence[Verdict]) -> float | None:
-    """``consistency_score`` of one image: the mean over its pairs; None if a pair has no score or there is none."""
+    """Of one image: the mean over its pairs; None if a pair has no score or there is none."""
     return _mean([verdict.p_yes for verdict in verdicts])
 
 
@@ -103,7 +101,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def editing_score(*answers: Verdict) -> float | None:
-    """``consistency_for_editing`` of one edit: sqrt(q1 · q2), or its only answer; None if one is missing."""
+    """Of one edit: sqrt(q1 · q2), or its only answer; None if one is missing."""
     if any(answer.p_yes is None for answer in answers):
         return None
     product = math.prod(answer.p_yes for answer in answers)

@@ -2,8 +2,8 @@
 
     python -m paco_judge.weights MODEL [ADAPTER …]
 
-checks a model by the headers of its files (its weights are not read), and LoRA adapters on it by their values. Exit
-status 1 and one sentence for weights that are refused; 3 and the reason where they cannot be checked.
+checks a model by the headers of its files, and LoRA adapters on it by their values. Exit status 1 and one sentence for
+wrong weights, 3 and the reason if they cannot be checked.
 """
 
 import json
@@ -11,23 +11,19 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_INDEX = "model.safetensors.index.json"
 _LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 
 
 class WrongWeights(ValueError):
-    """Weights that do not make up their model; the message names the tensors."""
+    """Weights that do not make up their model."""
 
 
-def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> "PreTrainedModel":
-    """``model_class.from_pretrained(path, **options)``. With ``device_map="meta"`` it reads headers only.
+def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
+    """``model_class.from_pretrained(path, **options)``; with ``device_map="meta"`` it reads headers only.
 
-    Raises WrongWeights: The files lack tensors of the model, have them in another shape, or are damaged.
+    Raises WrongWeights: The files are damaged, lack tensors of the model, or have them in another shape.
     """
     from safetensors import SafetensorError
 
@@ -48,9 +44,9 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
 def check_adapter(
     tensors: Mapping[str, tuple[int, ...]], folder: str | Path, saved: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """Compares a LoRA adapter's folder with its base: a pair of matrices for each target, of its shape and finite.
+    """Whether a LoRA adapter's matrices are finite and come in pairs that fit the base. Raises WrongWeights, OSError.
 
-    ``tensors``: name and shape of the base's; ``saved``: as they are named in its files. Raises WrongWeights, OSError.
+    ``tensors``: the base's shapes by name; ``saved``: by the names in its files, which may be older.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -66,7 +62,7 @@ def check_adapter(
         if not value.isfinite().all():
             raise WrongWeights(f"the adapter in {folder} has values that are not finite: {name}")
         pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tuple(value.shape)
-    base = max(tensors, saved or {}, key=lambda names: len(pairs.keys() & names.keys()))  # trained with these names
+    base = max(tensors, saved or {}, key=lambda names: len(pairs.keys() & names.keys()))
     if wrong := sorted(pairs.keys() - base.keys()):
         raise WrongWeights(f"the adapter in {folder} changes layers that its base lacks: {_some(wrong)}")
     for name, found in pairs.items():
@@ -87,7 +83,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def tensors_in(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors in a folder's safetensors files, from their headers; nothing for a hub name."""
+    """Name and shape of the tensors in a folder's safetensors files; nothing for a hub name."""
     from safetensors import safe_open
 
     found = {}
@@ -100,14 +96,10 @@ def tensors_in(path: str | Path) -> dict[str, tuple[int, ...]]:
 def main(path: str, *adapters: str) -> int:
     """Checks a model (a folder, or a name in the hub's cache) and adapters on it; the exit status."""
     try:
-        if Path(path, _INDEX).is_file():
-            files = set(json.loads(Path(path, _INDEX).read_text())["weight_map"].values())
-            if absent := sorted(name for name in files if not Path(path, name).is_file()):
-                raise WrongWeights(f"the weights in {path} lack the files {_some(absent)}")
         if Path(path).is_dir():
             config = json.loads(Path(path, "config.json").read_text())
             if "quantization_config" in config or not config.get("architectures"):
-                print("they are quantized" if "quantization_config" in config else "config.json names no architecture")
+                print("they are quantized, or config.json names no architecture")
                 return 3
         import transformers
         from transformers.integrations import accelerate

@@ -1,10 +1,8 @@
 """The client against servers on loopback, good ones and broken ones."""
 
 import base64
-import contextlib
 import io
 import multiprocessing
-import socket
 import time
 import zlib
 
@@ -13,7 +11,6 @@ import pytest
 from fakes import fake_judge
 from PIL import Image
 
-from paco_judge import transport
 from paco_judge.client import JudgeClient, JudgeError, Pair
 from paco_judge.grid import pairs, split_image
 from paco_judge.images import UnreadableImage, as_received, data_url
@@ -48,17 +45,12 @@ def test_the_request_follows_the_protocol():
     }  # fmt: skip
 
 
-def test_one_grid_costs_six_requests_and_each_image_is_encoded_once(monkeypatch):
-    encoded = []
-    monkeypatch.setattr(
-        "paco_judge.client.data_url", lambda image, form: encoded.append(image) or data_url(image, form)
-    )
+def test_one_grid_costs_six_requests():
     cells = split_image(picture(4, size=64), 2, 2)
     asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
     with FakeJudge() as judge:
         scorer = client(judge)
         assert [verdict.ok for verdict in scorer.score_blocking(asked)] == [True] * 6
-        assert len(judge.requests) == 6 and len(encoded) == 4
         scorer.score_blocking(asked)
         client(judge).score_blocking([Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked])
         assert len(judge.requests) == 6, "neither the second call nor another client makes a request"
@@ -125,15 +117,9 @@ def test_each_written_answer_has_its_own_deadline():
     assert written == [("Yes. Both show a fox.", None)] * 4
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b"<html>hello</html>", "cannot be read"),
-        (b'{"choices": [{"logprobs": null}]}', "cannot be read"),
-        (bytes(3 << 20), "larger than"),
-    ],
-)
-def test_unreadable_answers_are_errors_and_not_cached(body, said):
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}', bytes(3 << 20)])
+def test_unreadable_answers_are_errors_and_not_cached(body):
+    said = "larger than" if len(body) > 100 else "cannot be read"
     with FakeJudge(lambda number, request: (200, body, {})) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
         assert said in scorer.score_blocking(asked)[0].error
@@ -167,22 +153,6 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
         assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
-
-
-def test_a_server_that_drops_packets_counts_as_down(monkeypatch):
-    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.1)
-    with FakeJudge() as judge:
-        scorer = client(judge, deadline_s=1.0)
-        scorer.check()
-    with socket.create_server(("127.0.0.1", judge.port), backlog=0) as deaf, contextlib.ExitStack() as queue:
-        for _ in range(2):  # they fill the queue of connections, and the kernel drops what comes after
-            waiting = queue.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(deaf.getsockname())
-        assert not scorer.score_blocking(batch(1, "dropped 1"))[0].ok
-        time.sleep(0.5)
-        (verdict,) = scorer.score_blocking(batch(1, "dropped 2"))
-    assert "has been down for" in verdict.error
 
 
 def test_a_forked_process_has_connections_of_its_own():

@@ -1,7 +1,3 @@
-import json
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,8 +6,6 @@ from PIL import Image
 
 from paco_judge.grid import PromptLayoutError, parse_layout, split_image, split_prompt
 
-REPO = Path(__file__).resolve().parents[3]
-SAMPLE = REPO.parent / "shared" / "data" / "t2is_sample.jsonl"
 LABELS = {
     (1, 2): ["[LEFT]", "[RIGHT]"],
     (1, 3): ["[LEFT]", "[MIDDLE]", "[RIGHT]"],
@@ -28,17 +22,9 @@ words = st.text(alphabet="abc dé,:-[]LEFT'’", min_size=1, max_size=30).map(st
 ends = st.sampled_from([".", '."', '"'])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "layout"),
-    [
-        ("a 2x3 grid layout of cats", (2, 3)),
-        ("a 1 x 7 grid", (1, 7)),
-        ("a 2⨉4 grid then 3x3", (2, 4)),
-        ("a cat", (1, 1)),
-    ],
-)
-def test_layout_is_the_first_one_stated_rows_first(prompt, layout):
-    assert parse_layout(prompt) == layout
+def test_layout_is_the_first_one_stated_rows_first():
+    prompts = ("a 2x3 grid layout of cats", "a 1 x 7 grid", "a 2⨉4 grid then 3x3", "a cat")
+    assert [parse_layout(prompt) for prompt in prompts] == [(2, 3), (1, 7), (2, 4), (1, 1)]
 
 
 @given(layout=st.sampled_from(sorted(LABELS)), data=st.data())
@@ -65,17 +51,6 @@ def test_splitting_undoes_building(layout, data):
 def test_panels_that_do_not_match_are_an_error(prompt, named):
     with pytest.raises(PromptLayoutError, match=named):
         split_prompt(prompt)
-
-
-@pytest.mark.skipif(not SAMPLE.exists(), reason="shared/data absent")
-def test_every_real_prompt_splits_into_its_panels():
-    """Against a simpler splitter that cuts at every label-like token; the sample has none inside texts."""
-    for item in map(json.loads, SAMPLE.read_text().splitlines()):
-        split = split_prompt(item["prompt"])
-        assert f"{split.rows}x{split.cols}" == item["layout"], item["idx"]
-        theme, *expected = re.split(r"(?:\[[A-Z-]+\]-?)+:|PANEL-\d+:", item["prompt"])
-        assert split.theme == theme.strip() and len(split.panels) == split.rows * split.cols, item["idx"]
-        assert list(split.panels) == [text.strip() for text in expected], item["idx"]
 
 
 @given(
