@@ -21,7 +21,7 @@ from starlette.background import BackgroundTask
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 
 _REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
-_ANSWER_HEADERS = ("content-type", "retry-after", "x-request-id")
+_ANSWER_HEADERS = ("content-type", "x-request-id")
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of their own.
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)

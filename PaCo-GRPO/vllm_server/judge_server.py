@@ -9,7 +9,6 @@ next batch.
 import argparse
 import asyncio
 import base64
-import binascii
 import logging
 import os
 import reprlib
@@ -30,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_judge.images import UnreadableImage, as_received, open_image
-from paco_judge.scorer import BadChat, Chat, JudgeScorer
+from paco_judge.scorer import Chat, JudgeScorer
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +186,7 @@ class Engine:
                 raise UnreadableImage(f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request")
             job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
-        except (UnreadableImage, binascii.Error, BadChat) as error:
+        except ValueError as error:
             text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
             job.found = ApiError(text, param="messages", code="invalid_image")
         if job.tokens + (job.request.max_tokens or 1) > self.max_model_len:

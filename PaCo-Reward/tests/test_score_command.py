@@ -118,7 +118,7 @@ def test_over_a_server(paths, capsys, monkeypatch):
         (["score", "A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
         (["score", "A", "B", "--question", "theme"], "{theme}"),
         (["score", "A", "B", "--theme", "<|image_pad|>", "--model", "JUDGE", "--reasons"], "<|image_pad|>"),
-        (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "1x300"),
+        (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "aspect ratio"),
         (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),
     ],
 )

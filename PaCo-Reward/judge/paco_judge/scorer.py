@@ -17,17 +17,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.images import UnreadableImage, as_received
+from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
 from paco_judge.weights import check_adapter, from_pretrained_strict, tensors_in
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
-
-
-class BadChat(ValueError):
-    """Text or images that the model cannot take."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class JudgeScorer:
             for index in range(start, min(start + self.batch_size, len(pairs))):
                 try:
                     chats[index] = self.chat(pairs[index])  # a sequence may open its images here
-                except (BadChat, UnreadableImage) as error:
+                except ValueError as error:  # text or images that the model cannot take
                     verdicts[index] = Verdict(None, str(error))
             if chats:
                 logits = self.first_token_logits(list(chats.values()))
@@ -112,7 +108,7 @@ class JudgeScorer:
         return [verdicts[index] for index in range(len(pairs))]
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
-        """The whole greedy answer to each pair. Raises BadChat, UnreadableImage."""
+        """The whole greedy answer to each pair. Raises ValueError: The model cannot take a text or an image."""
         chats, answers = [self.chat(pair) for pair in pairs], []
         for start in range(0, len(chats), self.batch_size):
             ids = self.generate(chats[start : start + self.batch_size], max_new_tokens)
@@ -120,7 +116,7 @@ class JudgeScorer:
         return [answer.strip() for answer in answers]
 
     def chat(self, pair: Pair) -> Chat:
-        """A pair as the judge is shown it. Raises BadChat, UnreadableImage."""
+        """A pair as the judge is shown it. Raises ValueError."""
         message = build_messages([""] * len(pair.images), pair.question, self.form)[0]
         content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
         chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
@@ -128,21 +124,17 @@ class JudgeScorer:
         return chat
 
     def check(self, chat: Chat) -> int:
-        """The number of a chat's image tokens; no image is decoded. Raises BadChat."""
+        """The number of a chat's image tokens; no image is decoded. Raises ValueError."""
         reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
         for text in (part["text"] for message in chat.messages for part in message["content"] if "text" in part):
             if held := [token for token in reserved if token and token in text]:
-                raise BadChat(f"a text holds {held[0]}, which stands for an image in this model; remove it")
-        images, tokens = self.processor.image_processor, 0
-        for image in chat.images:
-            try:
-                tokens += images.get_number_of_image_patches(image.height, image.width, {}) // images.merge_size**2
-            except ValueError as error:
-                raise BadChat(f"an image of {image.width}x{image.height} pixels cannot be shown: {error}") from error
-        return tokens
+                raise ValueError(f"a text holds {held[0]}, which stands for an image in this model; remove it")
+        images = self.processor.image_processor
+        patches = [images.get_number_of_image_patches(image.height, image.width, {}) for image in chat.images]
+        return sum(patches) // images.merge_size**2
 
     def length(self, chat: Chat) -> int:
-        """The number of tokens of a chat's prompt. Raises BadChat."""
+        """The number of tokens of a chat's prompt. Raises ValueError."""
         images = self.check(chat)
         return len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]) + images - len(chat.images)
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import atexit
-import contextlib
 import logging
-import os
 import random
 import threading
 import time
@@ -14,8 +12,6 @@ from functools import cache
 from typing import Any
 
 import aiohttp
-
-from paco_judge.json_io import parse
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +27,20 @@ _executor, _lock = ThreadPoolExecutor(1), threading.Lock()
 class NoAnswer(Exception):
     """``status``: of the server's refusal; None if it was not reached in time."""
 
-    def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0):
+    def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
-        self.status, self.retry_after_s = status, retry_after_s
+        self.status = status
 
 
 @cache
-def _start(process: int) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
-    """The loop and session of a process: a forked child has no thread of its parent."""
-
+def _start() -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
     async def session() -> aiohttp.ClientSession:
         # Nothing is unpacked: a megabyte of gzip would become a gigabyte.
         plain = {"headers": {"accept-encoding": "identity"}, "auto_decompress": False}
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), **plain)
 
     def close() -> None:
-        if os.getpid() == process:
-            asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1)
+        asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1)
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paco-judge", daemon=True).start()
@@ -59,7 +52,7 @@ def _start(process: int) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSessi
 def run(coroutine: Coroutine) -> Any:
     """The result of a coroutine on the process's loop, from any other thread."""
     with _lock:
-        loop, _ = _start(os.getpid())
+        loop, _ = _start()
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     while not wait([future], 1.0).done:
         _executor.submit(int)  # an error once the interpreter exits: a waiting thread does not keep it alive
@@ -87,7 +80,7 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
             failures += error.status not in _BUSY
             if error.status not in _BUSY and error.status < 500 or failures == FAILURES:
                 raise
-            now, wait_s = time.monotonic(), max(pause * random.uniform(0.5, 1.5), error.retry_after_s)
+            now, wait_s = time.monotonic(), pause * random.uniform(0.5, 1.5)
             if now - _down_since.get(url, now) >= patience_s:
                 raise NoAnswer(f"the server has been down for {now - _down_since[url]:.0f} s ({error})") from error
             if now + wait_s >= deadline:
@@ -98,7 +91,7 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
 
 async def request(method: str, url: str, headers: dict[str, str], deadline: float, body: bytes | None = None) -> bytes:
     """One attempt, on the process's loop. Raises NoAnswer."""
-    answer, session = bytearray(), _start(os.getpid())[1]
+    answer, session = bytearray(), _start()[1]
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     asked = session.request(method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False)
     try:
@@ -115,13 +108,7 @@ async def request(method: str, url: str, headers: dict[str, str], deadline: floa
         cause = "no answer before the deadline" if type(error) is TimeoutError else f"{type(error).__name__}: {error}"
         raise NoAnswer(cause) from error
     if response.status != 200:
-        try:  # OpenAI's error format, else the start of the answer
-            text = str(parse(bytes(answer))["error"]["message"])
-        except (ValueError, LookupError, TypeError):
-            text = answer.decode("utf-8", "replace")
-        text = "".join(letter if letter.isprintable() else " " for letter in text[:500]).strip()
-        retry_after_s = 0.0
-        with contextlib.suppress(KeyError, ValueError):  # absent, or a date
-            retry_after_s = float(response.headers["retry-after"])
-        raise NoAnswer(f"HTTP {response.status}: {text}", response.status, retry_after_s)
+        text = answer.decode("utf-8", "replace")[:500]
+        text = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+        raise NoAnswer(f"HTTP {response.status}: {text}", response.status)
     return bytes(answer)
