@@ -1,12 +1,10 @@
 """What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
 
-import json
-import os
 import subprocess
 import sys
 
 import pytest
-from bench_tools import RANK_FOLDER, BrightnessJudge
+from bench_tools import RANK_FOLDER, BrightnessJudge, edit_lines
 from evaluation import command_line
 from fakes import fake_judge
 from PIL import Image
@@ -19,37 +17,30 @@ from paco_judge.questions import RequestForm
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Verdict
 
-COMMANDS = pytest.mark.parametrize("name", ["rank", "edits"])
 IMAGE = Image.new("RGB", (8, 8))
 
 
-@COMMANDS
-def test_a_stopped_run_continues(name, request, capsys):
-    command = request.getfixturevalue(name)
-    assert command(BrightnessJudge(stop_after=1)) == 130
-    early, judge, whole = command.rows, BrightnessJudge(), BrightnessJudge()
+def test_a_stopped_run_continues(edits):
+    assert edits(BrightnessJudge(stop_after=1)) == 130
+    early, judge, again, whole = edits.rows, BrightnessJudge(), BrightnessJudge(), BrightnessJudge()
     assert 0 < len(early) < 5
-    command.file.write_bytes(command.file.read_bytes() + b'{"model": "some/judge", "index": 1')  # killed while writing
-    assert command(judge) == 0
-    rows = command.rows
-    assert rows[: len(early)] == early
-    assert [row["index"] for row in rows] == list(range(5 if name == "rank" else 20))
-    again = BrightnessJudge()
-    assert command(again) == 0 and again.batches == [] and command.rows == rows
-    command.file.unlink()
-    assert command(whole) == 0 and command.rows == rows
+    edits.file.write_bytes(edits.file.read_bytes() + b'{"model": "some/judge", "index": 1')  # killed while writing
+    assert edits(judge) == 0
+    rows = edits.rows
+    assert rows[: len(early)] == early and [row["index"] for row in rows] == list(range(20))
+    assert edits(again) == 0 and again.batches == [] and edits.rows == rows
+    edits.file.unlink()
+    assert edits(whole) == 0 and edits.rows == rows
     assert 0 < sum(judge.batches) < sum(whole.batches)
 
 
-@pytest.mark.parametrize("name, change", [("rank", {"model": "other/judge"}), ("edits", {"dimension": "overall"})])
-def test_results_of_something_else_are_not_mixed(name, change, request, capsys):
-    command = request.getfixturevalue(name)
-    assert command(BrightnessJudge(stop_after=1)) == 130
-    first, *others = command.rows
-    before = "".join(json.dumps(row) + "\n" for row in [first | change, *others])
-    command.file.write_text(before)
-    assert command(BrightnessJudge()) == 2
-    assert "line 1" in capsys.readouterr().err and command.file.read_text() == before
+@pytest.mark.parametrize("change", [{"model": "other/judge"}, {"dimension": "overall"}])
+def test_results_of_something_else_are_not_mixed(change, edits, capsys):
+    assert edits(BrightnessJudge(stop_after=1)) == 130
+    edit_lines(edits.file, {0: lambda row: row | change})
+    before = edits.file.read_text()
+    assert edits(BrightnessJudge()) == 2
+    assert "line 1" in capsys.readouterr().err and edits.file.read_text() == before
 
 
 def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path, monkeypatch):
@@ -145,15 +136,8 @@ def test_a_server_and_one_that_goes_away(edits):
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
 
 
-def test_a_missing_package_is_one_sentence(tmp_path):
-    """The interpreter is a real one without scipy: a finder before all others denies it."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, package=None: None if name == 'scipy' else find(name, package)\n"
-        "sys.modules['scipy'] = None\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "eval_vllm.py", "--help"]
-    run = subprocess.run(command, cwd=RANK_FOLDER, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 1, run.stderr
-    assert " lacks scipy; run: pip install -r " in run.stderr
+def test_missing_packages_are_one_sentence():
+    """An interpreter without the packages of the environment."""
+    bare = [sys.executable, "-ES", RANK_FOLDER / "eval_vllm.py", "--help"]
+    run = subprocess.run(bare, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and ", scipy, tqdm, pillow; run: pip install -r " in run.stderr
