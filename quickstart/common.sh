@@ -1,4 +1,4 @@
-# Sourced by run.sh and editing.sh: the environment, one run at a time, stages that are skipped when they are done, and a clean end.
+# Sourced by run.sh and editing.sh.
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="$repo/quickstart/out"
@@ -8,7 +8,6 @@ seed=0 fresh="" stages=0 child="" overrides=()
 begin() {
     while [[ $# -gt 0 ]]; do
         case "$1" in
-            --seed=* | --minutes=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
             --seed) seed="${2:-}"; (($# < 2)) || shift ;;
             --minutes) minutes="${2:-}"; (($# < 2)) || shift ;;
             --fresh) fresh=yes ;;
@@ -25,7 +24,6 @@ begin() {
     source "$repo/tools/python.sh" # glibc's settings
     export PATH="$repo/.venv/bin:$PATH" PYTHON="$repo/.venv/bin/python" VIRTUAL_ENV="$repo/.venv"
     export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-    export PACO_QUICKSTART_ID="$$-$RANDOM" # in the environment of everything we start: its memory is counted
     # Two processes of one thread use two cores better than one process of two threads; on GPUs the scripts decide.
     command -v nvidia-smi >/dev/null || export NUM_PROCESSES="${NUM_PROCESSES:-$(($(nproc) > 1 ? 2 : 1))}"
     mkdir -p "$out"

@@ -6,11 +6,13 @@
 # --config.a.b=value  passed to the training script
 # --fresh             starts over; without it, a second run continues after the last finished stage
 # Everything is written to quickstart/out, each command's output to quickstart/out/logs. Installs on first use.
+# The judge's server has a port of this clone's own; VLLM_PORT chooses another.
 set -euo pipefail
 minutes=6.5 total=6
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 done_file="$out/done"
-label="paco-quickstart-$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has other servers
+clone_id="$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has another server, on another port
+label="paco-quickstart-$clone_id" port="${VLLM_PORT:-$((20000 + clone_id % 10000))}"
 discard() { find "$out" -mindepth 1 -maxdepth 1 -not -name editing -exec rm -rf {} +; }
 stop_server() { (cd "$repo/PaCo-GRPO" && VLLM_LABEL="$label" bash vllm_server/stop.sh 9>&- >/dev/null 2>&1) || true; }
 cleanup() { stop_server; }
@@ -62,11 +64,6 @@ else
     sed -i '/^server /d' "$done_file" # it did not outlive the last run
     stage server 0.3 "Server: the judge over HTTP"
     stop_server # one that a killed run left
-    port="${PACO_QUICKSTART_PORT:-8000}"
-    if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
-        echo "      port $port is taken"
-        port=$((20000 + RANDOM % 10000))
-    fi
     # On a CPU, vLLM takes three times as long for a model this small.
     command -v nvidia-smi >/dev/null || export VLLM_ENGINE="${VLLM_ENGINE:-transformers}"
     # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
@@ -78,7 +75,7 @@ fi
 if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
     served=()
     for reward in consistency_score between_images; do
-        [[ $port == 8000 ]] || served+=("--config.train.reward_fn_kwargs.$reward.base_url=http://127.0.0.1:$port")
+        served+=("--config.train.reward_fn_kwargs.$reward.port=$port")
     done
     run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_awm "--config.seed=$seed" \
         --config.save_dir=$toy/out/runs --config.run_name=toy_t2is_awm --config.resume_from=latest \

@@ -10,13 +10,13 @@ The other judge of results.csv has another base, other pairs and another wording
 judge --seed 7 --out ../quickstart/models` from tools/; `theme` and `pair` changed in PaCo-Reward/judge/paco_judge/questions.toml;
 `bash quickstart/run.sh --seed 100`. DIR is then its quickstart/out/judge, FILE a text file with its `theme`.
 
-Every run is evaluated on 24 open prompts with 8 images each (`scripts/evaluate.py --images_per_prompt 8`): w, b and kappa by the
-oracle, by the judge and by the other judge. `warnings` are the health signals with the epoch of the first. Errors are between
-seeds. A row has the commit and the judge (the SHA-256 of its weights) of its run. Runs of another judge are never averaged with
-these; runs of another commit only count as finished with --any_commit. The quickstart's settings were chosen on seeds 0 to 9;
-seeds from 10 on were run once. Rows of the study `hacks` are runs of planted rewards (quickstart/paco_toy/hacks.py of commit
-e2bd40d), with which the health signals were chosen. Rows of the study `quickstart` are of an earlier toy world, whose prompts also
-left the shape open (before commit e89da58).
+Every run is evaluated on 24 open prompts with 8 images each: w, b and kappa by the oracle, the judge and the other
+judge. Errors are between seeds. `warnings` are health signals with the epoch of the first, `judge` the SHA-256 of its
+weights. Runs of different judges are never averaged; runs of another commit count as finished with --any_commit only.
+The quickstart's settings were chosen on seeds 0 to 9; seeds from 10 on were run once. Rows of the study `hacks` are
+runs of planted rewards (quickstart/paco_toy/hacks.py of commit e2bd40d), with which the health signals were chosen.
+Rows of the study `quickstart` are of an earlier toy world, whose prompts also left the shape open (before commit
+e89da58).
 """
 
 import argparse
@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +39,14 @@ from paco_toy.summary import MEASURES, commit, judge_id, judge_measures, policy_
 REPO = Path(__file__).resolve().parent.parent
 GRPO, HERE = REPO / "PaCo-GRPO", REPO / "quickstart"
 RESULTS, OUT = HERE / "results.csv", HERE / "out" / "study"
-SERVED = {"base_url": "http://127.0.0.1:8077", "model": "PaCo-Reward-Toy"}
-OTHER = {"base_url": "http://127.0.0.1:8078", "model": "PaCo-Reward-Other"}
+SERVED = {"port": 8077, "model": "PaCo-Reward-Toy"}
+OTHER = {"port": 8078, "model": "PaCo-Reward-Other"}
 ORACLE = "paco_toy.oracle:oracle_"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the runs of one name have in common: training's rewards, further options, the named configuration."""
-
-    rewards: Mapping[str, float]
-    options: Mapping[str, object] = field(default_factory=dict)
-    config: str = "toy_t2is_awm"
-
-
 JUDGED = ("consistency_score", "between_images")
 # Weight 0: monitored, for kappa in every epoch and the warning that it can give.
-MONITORED = dict.fromkeys(JUDGED, 0.0)
-CONSISTENCY, VARIETY = MONITORED | {"consistency_score": 1.0}, {"consistency_score": 1.0, "between_images": 8.0}
+CONSISTENCY, VARIETY = (
+    {"train.reward_fn": {"consistency_score": 1.0, "between_images": weight}} for weight in (0.0, 8.0)
+)
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Without noise, images of one initial noise would be equal.
@@ -70,22 +59,24 @@ OBJECTIVES = {
     "awm": FORWARD | {"train.beta": 0.02, "train.awm_slow_beta": 0.0},
     "dgpo": FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02},
 }
-LATENTS = {"train.diversity_features": "latents"}
+LATENTS, LONG = {"train.diversity_features": "latents"}, {"num_epochs": 80, "eval_freq": 20}
+CONFIGS = {"rewards": "toy_t2is_awm", "objectives": "toy_t2is"}
+# Study -> run -> options of its training.
 STUDIES = {
     "rewards": {
-        "base": Kind({}),  # no training
-        "consistency": Kind(CONSISTENCY),
-        "variety": Kind(VARIETY),  # as in the quickstart
+        "base": {},  # no training
+        "consistency": CONSISTENCY,
+        "variety": VARIETY,  # as in the quickstart
         # A control without a judge's consistency: the oracle's share of panels that show what is named.
-        "naming_variety": Kind({f"{ORACLE}alignment": 1.0, "between_images": 8.0}),
-        "kl_0.1": Kind(CONSISTENCY, {"train.beta": 0.1}),
-        "kl_0.5": Kind(CONSISTENCY, {"train.beta": 0.5}),
-        "entropy": Kind(CONSISTENCY, LATENTS | {"train.perceptual_entropy": 0.1}),
-        "gardo": Kind(CONSISTENCY, LATENTS | {"train.neighbor_factor": True}),
-        "consistency_80": Kind(CONSISTENCY, {"num_epochs": 80, "eval_freq": 20}),
-        "variety_80": Kind(VARIETY, {"num_epochs": 80, "eval_freq": 20}),
+        "naming_variety": {"train.reward_fn": {f"{ORACLE}alignment": 1.0, "between_images": 8.0}},
+        "kl_0.1": CONSISTENCY | {"train.beta": 0.1},
+        "kl_0.5": CONSISTENCY | {"train.beta": 0.5},
+        "entropy": CONSISTENCY | LATENTS | {"train.perceptual_entropy": 0.1},
+        "gardo": CONSISTENCY | LATENTS | {"train.neighbor_factor": True},
+        "consistency_80": CONSISTENCY | LONG,
+        "variety_80": VARIETY | LONG,
     },
-    "objectives": {name: Kind(VARIETY, more | {"train.loss_type": name}, "toy_t2is") for name, more in OBJECTIVES.items()},
+    "objectives": {name: VARIETY | more | {"train.loss_type": name} for name, more in OBJECTIVES.items()},
 }
 # Column -> the within-image reward whose kappa it is.
 JUDGES = {"oracle": "oracle_consistency", "judge": "consistency_score", "other": "other_consistency"}
@@ -95,15 +86,16 @@ SHOWN = {
 }  # fmt: skip
 
 
-def arguments_of(name: str, kind: Kind, seed: int, epochs: int) -> list[str]:
+def arguments_of(study: str, name: str, seed: int, epochs: int) -> list[str]:
     """Arguments of train_flux.sh."""
+    own = STUDIES[study][name]
     options = {
         "seed": seed, "save_dir": os.path.relpath(OUT, GRPO), "run_name": f"{name}-seed{seed}", "resume_from": "latest",
         "num_epochs": epochs, "max_train_minutes": 600, "eval_freq": epochs,
-        "train.reward_fn": dict(kind.rewards), "train.reward_fn_kwargs": {n: SERVED for n in kind.rewards if n in JUDGED},
+        "train.reward_fn_kwargs": {reward: SERVED for reward in own["train.reward_fn"] if reward in JUDGED},
         "test.seed": 1000 + seed, "test.num_images": 96, "test.reward_fn_kwargs": {"consistency_score": SERVED},
     }  # fmt: skip
-    return [kind.config, *(f"--config.{key}={value}" for key, value in (options | dict(kind.options)).items())]
+    return [CONFIGS[study], *(f"--config.{key}={value}" for key, value in (options | own).items())]
 
 
 def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list[str]:
@@ -111,9 +103,8 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
 
     ``other``: the options of the other judge's rewards; empty if there is none.
     """
-    between = f"{ORACLE}between_images"
-    rewards = ["consistency_score", "between_images", f"{ORACLE}consistency", between]
-    kwargs = {name: SERVED for name in JUDGED} | {between: {"named_only": False}}
+    rewards = [*JUDGED, f"{ORACLE}consistency", f"{ORACLE}between_images"]
+    kwargs = {name: SERVED for name in JUDGED}
     if other:
         names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
         rewards, kwargs = rewards + names, kwargs | {name: dict(other) for name in names}
@@ -130,7 +121,7 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
 
 
 def agreement_columns(folder: Path) -> dict[str, float]:
-    """w, b and kappa of each judge, from ``agreement_command``'s results."""
+    """Columns of results.csv from ``agreement_command``'s results."""
     (found,) = json.loads((folder / "agreement" / "results.json").read_text())["agreement"].values()
     values, columns = {"w": "within", "b": "between", "kappa": "kappa"}, {}
     for judge, reward in JUDGES.items():
@@ -140,7 +131,7 @@ def agreement_columns(folder: Path) -> dict[str, float]:
 
 
 def warnings_of(log: str) -> str:
-    """The health signals in a run's log: "reward/kappa@12 …", each with the epoch of its first warning."""
+    """Health signals in a run's log, each with the epoch of its first warning: "reward/kappa@12 …"."""
     first: dict[str, str] = {}
     for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
         first.setdefault(signal, epoch)
@@ -157,24 +148,23 @@ def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, An
 
 
 def read_results() -> pd.DataFrame:
-    """Finished runs."""
     return pd.read_csv(RESULTS, dtype={"commit": str, "judge": str})
 
 
 def keep(row: Mapping[str, Any]) -> None:
-    """Add a finished run."""
+    """Adds a finished run to results.csv."""
     pd.concat([read_results(), pd.DataFrame([row])]).to_csv(RESULTS, index=False, float_format="%.4f")
 
 
 def mean_and_error(values: Sequence[float]) -> str:
-    """Mean over seeds and its standard error from their spread; of one seed, the value alone."""
+    """Mean over seeds and its standard error; of one seed, the value alone."""
     values = pd.Series(values, dtype=float).dropna()
     error = f" ± {values.sem():.3f}" if len(values) > 1 else ""
     return f"{values.mean():+.3f}{error}" if len(values) else ""
 
 
 def table(results: pd.DataFrame, against: str | None = None) -> str:
-    """Markdown: means over seeds for each run name and judge; of run ``against``, differences paired by seed.
+    """Markdown: means over seeds for each run and judge; with ``against``, that run minus each other, paired by seed.
 
     Of the quickstart, the changes from before to after training; of the other studies, what the trained model does.
     """
@@ -184,34 +174,29 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
     else:
         values = {label: results[f"{name}_after"] - results[f"{name}_before"] for name, label in MEASURES.items()}
     rows = results[["run", "judge", "seed", "commit"]].assign(**values)
+    if against:
+        base, others = rows[rows["run"] == against], rows[rows["run"] != against]
+        rows = others.merge(base, on=["judge", "seed"], suffixes=("", " of base"))
+        rows["run"] = f"{against} − " + rows["run"]
+        for label in values:
+            rows[label] = rows[f"{label} of base"] - rows[label]
     lines = [" | ".join(["", "run", "judge", "seeds", "commits", *values, ""]).strip(), "|---" * (4 + len(values)) + "|"]
     for (name, judge), own in rows.groupby(["run", "judge"], sort=False):
-        seeds = own["seed"]
-        if against:
-            base = rows[(rows["run"] == against) & (rows["judge"] == judge)].set_index("seed")
-            seeds = seeds[seeds.isin(base.index)]
-            if name == against or seeds.empty:
-                continue
-            cells = [base.loc[seeds, k].to_numpy() - own.set_index("seed").loc[seeds, k].to_numpy() for k in values]
-            name = f"{against} − {name}"
-        else:
-            cells = [own[k] for k in values]
-        cells = [name, judge, " ".join(map(str, seeds)), " ".join(own["commit"].unique()), *map(mean_and_error, cells)]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [name, judge, " ".join(map(str, own["seed"])), " ".join(own["commit"].unique())]
+        lines.append(f"| {' | '.join([*cells, *(mean_and_error(own[label]) for label in values)])} |")
     return "\n".join(lines) + "\n"
 
 
 def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> None:
-    """Train some runs at a time, one thread each, beside a server of each judge; each finished run becomes a row."""
+    """Trains some runs at a time, one thread each, beside a server of each judge; keeps each finished run."""
     judge, other, question = arguments.judge, arguments.other_judge, arguments.other_question
     other_options = {} if other is None else OTHER | ({"question": str(question.resolve())} if question else {})
     OUT.mkdir(parents=True, exist_ok=True)
     servers = []
     for served, folder in ((SERVED, judge), (OTHER, other)):
         if folder is not None:
-            model, (host, port) = served["model"], served["base_url"].removeprefix("http://").split(":")
-            variables = {"VLLM_HOST": host, "VLLM_PORT": port, "VLLM_LABEL": f"paco-study-{port}"}
-            variables |= {"VLLM_MODEL_NAMES": model, "VLLM_MODEL_PATHS": str(folder.resolve())}
+            variables = {"VLLM_PORT": str(served["port"]), "VLLM_LABEL": f"paco-study-{served['port']}"}
+            variables |= {"VLLM_MODEL_NAMES": served["model"], "VLLM_MODEL_PATHS": str(folder.resolve())}
             if not shutil.which("nvidia-smi"):
                 variables["VLLM_ENGINE"] = os.environ.get("VLLM_ENGINE", "transformers")
             servers.append({**os.environ, **variables})
@@ -227,7 +212,7 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
                 subprocess.run(command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True)
 
             if name != "base":
-                options = arguments_of(name, STUDIES[arguments.study][name], seed, arguments.epochs)
+                options = arguments_of(arguments.study, name, seed, arguments.epochs)
                 run(["bash", "scripts/single_node/train_flux.sh", *options])
             minutes = (time.monotonic() - began) / 60
             run(agreement_command(folder, seed, other_options))
@@ -248,7 +233,6 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["quickstart", *STUDIES])
     parser.add_argument("--runs", nargs="+", help="names of runs; default all")
@@ -262,9 +246,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="no training")
     arguments = parser.parse_args()
     study, judge = arguments.study, arguments.judge
-    names = list(STUDIES.get(study, {"quickstart": None}))
-    if unknown := set(arguments.runs or ()) - set(names):
-        parser.error(f"--runs: unknown {', '.join(sorted(unknown))}; known: {', '.join(names)}")
+    names = list(STUDIES.get(study, ("quickstart",)))
+    if not set(arguments.runs or ()) <= set(names):
+        parser.error(f"--runs: known are {', '.join(names)}")
     todo = [(name, seed) for seed in arguments.seeds for name in arguments.runs or names]
     if not arguments.table:
         known = read_results().query("study == @study")

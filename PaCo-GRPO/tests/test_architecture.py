@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "paco_grpo"
 
 
 def imports_of(node, package, known):
-    """The modules of ``known`` that a file imports, without those for type checking."""
+    """The modules of ``known`` that a node imports, without those for type checking."""
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         return
     if isinstance(node, ast.Import):
@@ -69,5 +69,5 @@ def test_no_circles():
 
 def test_no_objective_is_named_outside_objectives():
     for file in PACKAGE.rglob("*.py"):
-        if "objectives" not in file.parts and file.name not in ("schema.py",):
+        if "objectives" not in file.parts and file.name != "schema.py":
             assert '"nft"' not in file.read_text(encoding="utf-8"), file

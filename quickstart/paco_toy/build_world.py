@@ -7,8 +7,8 @@
     python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …       kinds of themes, and pairs with broken panels
     python -m paco_toy.build_world edits --out EDITS     the editing task
 
-A third of the judge's pairs is asked with a theme that names the whole character, a third with one that leaves some of it open, a
-third without a theme. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the No pairs
+A third of the judge's pairs has a theme that names the whole character, a third one that leaves some of it open, a
+third none. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the No pairs
 one or both panels are broken: they show nothing clear.
 """
 
@@ -50,10 +50,9 @@ def _four_views(rng: np.random.Generator) -> list[world.View]:
 
 
 def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.5) -> None:
-    """A data set of the kind ``geneval``. Training names training characters; every second test prompt names a held-out one.
+    """A data set of the kind ``geneval``; every second test prompt names a held-out character.
 
-    Of every four prompts, 4 · ``open_share`` leave color, style or both open, each equally often. The test set is longer than
-    one evaluation: settings are chosen on its end and reported on its start (or on another seed).
+    Of every four prompts, 4 · ``open_share`` leave color, style or both open, each equally often.
     """
     for number, (split, count) in enumerate({"train": train, "test": test}.items()):
         rng = np.random.default_rng([seed, 10 + number])
@@ -63,7 +62,7 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open
             character = world.CHARACTERS[rng.choice(world.HELD_OUT if is_held_out else world.KNOWN)]
             if i % 4 >= 4 * (1 - open_share):
                 character = world.opened(character, PROMPT_OPENINGS[i // 4 % len(PROMPT_OPENINGS)])
-            is_open = bool(character.left_open)  # does it leave a choice? Asked by between_images
+            is_open = bool(character.left_open)  # read by between_images
             category = f"{'open' if is_open else 'full'} prompt, {world.KINDS[is_held_out]}"
             row = {"idx": f"{split}-{i:04d}", "prompt": world.grid_prompt(character, _four_views(rng)), "layout": "2x2"}
             rows.append(row | {"theme": world.theme(character), "task_name": "shapes", "open": is_open, "category": category})
@@ -76,7 +75,7 @@ def _random_panel(character: world.Character, side: int, rng: np.random.Generato
 
 
 def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
-    """A folder in ConsistencyRank-Bench's format: candidates have zero to three attributes unlike the reference's, in this order."""
+    """In ConsistencyRank-Bench's format; zero to three attributes of the candidates are not the reference's."""
     rng = np.random.default_rng([seed, 30])
     prompts, ranks = [], []
     for i in range(items):
@@ -97,7 +96,6 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
 
 
 def _another(character: int, pool: Container[int], rng: np.random.Generator) -> int:
-    """Another character in the pool, mostly with one attribute changed."""
     while (other := world.departed(character, rng, one_attribute=0.8)) not in pool:
         pass
     return other
@@ -106,8 +104,8 @@ def _another(character: int, pool: Container[int], rng: np.random.Generator) -> 
 def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
     """Grids as inconsistent as a generator's: two of a prompt's four show another character, and single panels depart.
 
-    A prompt's theme is therefore no hint: two panels may agree on a character that it does not name. Training grids show only
-    training characters; test prompts name held-out ones.
+    So two panels may agree on a character that the theme does not name. Training grids show only training characters;
+    test prompts name held-out ones.
     """
     lines, drawn = [], {}
     for split, count in prompts.items():
@@ -144,8 +142,10 @@ def verdict(first: world.Character | None, second: world.Character | None) -> st
 def annotate(out: Path, sets: Path) -> tuple[int, int]:
     """Ranks the sets of ``sets.jsonl`` by the characters shown and writes a reason for each of their pairs.
 
-    A set is left out unless its best candidate shows the reference's character and its worst does not. Returns the numbers
-    of rankings and of sets.
+    A set is left out unless its best candidate shows the reference's character and its worst does not.
+
+    Returns:
+        The numbers of rankings and of sets.
     """
     drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
     rng = np.random.default_rng(len(drawn))
@@ -171,7 +171,7 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
 
 
 def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Grids, float (2S, 2S, 3) in [0, 1], whose denoising the toy FLUX ends after two, three or four of ``BROKEN_STEPS`` steps."""
+    """Grids (2S, 2S, 3) in [0, 1] whose denoising ends after two, three or four of ``BROKEN_STEPS`` steps."""
     import torch
     from diffusers import FluxPipeline
 
@@ -205,7 +205,7 @@ def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
-    """Panels that the oracle calls invalid, as a weak generator draws them: a judge that never saw any can be exploited with them."""
+    """Panels that the oracle calls invalid. A judge that never saw any can be exploited with them."""
     rng = np.random.default_rng([seed, 40])
     images = [world.to_image(grid) for grid in _unfinished(flux, seed, rng)]
     for make in (_blank, _merged, _merged):
@@ -227,7 +227,7 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
     (data / "images" / "broken").mkdir(parents=True, exist_ok=True)
     for name, panel in zip(names, panels, strict=True):
         panel.save(data / name, compress_level=1)
-    named = {line["idx"]: read_prompt(line["prompt"])[0] for line in world.read_jsonl(out / "metadata.jsonl")}
+    named = {line["idx"]: read_prompt(line["prompt"]) for line in world.read_jsonl(out / "metadata.jsonl")}
     sets: dict[str, list[dict]] = {name: [] for name in (TRAIN, *TESTS)}
     for split, targets in (("train", (TRAIN,)), ("test", TESTS)):
         rng = np.random.default_rng([seed, 50, split == "test"])
@@ -256,7 +256,7 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
 
 
 def _break_panels(row: dict, names: list[str], rng: np.random.Generator) -> None:
-    """Puts a broken panel in the place of the first image, the second, or both, and says so in the answer."""
+    """Puts a broken panel in the place of the first image, the second, or both, also in the answer."""
     texts = re.findall(r"(?:First|second) an? ([a-z ]+)", row["messages"][1]["content"])
     shown = [world.Character(*text.split()) for text in texts]
     number = int(rng.integers(len(names)))
@@ -266,7 +266,6 @@ def _break_panels(row: dict, names: list[str], rng: np.random.Generator) -> None
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("world", "annotate", "finish", "edits"))
     parser.add_argument("--out", type=Path, required=True)

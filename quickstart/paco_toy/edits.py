@@ -3,10 +3,10 @@
 A *scene* is a 2x2 grid of four different shapes, each a character in a view. An instruction names one of them by its shape
 and gives it another colour or style: "make the star blue".
 
-The oracle reads two things from pixel statistics. *Followed*, 0 or 1: the changed panel is valid and shows its shape with the
-new colour or style. *Kept*: the share of eight facts that stayed: character and view of the three other panels, and of the
-changed one its view and its other attribute. The score of an edit is sqrt(followed · kept), as docs/method.md §1 joins the
-judge's two answers. `oracle_edit` and the other factories are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
+*Followed*, 0 or 1: the changed panel is valid and shows its shape with the new colour or style. *Kept*: the share of
+eight facts that stayed: character and view of the three other panels, and of the changed one its view and its other
+attribute. The score of an edit is sqrt(followed · kept), as docs/method.md §1 joins the judge's two answers. The
+factories at the end are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
 """
 
 import dataclasses
@@ -37,7 +37,6 @@ class Edit:
 
     @property
     def instruction(self) -> str:
-        """The instruction to the editor."""
         return f"make the {self.characters[self.place].shape} {self.value}"
 
     @property
@@ -50,13 +49,12 @@ class Edit:
         return tuple(self.result if i == self.place else c for i, c in enumerate(self.characters))
 
     def row(self) -> dict[str, Any]:
-        """The edit as fields of a metadata row; ``read_edits`` reads them."""
+        """Fields of a metadata row, which ``read_edits`` reads."""
         scene = [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)]
         return {"scene": scene, "place": self.place, "attribute": self.attribute, "value": self.value}
 
 
 def read_edits(items: Sequence) -> list[Edit]:
-    """The edits of items of the data set."""
     edits = []
     for row in (item.metadata for item in items):
         characters = tuple(world.Character(*words.split()) for words, _ in row["scene"])
@@ -66,7 +64,7 @@ def read_edits(items: Sequence) -> list[Edit]:
 
 
 def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequence[int]) -> Edit:
-    """An edit of a scene of characters in ``known`` (indices into CHARACTERS) that results in one of ``results``."""
+    """An edit of a scene of characters in ``known`` that results in one of ``results`` (indices into CHARACTERS)."""
     pool = [world.CHARACTERS[i] for i in known]
     before: list[world.Character] = []
     while not before:  # some results are reachable only from characters that are not known
@@ -103,7 +101,7 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
 
 
 def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[np.ndarray, np.ndarray]:
-    """Followed and kept, float64 (B,) in [0, 1] each, of 2x2 grids."""
+    """Followed and kept of 2x2 grids, float64 (B,) each."""
     reading, followed, kept = read_grids(images), np.zeros(len(edits)), np.zeros(len(edits))
     for b, edit in enumerate(edits):
         for panel in np.flatnonzero(reading.valid[b]):
@@ -119,7 +117,6 @@ def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[n
 
 
 def _reward(measure: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[], Scorer]:
-    """A reward factory; ``measure`` gets followed and kept of the images. Scores are float64 (B,)."""
     return lambda: lambda images, items: measure(*judge_edits(images, read_edits(items)))
 
 

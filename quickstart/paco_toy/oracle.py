@@ -1,9 +1,8 @@
 """The oracle: reads from pixel statistics alone which character and view each panel of a grid shows. Nothing trains on it.
 
-Each panel is compared with the rendering of every character in every view, and with an empty panel. The nearest rendering
-names the panel; a panel that is nearest to empty, or further than ``INVALID_RMS`` from everything, is invalid.
-
-The factories at the end are rewards for PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
+Each panel is compared with the rendering of every character in every view, and with an empty panel. A panel that is
+nearest to empty, or further than ``INVALID_RMS`` from everything, is invalid. The factories at the end are rewards for
+PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Reading:
     valid: np.ndarray  # bool
 
     def of(self, rows: np.ndarray) -> Reading:
-        """The reading of some of the grids."""
         return Reading(self.character[rows], self.view[rows], self.valid[rows])
 
     def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
@@ -71,11 +69,10 @@ class Reading:
         return np.where([bool(c.left_open) for c in named], share, np.nan)
 
     def choice(self, named: Sequence[world.Character], attribute: str) -> float:
-        """How evenly an open attribute's value is chosen over images: 1 = all values equally often, 0 = always the same.
+        """Entropy of an open attribute's values over images, as a share of the largest; NaN without such an image.
 
         Each image whose prompt leaves the attribute open counts as the value that most of its panels have (a tie counts in
-        parts; only panels that show what is named). The result is the entropy of these values, divided by the largest
-        possible one. NaN without such an image.
+        parts; only panels that show what is named).
         """
         right = self.shows(named) & np.array([[attribute in c.left_open] for c in named])
         values = np.arange(len(world.ATTRIBUTES[attribute]))
@@ -86,10 +83,6 @@ class Reading:
             return float("nan")
         shares = chosen[chosen > 0] / chosen.sum()
         return float(-(shares * np.log(shares)).sum() / np.log(len(values)))
-
-    def view_following(self, views: np.ndarray) -> np.ndarray:
-        """Share of panels in the requested view, int (B, 4)."""
-        return np.mean(self.valid & (self.view == views), axis=1)
 
 
 @lru_cache(maxsize=4)
@@ -120,21 +113,19 @@ def read_grids(images: Sequence[Image.Image]) -> Reading:
     return Reading(*map(np.array, zip(*found)))
 
 
-def read_prompt(prompt: str) -> tuple[world.Character, tuple[int, ...]]:
-    """The character that a toy prompt names, and the indices of its four views; raises ValueError for other prompts."""
-    panels = "".join(re.escape(label) + r"(\w+ \w+)\. ?" for label in world.LABELS)
-    found = re.fullmatch(r".* depicting an? ([^.]*)\..*?" + panels, prompt)
-    words, *views = found.groups() if found else ("",)
+def read_prompt(prompt: str) -> world.Character:
+    """The character that a prompt or theme of the shapes world names; raises ValueError for others."""
+    found = re.search(r" depicting an? ([^.]*)\.", prompt)
+    words = found[1] if found else ""
     named = {name: word for word in words.split() for name, values in world.ATTRIBUTES.items() if word in values}
     character = world.Character(**dict.fromkeys(world.ATTRIBUTES, world.OPEN) | named)
-    views = tuple(world.VIEW_INDEX.get(world.View(*text.split()), -1) for text in views)
-    if not named or str(character) != words or -1 in views:
+    if not named or str(character) != words:
         raise ValueError(f"not a prompt of the shapes world: {prompt!r}")
-    return character, views
+    return character
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
-# ``consistency_score`` and ``between_images`` of a second judge, so that an evaluation can have both.
+# Of a second judge, so that an evaluation can have both.
 other_consistency, other_between_images = ConsistencyScore, BetweenImages
 
 
@@ -144,24 +135,21 @@ def _reward(measure: Callable[[Reading, Sequence], np.ndarray]) -> Callable[[], 
 
 
 oracle_consistency = _reward(lambda reading, items: reading.consistency())
-oracle_alignment = _reward(lambda reading, items: reading.alignment([read_prompt(i.prompt)[0] for i in items]))
-oracle_view = _reward(lambda reading, items: reading.view_following(np.array([read_prompt(i.prompt)[1] for i in items])))
+oracle_alignment = _reward(lambda reading, items: reading.alignment([read_prompt(item.prompt) for item in items]))
 oracle_valid = _reward(lambda reading, items: reading.valid.mean(axis=1))
 oracle_distinct = _reward(lambda reading, items: reading.distinctness())
 
 
-def oracle_between_images(named_only: bool = True) -> Scorer:
-    """Reward factory: 1 − the share of an image's panels whose character other images of its group show as well.
+def oracle_between_images() -> Scorer:
+    """Reward factory: 1 − the share of pairs of valid panels of two images of a group that show the same character.
 
-    Float64 (B,), over all pairs of panels of two images; 1 for full prompts, as ``between_images``. ``named_only``: panels that
-    do not show what the prompt names are like no others. For κ, every valid panel counts, as in ``oracle_consistency``.
+    Float64 (B,), the mean over the other images of the group; 1 for full prompts, as ``between_images``.
     """
 
     def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
-        named = [read_prompt(item.prompt)[0] for item in items]
         reading, scores = read_grids(images), np.ones(len(images))
-        shown = np.where(reading.shows(named) if named_only else reading.valid, reading.character, -1)
-        for item_id in {i.item_id for i, c in zip(items, named) if c.left_open}:
+        shown = np.where(reading.valid, reading.character, -1)
+        for item_id in {item.item_id for item in items if read_prompt(item.prompt).left_open}:
             members = np.flatnonzero([item.item_id == item_id for item in items])
             counts = (shown[members, :, None] == np.arange(len(world.CHARACTERS))).sum(axis=1)
             equal = counts @ counts.T / 16  # (n, n)

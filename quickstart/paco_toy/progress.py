@@ -1,7 +1,7 @@
 """Runs a command with a log: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
 
 While it runs, the last line of its output is shown, with a progress bar; when it fails, its last lines. When this process is
-ended, the command and everything it started end, too. The peak memory of the quickstart goes to `peak_mb` beside the logs.
+ended, the command and everything it started end, too.
 """
 
 import contextlib
@@ -14,20 +14,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import psutil
-
-MARK = "PACO_QUICKSTART_ID"  # in the environment of all processes of one quickstart, detached servers among them
-
-
-def resident_mb() -> int:
-    """MiB resident in all processes of this quickstart (proportional set size: a page that two share counts half for each)."""
-    total, mark = 0, os.environ.get(MARK)
-    for process in psutil.process_iter() if mark else ():
-        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
-            if process.environ().get(MARK) == mark:
-                total += process.memory_full_info().pss
-    return total >> 20
 
 
 def last_lines(log: Path, count: int) -> list[str]:
@@ -46,14 +32,14 @@ def with_bar(line: str) -> str:
 
 
 def show(text: str) -> None:
-    """A line of progress: on a terminal it replaces the last one."""
+    """Print a line, on a terminal in place of the last one."""
     live, width = sys.stdout.isatty(), shutil.get_terminal_size((100, 24)).columns - 1
     print(f"\r\x1b[2K{text[:width]}" if live else text, end="" if live else "\n", flush=True)
 
 
 def run(log: Path, command: list[str]) -> int:
     """Run the command to its end; returns its exit status."""
-    began, shown, peak = time.monotonic(), time.monotonic(), 0
+    began = shown = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
     with open(log, "ab") as file:
@@ -61,7 +47,7 @@ def run(log: Path, command: list[str]) -> int:
     try:
         while process.poll() is None:
             if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
-                shown, peak = time.monotonic(), max(peak, resident_mb())
+                shown = time.monotonic()
                 show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(*last_lines(log, 1))}")
             time.sleep(0.1)
     finally:
@@ -70,8 +56,6 @@ def run(log: Path, command: list[str]) -> int:
                 os.killpg(process.pid, number)
                 process.wait(patience)
                 break
-    file = log.parent.parent / "peak_mb"
-    file.write_text(str(max(peak, int(file.read_text()) if file.is_file() else 0)))
     show(f"      {log.stem}: {time.monotonic() - began:.0f} s" + ("\n" if sys.stdout.isatty() else ""))
     if process.returncode:
         lines = "".join(f"  | {line}\n" for line in last_lines(log, 12))

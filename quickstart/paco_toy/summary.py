@@ -2,16 +2,15 @@
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import math
-import platform
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import yaml
 
 from paco_judge.images import read_image
@@ -31,15 +30,15 @@ MEASURES = {
 }
 EDIT_MEASURES = {"oracle_edit": "edit score, the reward", "oracle_followed": "instruction followed", "oracle_kept": "the rest is kept"}
 LABELS = MEASURES | EDIT_MEASURES
-PACKAGES = ("torch", "transformers", "diffusers", "peft", "accelerate", "llamafactory", "numpy")
 
 
 def scores_of(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray], float]]:
-    """What the oracle and the judge say of the images of an evaluation folder; of an editor's, its rewards.
+    """Measures of the images of an evaluation folder.
 
     Returns:
-        Measure -> float64 (B,), NaN where it does not apply to the prompt; and the diversity of some of the images, int (N,): the
-        mean of ``Reading.choice`` over the attributes that their prompts leave open, NaN if there is none.
+        Measure -> float64 (B,), NaN where it does not apply to the prompt; and a function from indices of images, int
+        (N,), to their diversity: the mean of ``Reading.choice`` over the attributes that their prompts leave open, NaN
+        if there is none.
     """
     rows = read_jsonl(folder / "eval_data.jsonl")
 
@@ -48,9 +47,7 @@ def scores_of(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray
 
     if "oracle_edit" in rows[0]["rewards"]:
         return {name: rewards(name) for name in EDIT_MEASURES}, lambda some: math.nan
-    if any(row["file"] is None for row in rows):
-        raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
-    named = [read_prompt(row["prompt"])[0] for row in rows]
+    named = [read_prompt(row["prompt"]) for row in rows]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
     scores = {
         "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
@@ -69,10 +66,9 @@ def scores_of(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray
 
 
 def policy_measures(run: Path) -> dict[str, Any]:
-    """``before`` and ``after``: means of a run's first and last evaluation; ``change``: paired ``mean`` and ``stderr``; and facts.
+    """``before`` and ``after``: means of a run's first and last evaluation; ``change``: paired ``mean`` and ``stderr``.
 
-    The evaluations have the same prompts and noise. The standard error of ``choice``, which is no mean over images, is over
-    resampled prompts. Raises SystemExit without two evaluations.
+    The standard error of ``choice``, which is no mean over images, is over resampled prompts.
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
@@ -101,9 +97,8 @@ def policy_measures(run: Path) -> dict[str, Any]:
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
-    rows = [row["metrics"] for row in read_jsonl(path) if not row.get("error")]
-    values = {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}  # None: NaN
-    return {name: float(np.nanmean(value)) for name, value in values.items()} | {"items": len(rows)}
+    metrics = pd.DataFrame([row["metrics"] for row in read_jsonl(path) if not row.get("error")], dtype=np.float64)
+    return metrics.mean().to_dict() | {"items": len(metrics)}
 
 
 def judge_measures(out: Path) -> dict[str, Any]:
@@ -133,7 +128,7 @@ def commit() -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The small table at the end."""
+    """The small table at the quickstart's end."""
     lines = [f"{'':<42}{'before':<13}{'after':<13}change"]
 
     def add(name: str, before: dict, after: dict, key: str, change: str = "") -> None:
@@ -150,11 +145,10 @@ def table(summary: dict[str, Any]) -> str:
     lines.append(f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px")
     for name, change in policy["change"].items():
         add(f"  {LABELS[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
-    return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes, peak memory {summary['peak_mb']} MB."])
+    return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes."])
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of a quickstart")
     parser.add_argument("run", help="the training's folder in it")
@@ -163,10 +157,9 @@ def main() -> None:
     out = arguments.out
     seconds = {name: int(value) for name, value in map(str.split, (out / "done").read_text().splitlines())}
     (out / "stage_seconds.json").write_text(json.dumps(seconds))
-    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
     summary = {
         "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,
-        "peak_mb": int((out / "peak_mb").read_text()), "versions": versions, "policy": policy_measures(out / arguments.run),
+        "policy": policy_measures(out / arguments.run),
     }  # fmt: skip
     if "judge" in seconds:
         summary |= judge_measures(out) | {"judge_id": judge_id(out / "judge")}

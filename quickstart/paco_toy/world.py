@@ -1,10 +1,10 @@
 """The shapes world: characters, views, the renderer, and prompts in the grammar of the real data sets.
 
-A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in one
-view on white; an image is a 2x2 grid of panels. A full prompt names one character and four different views, so a consistent
-image shows that character four times, in different places. An open prompt leaves one or two attributes of the character open:
-there a consistent image is one whose panels agree on what is not named. "Colour" and "centre" are spelled as in the committed
-weights. S is a panel's side in pixels; the last axis is RGB; pixels are float32 in [0, 1].
+A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in
+one view on white; an image is a 2x2 grid of panels. A full prompt names one character and four different views. An open
+prompt leaves one or two attributes of the character open; in a consistent image the panels agree on them. "Colour" and
+"centre" are spelled as in the committed weights. S is a panel's side in pixels; the last axis is RGB; pixels are
+float32 in [0, 1].
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ KINDS = ("training character", "held-out character")  # of items: their category
 
 @dataclass(frozen=True, order=True)
 class Character:
-    """What stays the same over the panels of a consistent image. In a prompt, an attribute may be left open: ``OPEN``."""
+    """What the panels of a consistent image share. In a prompt, an attribute may be ``OPEN``."""
 
     style: str
     colour: str
@@ -56,7 +56,6 @@ class Character:
 
     @property
     def left_open(self) -> tuple[str, ...]:
-        """Names of the attributes that are open."""
         return tuple(name for name in ATTRIBUTES if getattr(self, name) == OPEN)
 
 
@@ -84,7 +83,7 @@ KNOWN = tuple(i for i in range(len(CHARACTERS)) if i not in HELD_OUT)
 
 
 def _polygon_distance(x: np.ndarray, y: np.ndarray, corners: np.ndarray) -> np.ndarray:
-    """Signed distance (negative inside) from points to a simple polygon, corners (K, 2)."""
+    """Distance from points to a simple polygon with ``corners`` (K, 2), negative inside."""
     distance = np.full(x.shape, np.inf, dtype=np.float32)
     inside = np.zeros(x.shape, dtype=bool)
     for (ax, ay), (bx, by) in zip(corners, np.roll(corners, -1, axis=0)):
@@ -146,7 +145,7 @@ def random_jitter(rng: Random) -> tuple[float, float]:
 
 
 def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
-    """Four (S, S, 3) panels, row-major, to one (2S, 2S, 3) image."""
+    """Four (S, S, 3) panels, row-major, as one (2S, 2S, 3) image."""
     return np.vstack([np.hstack(panels[:2]), np.hstack(panels[2:])])
 
 
@@ -157,7 +156,6 @@ def render_grid(characters: Sequence[Character], views: Sequence[View], side: in
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
-    """Pixels in [0, 1] to uint8, rounded."""
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
 
 
@@ -168,34 +166,30 @@ def to_image(image: np.ndarray, rng: Random | None = None) -> Image.Image:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
-    """Writes one JSON object per line; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def with_article(thing: object) -> str:
-    """`a red star`, `an outlined star`."""
     return f"{'an' if str(thing)[0] in 'aeiou' else 'a'} {thing}"
 
 
 def theme(character: Character) -> str:
-    """The part of a prompt before its first panel label. It does not speak of open attributes."""
+    """The part of a prompt before its first panel label; silent on open attributes."""
     return f"2x2 grid layout depicting {with_article(character)}.The same {character.shape or 'character'} throughout."
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:
-    """A prompt for four panels in the grammar of the T2IS data (docs/method.md §2)."""
+    """A prompt in the grammar of the T2IS data (docs/method.md §2)."""
     panels = " ".join(f"{label}{view}." for label, view in zip(LABELS, views, strict=True))
     return f"{theme(character)} {panels}"
 
 
 def changed(character: Character, attribute: str, rng: Random) -> Character:
-    """The character with another value of an attribute."""
     rest = [value for value in ATTRIBUTES[attribute] if value != getattr(character, attribute)]
     return dataclasses.replace(character, **{attribute: str(rng.choice(rest))})
 
@@ -209,5 +203,4 @@ def departed(character: int, rng: Random, one_attribute: float = 0.75) -> int:
 
 
 def opened(character: Character, attributes: Iterable[str]) -> Character:
-    """The character with these attributes left open."""
     return dataclasses.replace(character, **dict.fromkeys(attributes, OPEN))

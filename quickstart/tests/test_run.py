@@ -1,9 +1,9 @@
 """run.sh on a stand-in repository: stages are skipped when they are done, and everything it started is ended."""
 
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,7 +37,7 @@ COMMANDS = {
     ".venv/bin/python": PYTHON,
     ".venv/bin/paco-reward": NOTE,
     "PaCo-Reward/train/paco_reward.sh": NOTE,
-    "PaCo-GRPO/vllm_server/launch.sh": NOTE + 'touch "$STATE/serving"',
+    "PaCo-GRPO/vllm_server/launch.sh": 'echo "launch.sh $VLLM_PORT" >> "$STATE/calls"; touch "$STATE/serving"',
     "PaCo-GRPO/vllm_server/stop.sh": NOTE + 'rm -f "$STATE/serving"',
     "PaCo-GRPO/scripts/single_node/train_flux.sh": RL,
     "PaCo-GRPO/config/grpo.py": "",
@@ -61,7 +61,7 @@ def repo(tmp_path):
 
 
 def start(repo: Path, *arguments: str, **more: str) -> subprocess.Popen:
-    # Whoever started the tests in the background had some signals ignored, and bash keeps that.
+    # Tests that were started in the background have some signals ignored, and bash keeps that.
     command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh", *arguments]
     env = {**os.environ, "REAL": sys.executable, "STATE": str(repo), "FAIL": "", "HANG": "", **more}
     return subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -75,9 +75,8 @@ def drive(repo: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
 
 
 def calls(repo: Path) -> list[str]:
-    text = (repo / "calls").read_text() if (repo / "calls").exists() else ""
-    (repo / "calls").unlink(missing_ok=True)
-    return text.splitlines()
+    """What was called since the last time."""
+    return (repo / "calls").rename(repo / "read").read_text().splitlines()
 
 
 def running(repo: Path) -> list[psutil.Process]:
@@ -86,13 +85,14 @@ def running(repo: Path) -> list[psutil.Process]:
 
 
 def test_everything_once_then_nothing_then_fresh(repo):
-    options = ("--seed", "3", "--minutes=2", "--config.num_epochs=2")
+    options = ("--seed", "3", "--minutes", "2", "--config.num_epochs=2")
     status, output, error = drive(repo, *options)
     assert status == 0, output + error
     made = calls(repo)
     assert len(made) == len(ORDER) and all(word in call for word, call in zip(ORDER, made, strict=True)), made
     assert all("--seed 3" in made[i] for i in (0, 1, 3, 4)) and "seed=3" in made[6] and "--config.seed=3" in made[14]
     assert "--config.num_epochs=2" in made[14] and "--config.max_train_minutes=2" in made[14]
+    assert set(re.findall(r"port=(\d+)", made[14])) == {made[13].removeprefix("launch.sh ")}
     assert not (repo / "serving").exists() and running(repo) == []
     assert "the table" in output and output.strip().endswith("quickstart/out/report.html")
     assert output.count("/6] ") == 6
@@ -127,14 +127,3 @@ def test_interrupted_it_ends_everything_it_started(repo):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert not (repo / "serving").exists() and running(repo) == []
-
-
-def test_a_taken_port_is_replaced(repo):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        status, output, _ = drive(repo, PACO_QUICKSTART_PORT=port)
-    assert status == 0 and f"port {port} is taken" in output
-    trained = next(call for call in calls(repo) if "train_flux" in call)
-    assert "consistency_score.base_url=http://127.0.0.1:" in trained and f":{port}" not in trained

@@ -4,38 +4,41 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
-def run_in_clone(folder: Path, *command: str) -> tuple[Path, str]:
-    """(quickstart/out, output) of a command; a developer's own quickstart/out is left alone."""
-    clone = folder / "clone"
+def run_in_clone(folder: Path, *command: str) -> tuple[Path, str, int]:
+    """(quickstart/out, output, peak memory in bytes) of a command; a developer's own quickstart/out is left alone."""
+    clone, printed, peak = folder / "clone", folder / "printed", 0
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{REPO}", str(clone)], check=True)
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(["bash", *command], cwd=clone, env=env, check=False, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    unset = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    env = {k: v for k, v in os.environ.items() if k not in unset} | {"MEASURED": str(folder)}
+    with open(printed, "w") as file:
+        process = subprocess.Popen(["bash", *command], cwd=clone, env=env, stdin=subprocess.DEVNULL, stdout=file,
+                                   stderr=file)  # fmt: skip
+    while process.poll() is None:
+        found = psutil.process_iter(["environ", "memory_full_info"])
+        own = [p.info["memory_full_info"] for p in found if (p.info["environ"] or {}).get("MEASURED") == str(folder)]
+        peak = max(peak, sum(memory.pss for memory in own if memory))
+        time.sleep(5)
     out = clone / "quickstart" / "out"
     tails = [f"\n--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(out.rglob("logs/*.log"))]
-    assert done.returncode == 0, done.stdout[-3000:] + "".join(tails)
-    return out, done.stdout
-
-
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """(quickstart/out, output) of a finished quickstart with seed 0."""
-    folder = tmp_path_factory.mktemp("whole")
-    yield run_in_clone(folder, "quickstart/run.sh")
-    shutil.rmtree(folder, ignore_errors=True)
+    assert process.returncode == 0, printed.read_text()[-3000:] + "".join(tails)
+    shutil.rmtree(clone / ".venv")  # gigabytes
+    return out, printed.read_text(), peak
 
 
 @pytest.mark.alone
-def test_it_learns_without_a_short_cut_at_the_promised_cost(quickstart):
-    summary = json.loads((quickstart[0] / "summary.json").read_text())
+def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
+    out, printed, peak = run_in_clone(tmp_path, "quickstart/run.sh")
+    summary = json.loads((out / "summary.json").read_text())
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
     assert lora["accuracy"] >= 0.94 and lora["auc"] >= 0.98
@@ -50,25 +53,19 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(quickstart):
     assert policy["after"]["choice"] >= 0.75 * policy["before"]["choice"]
     assert policy["change"]["reward"]["mean"] > 0
     assert all(policy["change"][name]["mean"] >= -0.05 for name in ("valid", "distinct"))
-    assert summary["peak_mb"] <= 6 * 1024
+    assert peak <= 6 * 2**30
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl"}
     assert summary["minutes"] <= 20  # 13 are promised; a machine that is busy otherwise gets some air
-    assert summary["seed"] == 0 and "torch" in summary["versions"]
-
-
-@pytest.mark.alone
-def test_report_and_last_lines(quickstart):
-    page = quickstart[0] / "report.html"
-    assert quickstart[1].strip().splitlines()[-1].endswith(str(page))
-    text = page.read_text()
+    assert printed.strip().endswith(str(out / "report.html"))
+    text = (out / "report.html").read_text()
     assert text.count("<article>") == 12 and "accuracy on held-out pairs" in text
-    assert len(list(page.parent.glob("report_*.png"))) == 4
+    assert len(list(out.glob("report_*.png"))) == 4
 
 
 def test_a_short_run_of_the_editor(tmp_path):
     sizes = {"test.num_images": 8, "eval_freq": 1000, "sample.unique_sample_num_per_epoch": 2, "sample.num_images_per_prompt": 4}
     options = [f"--config.{name}={value}" for name, value in sizes.items()]
-    out, printed = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
+    out, printed, _ = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
     policy = json.loads((out / "editing" / "summary.json").read_text())["policy"]
     assert policy["num_images"] == 8 and (policy["train_resolution"], policy["test_resolution"]) == (64, 64)
     assert "edit score" in printed and (out / "editing" / "report.html").is_file()

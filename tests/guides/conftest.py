@@ -36,11 +36,7 @@ def published(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def terminal(published, tmp_path, request):
-    """A terminal of its own for each test.
-
-    Its environment ``vllm`` is the test's parameter, if it has one. Else there is no vLLM in it: the transformers engine
-    serves, and the launcher says so.
-    """
+    """Its environment ``vllm`` is the test's parameter; without one, the transformers engine serves."""
     terminal = Terminal(tmp_path, getattr(request, "param", Path(sys.prefix)), published)
     yield terminal
     terminal.stop_servers()
@@ -49,7 +45,6 @@ def terminal(published, tmp_path, request):
 
 @pytest.fixture(scope="session")
 def open_clip(tmp_path_factory) -> str:
-    """Name of a tiny OpenCLIP."""
     folder = tmp_path_factory.mktemp("open_clip")
     save_open_clip(folder)
     return f"local-dir:{folder}"

@@ -1,8 +1,7 @@
-"""A terminal for people who follow the published guides: a copy of the repository, and no downloads.
+"""A terminal for people who follow the published guides: a copy of the repository, no GPU, and no downloads.
 
-``conda``, ``pip`` and ``git clone`` are stand-ins (tests of installing run the real ones); ``hf`` is the real command,
-without a network. Published models are in the hub's cache under their names, as tiny weights of the same classes. There
-is no GPU: lines that select some select none. Everything else is the real thing.
+``conda``, ``pip`` and ``git clone`` are stand-ins. Published models are in the hub's cache as tiny weights of the same
+classes.
 """
 
 import io
@@ -20,7 +19,7 @@ from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REVISION = "0" * 40
-# What makes a training fit a laptop; the rest of each configuration is as published.
+# The rest of each configuration is as published.
 TOY_SIZE = {
     "num_epochs": 1, "mixed_precision": "no", "sample.num_steps": 6, "sample.num_images_per_prompt": 2,
     "sample.unique_sample_num_per_epoch": 2, "train.resolution": 64, "test.num_steps": 2, "test.num_images": 2,
@@ -38,26 +37,21 @@ conda() {
   case "$1" in
     create) test -d "$ENVIRONMENTS/$3" ;;
     activate) export CONDA_DEFAULT_ENV="$2" CONDA_PREFIX="$ENVIRONMENTS/$2" PATH="$ENVIRONMENTS/$2/bin:$clean_path" ;;
-    *) echo "conda $1 is not in the guides" >&2; return 1 ;;
   esac
 }
 pip() { echo "pip $*" >>"$HOME/pip.log"; }
-git() {
-  test "$1" = clone
-  cp -r "$CLONE" PaCo-RL
-}
+git() { cp -r "$CLONE" PaCo-RL; }
 """
 
 
 class Terminal:
-    """Runs blocks of a guide with bash, one shell for each call; ``clone`` is the copy of the repository."""
+    """Runs blocks of a guide, each in its own bash; ``clone`` is the copy of the repository."""
 
     def __init__(self, home: Path, vllm_environment: Path, published: Mapping[str, Path]) -> None:
         self.clone, environments = home / "PaCo-RL", home / "environments"
         self.clone.mkdir()
-        listed = "git ls-files -z --cached --others --exclude-standard"  # tracked and new files
-        copy = f"{listed} | tar --create --null --files-from=- --ignore-failed-read | tar --extract --directory={self.clone}"
-        subprocess.run(["bash", "-c", copy], cwd=REPOSITORY, check=True, stderr=subprocess.DEVNULL)
+        copy = f"git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t {self.clone}"
+        subprocess.run(["bash", "-c", copy], cwd=REPOSITORY, check=True)
         environments.mkdir()
         for name in ("paco-grpo", "paco-reward"):
             (environments / name).symlink_to(sys.prefix)
@@ -74,7 +68,7 @@ class Terminal:
         }  # fmt: skip
 
     def run(self, block: str, folder: str | Path = ".", **variables) -> str:
-        """Run a block in ``folder`` of the clone to its end; returns what it printed. A failure fails the test."""
+        """The output of a block that is run in ``folder`` of the clone."""
         block = re.sub(r"CUDA_VISIBLE_DEVICES=\S+", "CUDA_VISIBLE_DEVICES=", block)
         environment = self.environment | {name: str(value) for name, value in variables.items()}
         done = subprocess.run(
@@ -85,7 +79,6 @@ class Terminal:
         return done.stdout
 
     def stop_servers(self) -> None:
-        """Stop every server that was launched."""
         for state in Path(self.environment["PACO_RUNTIME_DIR"]).glob("*/state.json"):
             self.run("conda activate paco-grpo\nbash vllm_server/stop.sh", "PaCo-GRPO", VLLM_LABEL=state.parent.name)
 
@@ -98,7 +91,7 @@ def check_learning(run: Path, reward: str) -> None:
 
 
 def save_editing_set(folder: Path) -> None:
-    """What ``python dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
+    """What ``dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
     folder.mkdir()
     for split in ("train", "test"):
         images = []

@@ -18,23 +18,17 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:
-    """The command's output; its end is shown where it fails."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     clean["PYTHONFAULTHANDLER"] = "1"  # a crash names its place
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    # The end last and short: it tells the reason, and reports of a failure are cut.
     assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout[-1200:]}"
     return done.stdout
 
 
 @pytest.fixture
 def place(tmp_path):
-    """(a copy of the files that git knows, the interpreter of an empty environment with pip, setuptools and wheel, `pip install`).
-
-    That is what `conda create` and `python -m venv` of Python 3.11 give. The copy shows that nothing untracked is needed,
-    and keeps build leftovers out of the repository. Both are removed afterwards: an environment takes gigabytes.
-    """
+    """(a clone, the interpreter of an empty environment as `conda create` makes it, `pip install`)."""
     copy = tmp_path / "clone"
     run(["git", "clone", "-q", "--depth", "1", f"file://{REPOSITORY}", copy], tmp_path)
     uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
@@ -42,14 +36,14 @@ def place(tmp_path):
     python = tmp_path / "env" / "bin" / "python"
 
     def pip(arguments: list[str], folder: Path) -> None:
-        # Without our constraints: what a user who follows the guide gets is what has to work.
+        # Without our constraints, as for a user who follows the guide.
         names = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
         variables = {name: os.environ[own] for name, own in names.items() if own in os.environ}
         run([uv, "pip", "install", "-q", "--python", python, *arguments], folder, **variables)
 
     pip(["setuptools", "wheel"], tmp_path)
     yield copy, python, pip
-    shutil.rmtree(tmp_path, ignore_errors=True)
+    shutil.rmtree(tmp_path, ignore_errors=True)  # gigabytes
 
 
 def test_paco_reward(place):

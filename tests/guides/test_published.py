@@ -57,7 +57,6 @@ def test_weights_are_fetched_before_training(terminal):
 
 
 def test_servers(terminal):
-    """One model, and both options of the guide for two: one port for both, and a port for each."""
     alone, shared, first, second = (str(free_port()) for _ in range(4))
     assert "Ready:  Paco-Reward-7B" in terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=alone)
     for block in (ONE_PORT.replace("8000", shared), TWO_PORTS.replace("8000", first).replace("8001", second)):

@@ -32,8 +32,8 @@ config.test.reward_fn = {
     "subfig_clipT": 1.5,
     "pickscore": 1,
 }
+config.train.aggregate_fn = None
 """
-WEIGHTED = REWARDS.replace("0.1", "0.2").replace("1.5", "1") + "config.train.aggregate_fn = None\n"
 MEAN = "config.train.aggregate_fn = geometric_mean_aggregate_fn  # See config/grpo.py\n"
 ADVANTAGES = """
 config.train.aggregate_fn = weighted_advantage_sum_aggregate_fn(
@@ -72,7 +72,7 @@ config.test.reward_fn_kwargs = {
 
 
 def paste(tmp_path, snippet, top=""):
-    """Options of ``t2is`` with a snippet at the end of its function, and ``top`` at the top of the file."""
+    """Options of ``t2is`` with a snippet at the end of its function and ``top`` at the file's."""
     indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
     original = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
     file = tmp_path / "grpo.py"
@@ -80,27 +80,13 @@ def paste(tmp_path, snippet, top=""):
     return load_options(f"{file}:t2is")
 
 
-def weights(*values):
-    return dict(zip(("consistency_score", "subfig_clipT", "pickscore"), values, strict=True))
-
-
-def judge(model, port):
-    return {"consistency_score": {"model": model, "port": port}}
-
-
-@pytest.mark.parametrize(
-    ("snippet", "option", "train", "test"),
-    [
-        (RESOLUTIONS, "resolution", 512, 1024),
-        (REWARDS, "reward_fn", weights(0.2, 1, 1), weights(0.1, 1.5, 1)),
-        (WEIGHTED, "reward_fn", weights(0.2, 1, 1), weights(0.2, 1, 1)),
-        (JUDGES, "reward_fn_kwargs", judge("Paco-Reward-7B", 8000), judge("Gemma-3-4B-IT", 8001)),
-        (JUDGES.replace("8001", "8000"), "reward_fn_kwargs", judge("Paco-Reward-7B", 8000), judge("Gemma-3-4B-IT", 8000)),
-    ],
-)
-def test_options(tmp_path, snippet, option, train, test):
-    options = paste(tmp_path, snippet)
-    assert (getattr(options.train, option), getattr(options.test, option)) == (train, test)
+def test_options(tmp_path):
+    options = paste(tmp_path, RESOLUTIONS + REWARDS + JUDGES)
+    assert (options.train.resolution, options.test.resolution) == (512, 1024)
+    assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
+    assert options.test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
+    assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
+    assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": 8001}}
 
 
 def weighted_advantages(a, b, every_a, every_b):
