@@ -4,8 +4,6 @@ import numpy as np
 
 
 def factory(scale: float = 1.0, device="nowhere"):
-    """A user's reward."""
-
     def score(images, items):
         return np.full(len(images), scale)
 
@@ -13,16 +11,8 @@ def factory(scale: float = 1.0, device="nowhere"):
     return score
 
 
-def broken_shape():
-    return lambda images, items: np.zeros((len(images), 2))
-
-
-def infinite():
-    return lambda images, items: np.full(len(images), np.inf)
-
-
-def not_callable():
-    return 3
+def wrong(result):
+    return result
 
 
 def checking(longest: int):

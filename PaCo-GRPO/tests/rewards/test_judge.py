@@ -14,43 +14,39 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paco_grpo.rewards.errors import RewardError
-from paco_grpo.rewards.judge import (
-    BetweenImages,
-    ConsistencyForEditing,
-    ConsistencyScore,
-    GridLayout,
-    WinRate,
-    neighbors,
-)
+from paco_grpo.rewards.judge import BetweenImages, ConsistencyForEditing, ConsistencyScore, GridLayout, WinRate
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
-from paco_judge.client import JudgeError
 from paco_judge.questions import editing_texts, load_editing_questions, load_question, theme_question
 
 PROMPT = "A 2x2 grid layout of one cat. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
 CRITERIA = {"Style": {"Line": "Same line.", "empty": None}, "Identity": {"Cat": "One cat", "Hat": "One hat."}}
-RED, BLUE = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))
+RED, GREEN, BLUE = (Image.new("RGB", (8, 8), color) for color in ("red", "lime", "blue"))
 UNSURE = {"choices": [{"logprobs": {"content": [{"top_logprobs": [{"token": "Maybe", "logprob": -0.1}]}]}}]}
 
 
 def content(request) -> list:
     """Images (first pixel) and texts of a request, in order."""
+
+    def pixel(url: str):
+        return Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))).getpixel((0, 0))
+
     parts = request["messages"][0]["content"]
     return [part["text"] if part["type"] == "text" else pixel(part["image_url"]["url"]) for part in parts]
 
 
-def pixel(url: str):
-    return Image.open(io.BytesIO(base64.b64decode(url.split(",")[1]))).getpixel((0, 0))
-
-
 def judge_that(p_yes_of, model="PaCo-Reward-7B"):
-    """A judge that answers with P(Yes) = ``p_yes_of(content)``, or unsure if that is None."""
+    """A judge that answers with P(Yes) = ``p_yes_of(content)``; None: with something else."""
 
     def respond(number, request):
         p_yes = p_yes_of(content(request))
         return 200, UNSURE if p_yes is None else fake_judge.answer(p_yes), {}
 
     return fake_judge.FakeJudge(respond, models=[model])
+
+
+def asked(judge) -> list:
+    return sorted(map(content, judge.requests), key=str)
 
 
 def closeness(parts) -> float:
@@ -92,13 +88,6 @@ def test_criteria_are_averaged_within_a_dimension_then_over_dimensions_then_over
     assert len(judge.requests) == 6 * 3
 
 
-@pytest.mark.parametrize(("count", "others"), [(1, 14), (6, 5), (6, 4), (24, 14)])
-def test_neighbors_are_as_many_as_asked(count, others):
-    couples = neighbors(count, others)
-    each = np.bincount(np.array(couples, dtype=int).ravel(), minlength=count)
-    assert len(set(couples)) == len(couples) and (each == min(count - 1, others)).all()
-
-
 def test_a_missing_pair_makes_the_image_missing():
     images = [grid((10, 20, 30, 40)), grid((50, 60, 70, 80))]
     with judge_that(lambda parts: None if parts[0][0] == 50 and parts[1][0] == 80 else 0.5) as judge:
@@ -111,7 +100,6 @@ def open_item(number: int) -> Item:
 
 
 def test_between_images_compares_within_groups_only():
-    """1 − the mean over an image's comparisons, in float64; each with one pair of different sub-figures."""
     levels = {0: (10, 60, 200), 1: (0, 255)}  # item → gray of its images, whose sub-figures are alike
     items = [open_item(i) for i, grays in levels.items() for _ in grays] + [Item(2, PROMPT)] * 2 + [open_item(3)]
     images = [grid((g,) * 4) for grays in levels.values() for g in grays] + [grid((9,) * 4)] * 3
@@ -141,25 +129,15 @@ def test_between_images_is_the_mean_of_the_answers_received():
 COUNTER = itertools.count()
 
 
-def win_rates(first_better, **options):
-    """Of images without an answer to (i, j) where ``first_better[i, j]`` is NaN; and the judge's requests."""
-
-    def p_yes(parts):
-        p = first_better[parts[-3][0], parts[-2][0]]
-        return None if np.isnan(p) else p
-
-    images = [Image.new("RGB", (4, 4), (i, i, i)) for i in range(len(first_better))]
-    item = Item(0, str(next(COUNTER)))  # answers are cached by question and address
-    with judge_that(p_yes) as judge:
-        return WinRate(judge.url, max_concurrency=4, **options)(images, [item] * len(images)), judge.requests
-
-
 @settings(max_examples=15)
 @given(st.data(), st.integers(1, 6), st.sampled_from([None, 2, 4]))
 def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(data, count, opponents):
     p = st.one_of(st.floats(0.01, 0.99), st.just(np.nan))
     answers = np.array(data.draw(st.lists(p, min_size=count**2, max_size=count**2))).reshape(count, count)
-    scores, requests = win_rates(answers, opponents=opponents)
+    images = [Image.new("RGB", (4, 4), (i, i, i)) for i in range(count)]
+    item = Item(0, str(next(COUNTER)))  # answers are cached by question and address
+    with judge_that(lambda parts: None if np.isnan(p := answers[parts[-3][0], parts[-2][0]]) else p) as judge:
+        scores = WinRate(judge.url, max_concurrency=4, opponents=opponents)(images, [item] * count)
     both = (answers + 1 - answers.T) / 2
     distance = abs(np.subtract.outer(np.arange(count), np.arange(count)))
     distance = np.minimum(distance, count - distance)
@@ -167,26 +145,20 @@ def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(data, 
     for i in range(count):
         own = both[i, met[i] & ~np.isnan(both[i])]
         np.testing.assert_allclose(scores[i], own.mean() if len(own) else np.nan, atol=1e-6)
-    assert len({json.dumps(request) for request in requests}) == met.sum()  # k·opponents questions
+    assert len({json.dumps(request) for request in judge.requests}) == met.sum()  # k·opponents questions
     if count > 1 and not np.isnan(both[met]).any():
         assert scores.sum() == pytest.approx(count / 2)
 
 
 def test_win_rate_compares_within_prompts_and_shows_the_references_first():
-    green = Image.new("RGB", (8, 8), "lime")
-    edit = Item(1, "make it blue", image=RED, more_images=(green,))
+    cat, edit = Item(0, "a cat"), Item(1, "make it blue", image=RED, more_images=(GREEN,))
     with judge_that(lambda parts: 0.9) as judge:
-        scores = WinRate(judge.url)(
-            [RED, BLUE, RED, BLUE, RED], [Item(0, "a cat"), Item(0, "a cat"), edit, edit, Item(2, "x")]
-        )
+        scores = WinRate(judge.url)([RED, BLUE, RED, BLUE, RED], [cat, cat, edit, edit, Item(2, "x")])
     np.testing.assert_allclose(scores, [0.5] * 4 + [np.nan], atol=1e-6)
-    red, blue = (255, 0, 0), (0, 0, 255)
-    plain, edited = (
-        load_question(name).text(prompt=text) for name, text in (("better", "a cat"), ("better_edit", edit.prompt))
-    )
-    wanted = [[*order, plain] for order in ((red, blue), (blue, red))]
-    wanted += [[red, (0, 255, 0), *order, edited] for order in ((red, blue), (blue, red))]
-    assert sorted(map(content, judge.requests), key=str) == sorted(wanted, key=str)
+    orders = ((255, 0, 0), (0, 0, 255)), ((0, 0, 255), (255, 0, 0))
+    plain, edited = load_question("better").text(prompt="a cat"), load_question("better_edit").text(prompt=edit.prompt)
+    wanted = [[*order, plain] for order in orders] + [[(255, 0, 0), (0, 255, 0), *order, edited] for order in orders]
+    assert asked(judge) == sorted(wanted, key=str)
 
 
 def test_editing_is_the_geometric_mean_of_kept_and_followed():
@@ -198,7 +170,7 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed():
         assert reward([BLUE, RED], [item, item]) == pytest.approx([np.sqrt(0.81 * 0.49)] * 2)
         assert ConsistencyForEditing(judge.url, question="editing_instruction")([BLUE], [item]) == pytest.approx([0.49])
     wanted = [[(255, 0, 0), edited, text] for edited in ((0, 0, 255), (255, 0, 0)) for text in (kept, followed)]
-    assert sorted(map(content, judge.requests), key=str) == sorted(wanted, key=str)
+    assert asked(judge) == sorted(wanted, key=str)
     answers[kept] = None
     with judge_that(lambda parts: answers[parts[-1]]) as judge:
         assert np.isnan(ConsistencyForEditing(judge.url)([BLUE], [item])).all()
@@ -207,16 +179,14 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed():
 
 
 def test_several_references_are_asked_about_one_by_one_and_the_instruction_with_all():
-    green, gray = Image.new("RGB", (8, 8), "lime"), Image.new("RGB", (8, 8), "gray")
-    item = Item(3, "put them side by side", image=RED, more_images=(lambda: green.copy(), gray))
+    item = Item(3, "put them side by side", image=RED, more_images=(GREEN.copy, BLUE))
     kept = load_question("editing_consistency").text(instruction=item.prompt)
     followed = load_question("editing_instruction_several").text(instruction=item.prompt)
-    references = [(255, 0, 0), (0, 255, 0), (128, 128, 128)]
-    p_kept = dict(zip(references, (0.9, 0.6, 0.3), strict=True))
+    p_kept = {(255, 0, 0): 0.9, (0, 255, 0): 0.6, (0, 0, 255): 0.3}
     with judge_that(lambda parts: 0.25 if parts[-1] == followed else p_kept[parts[0]]) as judge:
         assert ConsistencyForEditing(judge.url)([BLUE], [item]) == pytest.approx([np.sqrt(0.6 * 0.25)])
-    wanted = [[reference, (0, 0, 255), kept] for reference in references] + [[*references, (0, 0, 255), followed]]
-    assert sorted(map(content, judge.requests), key=str) == sorted(wanted, key=str)
+    wanted = [[reference, (0, 0, 255), kept] for reference in p_kept] + [[*p_kept, (0, 0, 255), followed]]
+    assert asked(judge) == sorted(wanted, key=str)
 
 
 def test_a_users_wording_and_form(tmp_path):
@@ -267,15 +237,10 @@ def test_what_cannot_be_asked_is_refused():
                           (ConsistencyForEditing, {"question": ("editing_instruction",) * 3})):  # fmt: skip
         with pytest.raises(ValueError):
             reward(**wrong)
-    with pytest.raises(JudgeError):
-        ConsistencyScore("http://127.0.0.1:9", deadline_s=2).check()
 
 
 def test_a_run_records_what_its_rewards_ask(tmp_path):
-    rewards = build_rewards({"grid_layout": 1.0, "jpeg_compressibility": 1.0, "consistency_for_editing": 0.0})
-    write_records(rewards, tmp_path)
-    recorded = json.loads((tmp_path / "questions.json").read_text())
-    assert {name: [q["name"] for q in asked["questions"]] for name, asked in recorded.items()} == {
-        "grid_layout": ["grid_layout"],
-        "consistency_for_editing": ["editing_consistency", "editing_instruction"],
-    }
+    write_records(build_rewards({"jpeg_compressibility": 1.0, "consistency_for_editing": 0.0}), tmp_path)
+    ((name, record),) = json.loads((tmp_path / "questions.json").read_text()).items()
+    assert name == "consistency_for_editing"
+    assert [question["name"] for question in record["questions"]] == ["editing_consistency", "editing_instruction"]

@@ -51,42 +51,27 @@ def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(clip
 
 @pytest.fixture(scope="module")
 def tiny_open_clip(tmp_path_factory):
-    """Name and file of weights of a tiny OpenCLIP; the file is safetensors."""
+    """Name and file of weights of a tiny OpenCLIP."""
     return save_open_clip(tmp_path_factory.mktemp("open_clip"))
 
 
-@pytest.fixture(scope="module")
-def features(tiny_open_clip):
-    """One image or text at a time → unit feature in float64."""
+@torch.no_grad()
+def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_open_clip):
+    """The model is loaded once for both."""
     import open_clip
 
     model, _, preprocess = open_clip.create_model_and_transforms(tiny_open_clip[0], pretrained=tiny_open_clip[1])
-    tokenize = open_clip.get_tokenizer(tiny_open_clip[0])
     model.eval()
-
-    @torch.no_grad()
-    def of(thing):
-        feature = model.encode_text(tokenize([thing])) if isinstance(thing, str) else model.encode_image(preprocess(thing)[None])
-        vector = feature[0].numpy().astype(np.float64)
-        return vector / np.linalg.norm(vector)
-
-    return of
-
-
-def test_subfig_clipT_is_the_mean_over_panels(tiny_open_clip, features):
-    scores = subfig_clipT(*tiny_open_clip, batch_size=2)(IMAGES, ITEMS)
-    for image, score in zip(IMAGES, scores, strict=True):
-        cells = zip(split_image(image, 1, 2), ("asleep.", "awake."), strict=True)
-        assert score == pytest.approx(np.mean([features(cell) @ features(text) for cell, text in cells]), abs=1e-6)
-
-
-def test_subfig_clipI_is_the_mean_over_pairs(tiny_open_clip, features):
     prompt = "1x3 grid of a cat. [LEFT]: a. [MIDDLE]: b. [RIGHT]: c."
-    scores = subfig_clipI(*tiny_open_clip, batch_size=4)(IMAGES, [Item(i, prompt) for i in range(3)])
-    for image, score in zip(IMAGES, scores, strict=True):
-        of_cells = [features(cell) for cell in split_image(image, 1, 3)]
-        expected = np.mean([a @ b for a, b in itertools.combinations(of_cells, 2)])
-        assert score == pytest.approx(expected, abs=1e-6)
+    texts = torch.nn.functional.normalize(model.encode_text(open_clip.get_tokenizer(tiny_open_clip[0])(["a.", "b.", "c."])))
+    items, with_panels, with_each_other = [Item(i, prompt) for i in range(3)], subfig_clipT(*tiny_open_clip), subfig_clipI(*tiny_open_clip)
+    shared = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
+    assert with_panels.check.__self__ is with_each_other.check.__self__ is shared
+    for image, panels, pairs in zip(IMAGES, with_panels(IMAGES, items), with_each_other(IMAGES, items), strict=True):
+        pixels = torch.stack([preprocess(cell) for cell in split_image(image, 1, 3)])
+        cells = torch.nn.functional.normalize(model.encode_image(pixels))
+        assert panels == pytest.approx((cells * texts).sum(dim=1).mean().item(), abs=1e-6)
+        assert pairs == pytest.approx(np.mean([(a @ b).item() for a, b in itertools.combinations(cells, 2)]), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["clipscore", "subfig_clipT"])
@@ -98,11 +83,6 @@ def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_o
     assert sizes[1] <= 0.51 * sizes[0]
 
 
-def test_open_clip_is_loaded_once_for_all_rewards(tiny_open_clip):
-    shared = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
-    assert subfig_clipT(*tiny_open_clip).check.__self__ is subfig_clipI(*tiny_open_clip).check.__self__ is shared
-
-
 @pytest.mark.parametrize("name", ["pickscore", "subfig_clipT"])
 def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tiny_open_clip, tmp_path, name):
     source = clip_folder if name == "pickscore" else Path(tiny_open_clip[1]).parent
@@ -112,61 +92,53 @@ def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tin
     removed = next(key for key in weights if key.endswith("bias"))
     del weights[removed]
     save_file(weights, file, {"format": "pt"})
-    clip = {"model": str(folder), "processor": str(folder)}
-    kwargs = clip if name == "pickscore" else {"model": tiny_open_clip[0], "pretrained": str(file)}
+    kwargs = {"model": tiny_open_clip[0], "pretrained": str(file)}
+    if name == "pickscore":
+        kwargs = {"model": str(folder), "processor": str(folder)}
     with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
         build_rewards({name: 1.0}, {name: kwargs})[name].check()
 
 
-@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT", "clipscore"])
+@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT"])
 def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py|hf download openai/clip"):
+    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py"):
         build_rewards({reward: 1.0})[reward].check()
     assert time.monotonic() - started < 20
 
 
-class TinyDreamSim:
-    """DreamSim's interface, with embeddings normalized as the package does it."""
-
-    def embed(self, pixels):
-        embedding = pixels.flatten(1) - pixels.flatten(1).mean(dim=1, keepdim=True)
-        return embedding / embedding.norm(dim=1, keepdim=True)
-
-    def __call__(self, a, b):
-        return 1 - torch.nn.functional.cosine_similarity(self.embed(a), self.embed(b))
+def embed(pixels):
+    """Normalized as DreamSim does it."""
+    embedding = pixels.flatten(1) - pixels.flatten(1).mean(dim=1, keepdim=True)
+    return embedding / embedding.norm(dim=1, keepdim=True)
 
 
-def test_dreamsim_is_one_minus_the_distance_over_pairs(monkeypatch, tmp_path):
-    model, loaded = TinyDreamSim(), []
+def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(monkeypatch, tmp_path):
+    """Its distance is one minus the cosine. Not installed here; this stands in for its interface."""
+    loaded = []
 
     def preprocess(image):
         return torch.tensor(np.asarray(image.resize((4, 4)))).permute(2, 0, 1)[None].float() / 255
 
-    package = SimpleNamespace(dreamsim=lambda **given: loaded.append(given) or (model, preprocess))
+    package = SimpleNamespace(dreamsim=lambda **given: loaded.append(given) or (SimpleNamespace(embed=embed), preprocess))
     monkeypatch.setitem(sys.modules, "dreamsim", package)
     reward = build_rewards({"subfig_dreamsim": 1.0}, {"subfig_dreamsim": {"batch_size": 3, "cache_dir": str(tmp_path)}})["subfig_dreamsim"]
     assert not loaded
     prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
     for image, score in zip(IMAGES, scores, strict=True):
-        cells = [preprocess(cell) for cell in split_image(image, 2, 2)]
-        distances = [model(a, b).item() for a, b in itertools.combinations(cells, 2)]
-        assert score == pytest.approx(1 - np.mean(distances), abs=1e-6)
+        cells = [embed(preprocess(cell))[0] for cell in split_image(image, 2, 2)]
+        assert score == pytest.approx(np.mean([(a @ b).item() for a, b in itertools.combinations(cells, 2)]), abs=1e-6)
     assert len(loaded) == 1
 
 
 def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
     """Not installed here: this stands in for its interface."""
-
-    class Model:
-        eval = lambda self: self
-        score = lambda self, prompt, image: len(prompt) + image.width / 100
-
-    loaded = []
-    package = SimpleNamespace(load=lambda name, **given: loaded.append((name, given)) or Model())
+    loaded, model = [], SimpleNamespace(score=lambda prompt, image: len(prompt) + image.width / 100)
+    model.eval = lambda: model
+    package = SimpleNamespace(load=lambda name, **given: loaded.append((name, given)) or model)
     monkeypatch.setitem(sys.modules, "ImageReward", package)
     reward = build_rewards({"imagereward": 1.0}, {"imagereward": {"cache_dir": "x"}}, "cuda:1")["imagereward"]
     assert not loaded

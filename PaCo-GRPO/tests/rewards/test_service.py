@@ -42,7 +42,7 @@ ITEMS = [Item(i % 2, f"item {i % 2}", metadata={"idx": i % 2}) for i in range(5)
 
 @contextlib.contextmanager
 def running(command, port: int, **environment: str):
-    """Starts a service in its own process group, waits until it answers, and yields its URL."""
+    """The URL of a service in its own process group."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths} | environment
     process = subprocess.Popen([*command, "--port", str(port)], env=environment, start_new_session=True)
@@ -62,7 +62,6 @@ def running(command, port: int, **environment: str):
 
 
 def remote(name: str, url: str, **kwargs):
-    """The reward ``name`` at ``url``, as a configuration builds it."""
     return build_rewards({name: 1.0}, {name: {"server": url, "deadline_s": 20.0} | kwargs})[name.rpartition(":")[2]]
 
 
@@ -78,10 +77,10 @@ def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
         reward.check()
         scores = reward(IMAGES, ITEMS)
         np.testing.assert_array_equal(scores, build_rewards({name: 1.0})["gaps"](IMAGES, ITEMS))
-        assert np.isnan(scores[[1, 3]]).all() and np.isfinite(scores[[0, 2, 4]]).all()
+        assert np.isnan(scores).tolist() == [False, True, False, True, False]
         with pytest.raises(RewardError, match="ValueError: cannot score 'fail'"):
             reward(IMAGES[:1], [Item(0, "fail")])
-        with pytest.raises(RewardError, match="1048576 bytes.*request_size"):
+        with pytest.raises(RewardError, match="1048576 bytes"):
             reward([noise(0, 800)], ITEMS[:1])
 
 
@@ -96,7 +95,6 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--reward", "jpeg_compressibility", "--kwargs", "{"], "--kwargs"),
         (["--reward", "jpeg_compressibility", "--host", "0.0.0.0"], "REWARD_SERVICE_KEY"),
         (["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'], "127.0.0.1:9"),
         (["--reward", "reward_factories:unlike_others"], "compares the images of a group"),
@@ -156,12 +154,12 @@ def test_a_service_opens_no_file_that_runs_programs():
         decode_request(json.dumps(body).encode())
 
 
-COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10, "gray": math.nan}  # color of the edit → score of the stand-in for EditScore
+COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10, "gray": math.nan}  # of the edit → score
 
 
 @pytest.mark.long
 def test_edit_score_runs_in_its_own_environment(tmp_path):
-    """EditScore, whose package is not in this environment, in a real one behind the service."""
+    """Its package is not in this environment."""
     images = [Image.new("RGB", (16, 16), color) for color in COLORS]
     items = [Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))]
     color_of = {data_url(image): color for image, color in zip(images, COLORS, strict=True)}
