@@ -19,9 +19,19 @@ FOLDER = Path(__file__).resolve().parents[2] / "dataset"
 
 
 @pytest.fixture
-def fetch(monkeypatch):
+def fetch(monkeypatch, tmp_path):
+    """The command's module; its conversion from ``source`` to ``out`` is ``fetch.run(name, …)``."""
     monkeypatch.syspath_prepend(FOLDER)  # as when it is run: `python dataset/fetch.py`
-    return importlib.import_module("fetch")
+    module = importlib.import_module("fetch")
+    arguments = ["--source", str(tmp_path / "source"), "--output", str(tmp_path / "out")]
+    module.run = lambda name, *more: module.main([name, *arguments, *more])
+    return module
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
 
 
 def encoded(color, kind="PNG") -> bytes:
@@ -35,11 +45,6 @@ def grid_row(number, **more):
     return {"prompt": prompt, "idx": f"{number:04d}", "theme": f"Draw cat {number}.", "layout": "1x2"} | more
 
 
-@pytest.fixture
-def source(tmp_path):
-    return tmp_path / "source"
-
-
 def write(file, content):
     """Bytes, a text, or rows as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -48,15 +53,9 @@ def write(file, content):
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def run(fetch, name, source, *more):
-    """Exit status; the converted set is the folder ``out`` next to ``source``."""
-    return fetch.main([name, "--source", str(source), "--output", str(source.parent / "out"), *more])
-
-
 def test_t2is_in_one_file_is_divided_by_theme(fetch, source, tmp_path):
-    rows = [grid_row(i // 2, idx=str(i), criteria={"Style": {"a": "b", "image": None}}) for i in range(60)]
-    write(source / "T2IS-Bench.jsonl", rows)
-    assert run(fetch, "t2is", source) == 0
+    write(source / "T2IS-Bench.jsonl", [grid_row(i // 2, idx=str(i)) for i in range(60)])
+    assert fetch.run("t2is") == 0
     items = {split: load_prompts(tmp_path / "out", split) for split in ("train", "test")}
     assert len(items["train"]) + len(items["test"]) == 60 and 0 < len(items["test"]) < 16
     themes = {split: {item.metadata["theme"] for item in items[split]} for split in items}
@@ -64,13 +63,14 @@ def test_t2is_in_one_file_is_divided_by_theme(fetch, source, tmp_path):
 
 
 def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsys):
+    rows = [grid_row(2), grid_row(1)]
     for name in ("all", "half_leq_4"):  # T2IS/NAME, train and test of the same items
         for split in ("train", "test"):
-            write(source / name / f"{split}_metadata.jsonl", [grid_row(2), grid_row(1)])
-    assert run(fetch, "t2is", source) == 1 and "all, half_leq_4" in capsys.readouterr().err
-    assert run(fetch, "t2is", source / "half_leq_4", "--output", str(tmp_path / "out")) == 0
+            write(source / name / f"{split}_metadata.jsonl", rows)
+    assert fetch.run("t2is") == 1 and "all, half_leq_4" in capsys.readouterr().err
+    assert fetch.run("t2is", "--source", str(source / "half_leq_4")) == 0
     for split in ("train", "test"):
-        assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == [grid_row(2), grid_row(1)]
+        assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == rows
 
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
@@ -79,9 +79,8 @@ def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
          "input_image": {"bytes": encoded("red"), "path": None}, "input_image_raw": {"bytes": encoded("blue", "JPEG"), "path": None}}
         for i, (kind, language) in enumerate([("color_alter", "en"), ("color_alter", "cn"), ("ps_human", "en")])
     ]  # fmt: skip
-    (source / "data").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), source / "data" / "train-00000-of-00001.parquet")
-    assert run(fetch, "gedit", source) == 0
+    pq.write_table(pa.Table.from_pylist(rows), source / "train-00000-of-00001.parquet")
+    assert fetch.run("gedit") == 0
     items = load_prompts(tmp_path / "out", "test", "geneval_image")
     found = [(item.prompt, item.metadata["category"], item.metadata["idx"]) for item in items]
     assert found == [("do 0", "color_alter", "k/0"), ("do 2", "ps_human", "k/2")]
@@ -91,7 +90,6 @@ def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
 
 def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
     rows = [{"input_prompt": "two", "input_image": ["a.png", "b.png"]}]  # left out
-    source.mkdir()
     with tarfile.open(source / "text_and_image_to_image_part_0.tar", "w") as archive:
         for i in range(40):
             name, data = f"text_and_image_to_image/input_{i}.png", encoded((i, 0, 0))
@@ -102,24 +100,23 @@ def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
             rows.append({"input_prompt": f"edit {i}", "input_image": [name]})
-    (source / "text_and_image_to_image.json").write_text(json.dumps(rows))
-    assert run(fetch, "sharegpt-4o-image", source, "--limit", "30") == 0
+    write(source / "text_and_image_to_image.json", json.dumps(rows))
+    assert fetch.run("sharegpt-4o-image", "--limit", "30") == 0
     items = [item for split in ("train", "test") for item in load_prompts(tmp_path / "out", split, "arrow_editing")]
     assert {(item.prompt, item.image.getpixel((0, 0))[0]) for item in items} == {(f"edit {i}", i) for i in range(30)}
 
 
 def test_lists_of_prompts(fetch, source, tmp_path):
     """Pick-a-Pic's captions are unique and in one split; OCR prompts have a quoted text."""
-    (source / "data").mkdir(parents=True)
     for name, captions in (("train-0", ["a cat", "a  dog\n", "both"]), ("test_unique-0", ["both", "bird", "bird"])):
-        pq.write_table(pa.table({"caption": captions, "label_0": [0.5] * 3}), source / "data" / f"{name}.parquet")
-    write(source / "ocr" / "train.txt", 'A sign "Open"\nno text\nA sign "Open"\n')
-    write(source / "ocr" / "test.txt", "A mug “Tea”\n")
-    for name, folder, expected in (
-        ("pickscore", source, {"train": "a cat\na dog\n", "test": "both\nbird\n"}),
-        ("ocr", source / "ocr", {"train": 'A sign "Open"\n', "test": "A mug “Tea”\n"}),
+        pq.write_table(pa.table({"caption": captions, "label_0": [0.5] * 3}), source / f"{name}.parquet")
+    write(source / "train.txt", 'A sign "Open"\nno text\nA sign "Open"\n')
+    write(source / "test.txt", "A mug “Tea”\n")
+    for name, expected in (
+        ("pickscore", {"train": "a cat\na dog\n", "test": "both\nbird\n"}),
+        ("ocr", {"train": 'A sign "Open"\n', "test": "A mug “Tea”\n"}),
     ):
-        assert run(fetch, name, folder, "--output", str(tmp_path / name)) == 0
+        assert fetch.run(name, "--output", str(tmp_path / name)) == 0
         assert {split: (tmp_path / name / f"{split}.txt").read_text() for split in expected} == expected
 
 
@@ -132,15 +129,14 @@ def test_lists_of_prompts(fetch, source, tmp_path):
 )  # fmt: skip
 def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys, name, file, text, named):
     write(source / file, text)
-    assert run(fetch, name, source) == 1 and named in capsys.readouterr().err
+    assert fetch.run(name) == 1 and named in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_open_twins_of_our_own_set(fetch, tmp_path):
-    own = FOLDER / "T2IS"
-    assert fetch.main(["t2is", "--source", str(own), "--output", str(tmp_path / "twins"), "--open_twins"]) == 0
-    items = load_prompts(tmp_path / "twins", "test")
-    assert len(items) == 2 * len(load_prompts(own, "test"))
+    assert fetch.run("t2is", "--source", str(FOLDER / "T2IS"), "--open_twins") == 0
+    items = load_prompts(tmp_path / "out", "test")
+    assert len(items) == 2 * len(load_prompts(FOLDER / "T2IS", "test"))
     for one, twin in zip(items[::2], items[1::2], strict=True):
         assert (one.metadata["open"], twin.metadata["open"]) == (False, True)
         grids = split_prompt(one.prompt), split_prompt(twin.prompt)

@@ -20,62 +20,52 @@ GRAYS = rng.integers(256, size=TOTAL)
 LEFT_OUT = 7
 
 
-def gray(level):
-    return Image.new("RGB", (4, 4), (level,) * 3)
-
-
-def scores_on(rank, processes, port, answers, unscored):
-    """A process's share of the epoch; (rank, the scores or the error, sizes of the calls) goes to ``answers``."""
+def scores_on(rank, processes, port, answers):
+    """A process's share of the epoch; the scores, the sizes of the calls and the error of a failing reward to ``answers``."""
     if processes > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
     accelerator, calls = Accelerator(cpu=True), []
-    compare = build_rewards({REWARD: 1.0}, {REWARD: {"calls": calls, "unscored": unscored}})["unlike_others"]
-    queue = ScoreQueue({"gray": lambda images, items: np.array([i.getpixel((0, 0))[0] for i in images]), "c": compare}, 3)
-    mine = list(range(rank, TOTAL, processes))
-    for start in range(0, len(mine), 4):
-        part = mine[start : start + 4]
-        images = [None if p == LEFT_OUT else gray(int(GRAYS[p])) for p in part]
-        queue.submit(images, [ITEMS[p] for p in part], [p // processes for p in part])
+
+    def scores(**kwargs):
+        compare = build_rewards({REWARD: 1.0}, {REWARD: kwargs})["unlike_others"]
+        queue = ScoreQueue({"gray": lambda images, items: np.array([i.getpixel((0, 0))[0] for i in images]), "c": compare}, 3)
+        mine = range(rank, TOTAL, processes)
+        for start in range(0, len(mine), 4):
+            part = mine[start : start + 4]
+            images = [None if p == LEFT_OUT else Image.new("RGB", (4, 4), (int(GRAYS[p]),) * 3) for p in part]
+            queue.submit(images, [ITEMS[p] for p in part], [p // processes for p in part])
+        return queue.gathered(accelerator, TOTAL, lambda: False)
+
+    found = scores(calls=calls)
     try:
-        answer = queue.gathered(accelerator, TOTAL, lambda: False)
+        scores(unscored="item 3")
     except ScoringError as error:
-        answer = str(error)
-    answers.put((rank, answer, calls))
-
-
-def scores_with(processes, unscored=""):
-    """The answers of all processes, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forked_runs"])
-    answers, port = context.Queue(), free_port()
-    started = [context.Process(target=scores_on, args=(rank, processes, port, answers, unscored)) for rank in range(processes)]
-    for process in started:
-        process.start()
-    found = sorted((answers.get(timeout=240) for _ in started), key=lambda answer: answer[0])
-    for process in started:
-        process.join(60)
-    return found
+        answers.put((found, calls, str(error)))
 
 
 def test_whole_groups_on_one_and_two_processes():
-    """Float64: distance of each image from the mean of the others of its item; the streaming reward as before."""
+    """Distance of each image from the mean of the others of its item; the streaming reward as before."""
     ids, wanted = np.array([item.item_id for item in ITEMS]), np.full((TOTAL, 2), np.nan)
     for p in set(range(TOTAL)) - {LEFT_OUT}:
         others = [GRAYS[q] for q in range(TOTAL) if ids[q] == ids[p] and q not in (p, LEFT_OUT)]
         wanted[p] = GRAYS[p], abs(GRAYS[p] - np.mean(others))
-    sizes = sorted(np.bincount(np.delete(ids, LEFT_OUT)))  # that one could not be decoded
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forked_runs"])
     for processes in (1, 2):
-        found = scores_with(processes)
-        for _, scores, calls in found:
+        answers, port = context.Queue(), free_port()
+        started = [context.Process(target=scores_on, args=(rank, processes, port, answers)) for rank in range(processes)]
+        for process in started:
+            process.start()
+        found = [answers.get(timeout=240) for _ in started]
+        for process in started:
+            process.join(60)
+        for scores, calls, _ in found:
             np.testing.assert_allclose(scores, wanted)
             assert calls  # all work
-        assert sorted(size for *_, calls in found for size in calls) == sizes, "each group once"
-
-
-def test_failure_on_one_process_is_reported_by_all():
-    first, second = scores_with(2, unscored="item 3")
-    assert all("c: ValueError: item 3" in answer for answer in (first[1], second[1]))
-    assert sum("another process" in answer for answer in (first[1], second[1])) == 1
+        assert sorted(size for _, calls, _ in found for size in calls) == sorted(np.bincount(np.delete(ids, LEFT_OUT)))
+        errors = [error for *_, error in found]  # one process fails, and all report it
+        assert all("c: ValueError: item 3" in error for error in errors)
+        assert sum("another process" in error for error in errors) == processes - 1
