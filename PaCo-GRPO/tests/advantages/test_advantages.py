@@ -10,11 +10,9 @@ from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import (
     describe,
-    geometric_mean_aggregate_fn,
     get_aggregate_fn,
     harmonic_mean_aggregate_fn,
     log_tame_aggregate_fn,
-    product_aggregate_fn,
     weighted_advantage_sum_aggregate_fn,
 )
 from paco_grpo.advantages.groups import compute_advantages
@@ -34,7 +32,6 @@ def epochs(draw, missing=0.2):
 
 
 def expected(total, items, global_std, per_prompt=True):
-    """The definition, sample by sample."""
     advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
     single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = [
@@ -119,33 +116,20 @@ def test_what_is_wrong_is_named():
         get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
 
 
-def grouped():
-    rng = np.random.default_rng(0)
-    return {name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")} for name, scale in (("a", 1.0), ("b", 30.0))}
-
-
-def test_means():
-    rewards = grouped()
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("geometric_mean_aggregate_fn", lambda a, b: (a * b) ** 0.5),
+        ("harmonic_mean_aggregate_fn", lambda a, b: 2 * a * b / (a + b)),
+        ("product_aggregate_fn", lambda a, b: a**0.2 * b**1.5),
+    ],
+)
+def test_means_and_product(name, formula):
+    rng, function = np.random.default_rng(0), get_aggregate_fn(name, WEIGHTS)
+    rewards = {name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")} for name, scale in (("a", 1.0), ("b", 30.0))}
     rewards["a"]["p"][0] = 0.0
-    geometric, harmonic = geometric_mean_aggregate_fn(**rewards), harmonic_mean_aggregate_fn(**rewards)
-    for key in ("p", "q"):
-        a, b = rewards["a"][key], rewards["b"][key]
-        np.testing.assert_allclose(geometric[key], (a * b) ** 0.5)
-        with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(harmonic[key], 2 / (1 / a + 1 / b))
-    rewards["b"]["q"][1] = -0.1
-    for function in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn):
-        with pytest.raises(ValueError, match="'b'"):
-            function(**rewards)
-
-
-def test_product():
-    rewards = grouped()
-    rewards["a"]["p"][0] = 0.0
-    function = get_aggregate_fn("product_aggregate_fn", {"a": 1.0, "b": 4.0})
     for key, values in function(**rewards).items():
-        np.testing.assert_allclose(values, rewards["a"][key] * rewards["b"][key] ** 4)
-    np.testing.assert_array_equal(product_aggregate_fn({"a": 0, "b": 1})(**rewards)["p"], rewards["b"]["p"])
+        np.testing.assert_allclose(values, formula(rewards["a"][key], rewards["b"][key]))
     rewards["b"]["q"][1] = -0.1
     with pytest.raises(ValueError, match="'b'"):
         function(**rewards)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.judge import BetweenImages, ConsistencyForEditing, ConsistencyScore, GridLayout, WinRate
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
@@ -61,30 +60,31 @@ def grid(grays) -> Image.Image:
     return Image.fromarray(array)
 
 
-def expected(grays) -> list[float]:
-    return [closeness([(a,), (b,), ""]) for a, b in itertools.combinations(grays, 2)]
+GRAYS = (0, 50, 100, 200)
+
+
+def expected(grays) -> float:
+    return np.mean([closeness([(a,), (b,), ""]) for a, b in itertools.combinations(grays, 2)])
 
 
 def test_mean_over_all_pairs():
-    grays = (0, 50, 100, 200)
     items = [Item(0, PROMPT, metadata={"criteria": CRITERIA}), Item(1, PROMPT)]  # criteria cost nothing here
     with judge_that(closeness) as judge:
-        scores = ConsistencyScore(judge.url)([grid(grays), grid((7, 7, 7, 9))], items)
-    assert scores == pytest.approx([np.mean(expected(grays)), np.mean(expected((7, 7, 7, 9)))])
+        scores = ConsistencyScore(judge.url)([grid(GRAYS), grid((7, 7, 7, 9))], items)
+    assert scores == pytest.approx([expected(GRAYS), expected((7, 7, 7, 9))])
     assert len(judge.requests) == 12
     assert {content(request)[-1] for request in judge.requests} == {theme_question("A 2x2 grid layout of one cat.")}
 
 
 def test_criteria_are_averaged_within_a_dimension_then_over_dimensions_then_over_pairs():
-    values = {"Same line.": 0.9, "One cat": 0.2, "One hat.": 0.4}
-    grays, item = (0, 50, 100, 200), Item(0, PROMPT, metadata={"criteria": CRITERIA})
+    values, item = {"Same line.": 0.9, "One cat": 0.2, "One hat.": 0.4}, Item(0, PROMPT, metadata={"criteria": CRITERIA})
 
     def p_yes(parts):
         return next(v for text, v in values.items() if text in parts[-1]) * closeness(parts)
 
     with judge_that(p_yes) as judge:
-        (score,) = ConsistencyScore(judge.url, question="criteria")([grid(grays)], [item])
-    assert score == pytest.approx(np.mean([0.9, np.mean([0.2, 0.4])]) * np.mean(expected(grays)))
+        (score,) = ConsistencyScore(judge.url, question="criteria")([grid(GRAYS)], [item])
+    assert score == pytest.approx(np.mean([0.9, np.mean([0.2, 0.4])]) * expected(GRAYS))
     assert len(judge.requests) == 6 * 3
 
 
@@ -122,7 +122,7 @@ def test_between_images_is_the_mean_of_the_answers_received():
         return None if 50 in grays or grays == {0, 100} else 0.5 if 200 in grays else 0.2
 
     with judge_that(p_yes) as judge:
-        scores = BetweenImages(judge.url)([grid((g,) * 4) for g in (0, 50, 100, 200)], [open_item(0)] * 4)
+        scores = BetweenImages(judge.url)([grid((g,) * 4) for g in GRAYS], [open_item(0)] * 4)
     np.testing.assert_allclose(scores, [0.5, np.nan, 0.5, 0.5], atol=1e-6)
 
 
@@ -208,14 +208,12 @@ def test_a_users_wording_and_form(tmp_path):
 
 def test_host_and_port_in_place_of_the_address(caplog):
     """As published: only a port, and a served name that differs in letter case."""
-    name = "consistency_score"
     with judge_that(closeness, "Paco-Reward-7B") as judge:
         for place in ({"port": judge.port}, {"port": judge.port, "host": "127.0.0.1"}):
-            build_rewards({name: 1.0}, {name: {"model": "PaCo-Reward-7B", **place}})[name].check()
+            ConsistencyScore(model="PaCo-Reward-7B", **place).check()
     assert "Paco-Reward-7B" in caplog.text
-    for place in ({"port": 8000}, {"host": "localhost"}):
-        with pytest.raises(RewardError, match=f"base_url=.*{next(iter(place))}="):
-            build_rewards({name: 1.0}, {name: {"base_url": judge.url, **place}})
+    with pytest.raises(ValueError, match="base_url=.*port="):
+        ConsistencyScore(judge.url, port=8000)
 
 
 @pytest.mark.parametrize(("binary", "scores"), [(False, [0.25, 0.5, 0.75]), (True, [0, 0, 1])])

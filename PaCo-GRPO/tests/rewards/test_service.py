@@ -16,14 +16,12 @@ import httpx
 import numpy as np
 import pytest
 from fakes import fake_judge, free_port
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from paco_grpo.rewards.registry import RewardError, build_rewards
 from paco_grpo.rewards.remote import wire
 from paco_grpo.rewards.remote.service import main
-from paco_grpo.rewards.remote.wire import WireError, decode_request, decode_scores, encode_request, encode_scores
+from paco_grpo.rewards.remote.wire import WireError, decode_request, decode_scores, encode_request
 from paco_grpo.types import Item
 from paco_judge.images import data_url
 
@@ -110,24 +108,17 @@ def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
 
 
 def test_images_and_items_arrive_and_an_item_is_sent_once():
-    read = []
     grid = Item(4, 'say "é"', 64, 32, metadata={"criteria": {"Style": {"a": None}}, "idx": "x"})
-    edit = Item(2, "edit", image=lambda: read.append(1) or noise(9), more_images=(noise(8), lambda: noise(7)))
+    edit = Item(2, "edit", image=lambda: noise(9), more_images=(noise(8), lambda: noise(7)))
     items = [grid, edit, grid, edit]
     body = encode_request(IMAGES[:4], items)
-    assert len(json.loads(body)["items"]) == 2 and len(read) == 1
+    assert len(json.loads(body)["items"]) == 2
     images, arrived = decode_request(body)
     for image, sent, item, before in zip(images, IMAGES[:4], arrived, items, strict=True):
         assert np.array_equal(image, sent)
         for name in ("item_id", "prompt", "height", "width", "metadata"):
             assert getattr(item, name) == getattr(before, name)
-        seeds = (9, 8, 7) if before is edit else ()
-        assert all(np.array_equal(image, noise(seed)) for image, seed in zip(item.images, seeds, strict=True))
-
-
-@given(st.lists(st.one_of(st.just(math.nan), st.floats(allow_nan=False, allow_infinity=False)), max_size=5))
-def test_scores_come_back_exactly_and_missing_as_missing(scores):
-    assert np.array_equal(decode_scores(encode_scores(scores), len(scores)), scores, equal_nan=True)
+        assert [image.tobytes() for image in item.images] == [image.tobytes() for image in before.images]
 
 
 @pytest.mark.parametrize("body", [b"", b"[" * 100_000, GOOD | {"images": [{"item": 0, "png": ""}]}, GOOD | {"items": 3}])
