@@ -15,19 +15,6 @@ def wrong(result):
     return result
 
 
-def checking(longest: int):
-    """Accepts short prompts only."""
-    return lambda images, items: np.zeros(len(images))
-
-
-def _check_item(item, kwargs):
-    if len(item.prompt) > kwargs["longest"]:
-        raise ValueError(f"longer than {kwargs['longest']}")
-
-
-checking.check_item = _check_item
-
-
 def gaps(**anything):
     """Mean gray; missing for items with an odd number; fails on request."""
 

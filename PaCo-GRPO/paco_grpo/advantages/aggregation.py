@@ -118,9 +118,7 @@ FACTORIES = {
 
 
 def get_aggregate_fn(
-    spec: Any,
-    reward_weights: Mapping[str, float] | None = None,
-    global_std: bool = False,
+    spec: Any, reward_weights: Mapping[str, float] | None = None, global_std: bool = False
 ) -> AggregateFn | None:
     """The aggregation of a run. Raises ValueError: There is none, or it does not take one of the arguments.
 
@@ -146,11 +144,9 @@ def get_aggregate_fn(
             return getattr(importlib.import_module(place), function)
     except (TypeError, ValueError, ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(f"config.train.aggregate_fn={name!r} cannot be used: {error}") from error
-    built_in = [*MEANS, *FACTORIES]
-    raise ValueError(
-        f"config.train.aggregate_fn={name!r} is unknown.{did_you_mean(str(name), built_in)} Known: {', '.join(built_in)}, "
-        "'package.module:function' or 'file.py:function'"
-    )
+    known = [*MEANS, *FACTORIES, "package.module:function", "file.py:function"]
+    hint = f"{did_you_mean(str(name), known)} Known: {', '.join(known)}"
+    raise ValueError(f"config.train.aggregate_fn={name!r} is unknown.{hint}")
 
 
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:

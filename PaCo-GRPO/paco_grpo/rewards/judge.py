@@ -54,18 +54,11 @@ class ServerReward:
             deadline_s=self.deadline_s,
             form=self.form(),
         )
-
-    @property
-    def parallel_calls(self) -> int:
-        """As many as requests: the client limits them."""
-        return self.max_concurrency
+        self.check = self.client.check
+        self.parallel_calls = self.max_concurrency  # of one image each: the client limits the requests in flight
 
     def form(self) -> RequestForm:
         return RequestForm()
-
-    def check(self) -> None:
-        """Raises JudgeError: The server does not answer, or does not serve the model."""
-        self.client.check()
 
 
 @dataclass(eq=False)
@@ -87,6 +80,7 @@ class JudgeReward(ServerReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.asked = self.load(self.question)
+        self.record = record(self.asked, self.form())
 
     @classmethod
     def load(cls, question: str | Sequence[str]) -> tuple[Question, ...]:
@@ -98,11 +92,6 @@ class JudgeReward(ServerReward):
 
     def form(self) -> RequestForm:
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The texts with their SHA-256, and the form of the requests."""
-        return record(self.asked, self.form())
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """The questions on images of one item."""

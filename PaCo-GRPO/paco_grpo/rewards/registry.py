@@ -78,13 +78,7 @@ def build_rewards(
         device: For factories that take one.
     """
     reward_fn_kwargs = reward_fn_kwargs or {}
-    for name in reward_fn_kwargs:
-        if name not in reward_fn:
-            raise RewardError(
-                f"reward_fn_kwargs has {name!r}, which is not among the rewards ({', '.join(reward_fn)})"
-                + did_you_mean(name, reward_fn)
-            )
-    reward_weights(reward_fn)
+    reward_weights(reward_fn)  # no two of one name
     return {short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
 
 
@@ -119,8 +113,7 @@ class CheckedReward:
         factory = find_factory(name)
         self.name, self.kwargs = short_name(name), kwargs
         self._check_item = getattr(factory, "check_item", None)
-        remote = "server" in kwargs and "server" not in inspect.signature(factory).parameters
-        if remote:
+        if "server" in kwargs and "server" not in inspect.signature(factory).parameters:
             from paco_grpo.rewards.remote.client import RemoteReward
 
             factory = functools.partial(RemoteReward, name)
@@ -128,10 +121,8 @@ class CheckedReward:
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         for keyword in () if takes_any else kwargs:
             if keyword not in known:
-                raise RewardError(
-                    f"reward {name!r}{' with server=…' * remote} has no argument {keyword!r}.{did_you_mean(keyword, known)} "
-                    f"It takes: {', '.join(known) or 'nothing'}"
-                )
+                hint = f"{did_you_mean(keyword, known)} It takes: {', '.join(known) or 'nothing'}"
+                raise RewardError(f"reward {name!r} has no argument {keyword!r}.{hint}")
         try:
             self.function = factory(**({"device": device} if "device" in known else {}) | dict(kwargs))
         except (ValueError, TypeError) as error:
@@ -149,12 +140,11 @@ class CheckedReward:
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
 
     def check(self) -> None:
-        """The reward's own ``check``, if it has one."""
         if hasattr(self.function, "check"):
             self.function.check()
 
     def check_items(self, items: Sequence[Item]) -> None:
-        """Raises RewardError: An item cannot be scored; the message names it."""
+        """Raises RewardError: An item cannot be scored."""
         for item in items if self._check_item else ():
             try:
                 self._check_item(item, self.kwargs)

@@ -95,17 +95,11 @@ def test_items_that_share_a_prompt_stay_apart():
 
 
 def test_what_is_wrong_is_named():
-    for wrong in (
-        lambda **g: {"z": g["a"]["x"]},
-        lambda **g: {"x": g["a"]["x"][:1]},
-        lambda **g: {"x": g["a"]["x"] * np.nan},
-    ):
+    for wrong in (lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": [1.0]}, lambda **g: {"x": [1.0, np.nan]}):
         with pytest.raises(ValueError, match="finite number"):
             compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
         with pytest.raises(ValueError, match="config.train.aggregate_fn"):
             describe(wrong)  # a saved run could not find it again
-    with pytest.raises(ValueError, match="c "):
-        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
     for description, named in (
         ("harmonic_mean", "harmonic_mean_aggregate_fn"), ("numpy:no_such_function", "no_such_function"),
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
@@ -166,7 +160,6 @@ def test_weighted_advantage_sum(global_std):
 
 
 def test_an_aggregation_is_saved_and_found_again():
-    """Through JSON, as in a saved configuration."""
     for function in (None, harmonic_mean_aggregate_fn, np.mean):
         assert get_aggregate_fn(json.loads(json.dumps(describe(function)))) is function
     for made in (log_tame_aggregate_fn(0.6, WEIGHTS), log_tame_aggregate_fn("median"), weighted_advantage_sum_aggregate_fn(WEIGHTS, True)):

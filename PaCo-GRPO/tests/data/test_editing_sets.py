@@ -24,10 +24,9 @@ RED, BLUE = encoded("red"), encoded("blue")
 
 
 def write_jsonl(folder, *rows):
-    (folder / "images").mkdir(exist_ok=True)
     cut = encoded("red", "JPEG", size=(64, 64))[:-40]
     for name, data in (("a.png", RED), ("b.png", BLUE), ("cut.jpg", cut), ("a.eps", encoded("red", "EPS"))):
-        (folder / "images" / name).write_bytes(data)
+        (folder / name).write_bytes(data)
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -47,11 +46,11 @@ def corner(image):
 
 @pytest.mark.parametrize("name", ["c.png", "cut.jpg", "a.eps"])  # the damaged one is found when it is read
 def test_geneval_image(tmp_path, name):
-    good = {"prompt": "the 2x2 tiles", "image": "images/a.png", "height": 64, "width": 32, "category": "color"}
+    good = {"prompt": "the 2x2 tiles", "image": "a.png", "height": 64, "width": 32, "category": "color"}
     (item,) = load_prompts(write_jsonl(tmp_path, good), "train", "geneval_image")
     assert (item.prompt, item.height, item.width, item.metadata["category"]) == ("the 2x2 tiles", 64, 32, "color")
     assert item.image.mode == "RGB" and item.image.size == (12, 8) and corner(item.image) == (255, 0, 0)
-    write_jsonl(tmp_path, good, {"prompt": "x", "image": f"images/{name}"})
+    write_jsonl(tmp_path, good, {"prompt": "x", "image": name})
     with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: field 'image' .*{name}"):
         _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
 
@@ -62,7 +61,6 @@ BY_FORMAT = pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 @BY_FORMAT
 @pytest.mark.parametrize("struct", [True, False])
 def test_arrow_editing(tmp_path, suffix, struct):
-    """Each reward reads an item's image in a thread of its own."""
     images = [encoded(color) for color in COLORS]
     column = [{"bytes": data, "path": None} for data in images] if struct else images
     write(tmp_path / f"test.{suffix}", prompt=COLORS, image=column, category=list("abcde"), note=[1, 2, 3, None, 5])
@@ -70,7 +68,7 @@ def test_arrow_editing(tmp_path, suffix, struct):
     found = [(item.item_id, item.prompt, item.metadata["category"]) for item in items]
     assert found == list(zip(range(5), COLORS, "abcde", strict=True))
     expected = [Image.open(io.BytesIO(data)).tobytes() for data in images]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool:  # each reward has a thread
         assert list(pool.map(lambda item: item.image.tobytes(), items * 100)) == expected * 100
 
 
@@ -118,8 +116,7 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, columns, named):
 
 
 def test_several_images_keep_their_order(tmp_path):
-    both = ["images/b.png", "images/a.png"]
-    write_jsonl(tmp_path, {"prompt": "x", "images": both}, {"prompt": "y", "images": both[1:]})
+    write_jsonl(tmp_path, {"prompt": "x", "images": ["b.png", "a.png"]}, {"prompt": "y", "images": ["a.png"]})
     write(tmp_path / "test.arrow", prompt=["x", "y"], images=[[BLUE, RED], [RED]])
     for split, kind in (("train", "geneval_image"), ("test", "arrow_editing")):
         first, second = load_prompts(tmp_path, split, kind)

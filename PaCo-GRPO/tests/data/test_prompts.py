@@ -44,12 +44,6 @@ def test_errors_name_file_line_and_field(tmp_path, row, named):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
 
 
-def test_missing_things_are_named(tmp_path):
-    for folder, named in ((tmp_path / "none", "config.dataset"), (tmp_path, "train_metadata.jsonl")):
-        with pytest.raises(DataError, match=named):
-            load_prompts(folder, "train")
-
-
 @given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
     item = Item(0, "x", height, width)

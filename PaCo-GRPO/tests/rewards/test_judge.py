@@ -68,11 +68,12 @@ def expected(grays) -> float:
 
 
 def test_mean_over_all_pairs():
-    items = [Item(0, PROMPT, metadata={"criteria": CRITERIA}), Item(1, PROMPT)]  # criteria cost nothing here
-    with judge_that(closeness) as judge:
-        scores = ConsistencyScore(judge.url)([grid(GRAYS), grid((7, 7, 7, 9))], items)
-    assert scores == pytest.approx([expected(GRAYS), expected((7, 7, 7, 9))])
-    assert len(judge.requests) == 12
+    """A missing pair makes its image missing."""
+    items = [Item(0, PROMPT, metadata={"criteria": CRITERIA}), Item(1, PROMPT), Item(2, PROMPT)]  # criteria cost nothing here
+    with judge_that(lambda parts: None if (parts[0][0], parts[1][0]) == (60, 80) else closeness(parts)) as judge:
+        scores = ConsistencyScore(judge.url)([grid(GRAYS), grid((7, 7, 7, 9)), grid((60, 70, 80, 90))], items)
+    assert scores == pytest.approx([expected(GRAYS), expected((7, 7, 7, 9)), np.nan], nan_ok=True)
+    assert len(judge.requests) == 18
     assert {content(request)[-1] for request in judge.requests} == {theme_question("A 2x2 grid layout of one cat.")}
 
 
@@ -86,13 +87,6 @@ def test_criteria_are_averaged_within_a_dimension_then_over_dimensions_then_over
         (score,) = ConsistencyScore(judge.url, question="criteria")([grid(GRAYS)], [item])
     assert score == pytest.approx(np.mean([0.9, np.mean([0.2, 0.4])]) * expected(GRAYS))
     assert len(judge.requests) == 6 * 3
-
-
-def test_a_missing_pair_makes_the_image_missing():
-    images = [grid((10, 20, 30, 40)), grid((50, 60, 70, 80))]
-    with judge_that(lambda parts: None if parts[0][0] == 50 and parts[1][0] == 80 else 0.5) as judge:
-        scores = ConsistencyScore(judge.url)(images, [Item(i, PROMPT) for i in range(2)])
-    assert scores[0] == pytest.approx(0.5) and np.isnan(scores[1])
 
 
 def open_item(number: int) -> Item:
