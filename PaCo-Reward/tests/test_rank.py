@@ -101,7 +101,6 @@ def test_what_a_run_asks_and_in_which_form_is_recorded(rank, tmp_path, capsys):
     digest = hashlib.sha256(b"{theme} {criterion}").hexdigest()
     recorded = {"questions": [{"name": "mine", "template": "{theme} {criterion}", "sha256": digest}], **form}
     assert [row["asked"] for row in rank.rows] == [recorded] * 4
-    capsys.readouterr()
     assert rank(judge, "--question", file) == 2 and "mine.jsonl line 1" in capsys.readouterr().err
 
 
@@ -110,7 +109,7 @@ def test_images_are_unpacked_once(rank, capsys):
     images, archive = rank.data / "images", rank.data / "images.zip"
     with ZipFile(archive, "w") as packed:
         for file in images.rglob("*.png"):
-            packed.write(file, f"images/{file.relative_to(images)}")
+            packed.write(file, file.relative_to(rank.data))
         packed.writestr("../../evil.png", b"")
     shutil.rmtree(images)
     assert rank(BrightnessJudge()) == 0 and len(list(images.glob("*/*.png"))) == 20
@@ -119,8 +118,7 @@ def test_images_are_unpacked_once(rank, capsys):
     assert rank(BrightnessJudge()) == 0  # unpacked already
     shutil.rmtree(images)
     assert rank(BrightnessJudge()) == 2
-    reported = capsys.readouterr().err
-    assert str(archive) in reported and "hf download" in reported
+    assert str(archive) in capsys.readouterr().err
 
 
 def test_rows_and_tables(rank, tmp_path):
@@ -128,7 +126,6 @@ def test_rows_and_tables(rank, tmp_path):
     assert [row["folder"] for row in rank.rows] == [f"{i:04d}" for i in range(5)]
     for row in rank.rows:
         assert row["metrics"] == rank_metrics(row["scores"], [row["comp_images"].index(n) for n in row["rank_images"]])
-        assert row["predicted_images"] == [row["comp_images"][i] for i in predicted_order(row["scores"])]
         assert len(set(row["scores"])) == 3 and row["model"] == "some/judge"
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output), "--print_std"]
