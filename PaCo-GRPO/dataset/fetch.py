@@ -27,14 +27,10 @@ from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
 from paco_judge.grid import split_prompt
 from paco_judge.images import read_image
 
-HERE = Path(__file__).resolve().parent
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main"
 _PIECE = 64  # rows of a table in memory
 _TEST_SHARE = 0.1  # of sets without a test split
-
-
-# Each of these reads a folder with a set as published and writes our files to ``out``.
 
 
 def t2is(source: Path, out: Path, *, open_twins: bool, **_) -> None:
@@ -177,7 +173,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 @dataclass(frozen=True)
 class PublicSet:
     kind: str  # config.prompt_fn of the result
-    convert: Callable[..., None]  # (source, out, and the options of the command line)
+    convert: Callable[..., None]  # (folder as published, folder for our files, options)
     place: str  # a data set on the Hugging Face hub, or the address of a folder
     files: tuple[str, ...]  # patterns on the hub
 
@@ -238,7 +234,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
     parser.add_argument("--open_twins", action="store_true", help="T2IS: prompts also without their shared description")
     options = parser.parse_args(arguments)
-    public, output = SETS[options.name], options.output or HERE / f"public-{options.name}"
+    public, output = SETS[options.name], options.output or Path(__file__).with_name(f"public-{options.name}")
     try:
         if options.source is not None and not options.source.is_dir():
             raise DataError(f"--source {options.source} is not a folder")

@@ -1,4 +1,4 @@
-"""An entry of a prompt set. Without torch, which the environment of a reward service need not have."""
+"""An entry of a prompt set. No torch here: the environment of a reward service need not have it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,11 +35,7 @@ def _read(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Item:
-    """One entry of a prompt set.
-
-    An image may be given as a function without arguments, which is called on every access: read it once and keep it while it
-    is needed.
-    """
+    """An image may be given as a function without arguments, called on every access: keep it while it is needed."""
 
     item_id: int  # position in its data set; groups are formed by it, never by text (two items may share a prompt)
     prompt: str
@@ -51,7 +47,7 @@ class Item:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """All reference images, in order."""
+        """All reference images."""
         return () if self.num_images == 0 else (self.image, *self.more_images)
 
     @property

@@ -50,7 +50,7 @@ ALLOWED = {
     "monitoring": {"options", "policies", "sampling", "distributed"},
     "checkpoint": {"options", "policies", "data", "distributed"},
     "evaluation": {"options", "policies", "sampling", "rewards", "distributed", "monitoring"},
-    "report": set(),
+    "report": {"evaluation", "monitoring"},
 }
 
 

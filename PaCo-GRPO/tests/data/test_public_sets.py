@@ -120,16 +120,11 @@ def test_lists_of_prompts(fetch, source, tmp_path):
         assert {split: (tmp_path / name / f"{split}.txt").read_text() for split in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "text", "named"),
-    [
-        ("gedit", "a.parquet", "no table", "cannot be converted"),
-        ("sharegpt-4o-image", "text_and_image_to_image.json", '[{"input_prompt": "x", "input_image": "a.png"}]', "image 'a.png'"),
-    ],
-)  # fmt: skip
-def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys, name, file, text, named):
-    write(source / file, text)
-    assert fetch.run(name) == 1 and named in capsys.readouterr().err
+def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys):
+    write(source / "text_and_image_to_image.json", '[{"input_prompt": "x", "input_image": "a.png"}]')
+    write(source / "a.parquet", "no table")
+    for name, named in (("gedit", "cannot be converted"), ("sharegpt-4o-image", "image 'a.png'")):
+        assert fetch.run(name) == 1 and named in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -140,8 +140,6 @@ def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(data, 
         own = both[i, met[i] & ~np.isnan(both[i])]
         np.testing.assert_allclose(scores[i], own.mean() if len(own) else np.nan, atol=1e-6)
     assert len({json.dumps(request) for request in judge.requests}) == met.sum()  # k·opponents questions
-    if count > 1 and not np.isnan(both[met]).any():
-        assert scores.sum() == pytest.approx(count / 2)
 
 
 def test_win_rate_compares_within_prompts_and_shows_the_references_first():
@@ -221,9 +219,8 @@ def test_grid_layout_asks_about_one_image(binary, scores):
 
 
 def test_what_cannot_be_asked_is_refused():
-    for reward in (ConsistencyScore, GridLayout):
-        with pytest.raises(ValueError, match="item 3 "):
-            reward()([BLUE], [Item(3, "a cat")])  # a single panel
+    with pytest.raises(ValueError, match="item 3 "):
+        GridLayout()([BLUE], [Item(3, "a single panel")])
     for reward, wrong in ((BetweenImages, {"others": 1}), (WinRate, {"opponents": 3}), (WinRate, {"question": "theme"}),
                           (ConsistencyScore, {"question": "editing_instruction"}), (ConsistencyScore, {"question": "themes"}),
                           (ConsistencyForEditing, {"question": ("editing_instruction",) * 3})):  # fmt: skip
