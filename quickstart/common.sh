@@ -17,7 +17,6 @@ begin() {
         esac
         shift
     done
-    [[ "$seed" =~ ^[0-9]+$ ]] || { echo "--seed must be a whole number, not '$seed'" >&2; exit 2; }
     [[ "$minutes" =~ ^[0-9]+(\.[0-9]+)?$ ]] || { echo "--minutes must be a number, not '$minutes'" >&2; exit 2; }
 
     bash "$repo/setup.sh"
@@ -68,4 +67,18 @@ run() {
     child=$!
     wait "$child"
     child=""
+}
+
+# report RUN TITLE OPTION …    The last stage: summary and report of the training in `out`/RUN, and where they are.
+report() {
+    if stage report 0.3 "Report"; then
+        run quickstart "$stages-summary" python -m paco_toy.summary "$out" "$1" --seed "$seed"
+        run PaCo-GRPO "$stages-report" python -m paco_grpo.report "$out/$1" --title "$2" "${@:3}" \
+            --out "$out/report.html"
+        finish
+    fi
+    echo
+    cat "$out/summary.txt"
+    echo "Numbers: $out/summary.json"
+    echo "Report:  $out/report.html"
 }

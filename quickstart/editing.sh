@@ -24,12 +24,4 @@ if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
         --config.resume_from=latest "--config.max_train_minutes=$minutes" "${overrides[@]}"
     finish
 fi
-if stage report 0.2 "Report"; then
-    run quickstart 3-summary python -m paco_toy.summary "$out" run --seed "$seed"
-    run PaCo-GRPO 3-report python -m paco_grpo.report "$out/run" --title "RL of a toy editor" --out "$out/report.html"
-    finish
-fi
-echo
-cat "$out/summary.txt"
-echo "Numbers: $out/summary.json"
-echo "Report:  $out/report.html"
+report run "RL of a toy editor"

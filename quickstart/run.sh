@@ -73,24 +73,13 @@ else
 fi
 
 if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
-    served=()
-    for reward in consistency_score between_images; do
-        served+=("--config.train.reward_fn_kwargs.$reward.port=$port")
-    done
     run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_awm "--config.seed=$seed" \
         --config.save_dir=$toy/out/runs --config.run_name=toy_t2is_awm --config.resume_from=latest \
-        "--config.max_train_minutes=$minutes" "${served[@]}" "${overrides[@]}"
+        "--config.max_train_minutes=$minutes" "--config.train.reward_fn_kwargs.consistency_score.port=$port" \
+        "--config.train.reward_fn_kwargs.between_images.port=$port" "${overrides[@]}"
     finish
 fi
 stop_server
 
-if stage report 0.3 "Report"; then
-    run quickstart 6-summary python -m paco_toy.summary "$out" runs/toy_t2is_awm --seed "$seed"
-    run PaCo-GRPO 6-report python -m paco_grpo.report "$out/runs/toy_t2is_awm" --title "PaCo-RL quickstart" \
-        --judge "$out/judge_base.json" "$out/judge_lora.json" --stage-seconds "$out/stage_seconds.json" --out "$out/report.html"
-    finish
-fi
-echo
-cat "$out/summary.txt"
-echo "Numbers: $out/summary.json"
-echo "Report:  $out/report.html"
+report runs/toy_t2is_awm "PaCo-RL quickstart" --judge "$out/judge_base.json" "$out/judge_lora.json" \
+    --stage-seconds "$out/stage_seconds.json"

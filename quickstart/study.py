@@ -6,9 +6,9 @@
     .venv/bin/python quickstart/study.py objectives --seeds 0          # the six objectives with the quickstart's reward
     .venv/bin/python quickstart/study.py rewards --table               # no training: the table of finished runs
 
-The other judge of results.csv has another base, other pairs and another wording. In a second clone: `python -m toy_models.build
-judge --seed 7 --out ../quickstart/models` from tools/; `theme` and `pair` changed in PaCo-Reward/judge/paco_judge/questions.toml;
-`bash quickstart/run.sh --seed 100`. DIR is then its quickstart/out/judge, FILE a text file with its `theme`.
+The other judge of results.csv is a second clone's quickstart/out/judge, with another base (from tools/: `python -m
+toy_models.build judge --seed 7 --out ../quickstart/models`), other wording (`theme` and `pair` in questions.toml) and
+other pairs (`bash quickstart/run.sh --seed 100`). FILE holds its `theme`.
 
 Every run is evaluated on 24 open prompts with 8 images each: w, b and kappa by the oracle, the judge and the other
 judge. Errors are between seeds. `warnings` are health signals with the epoch of the first, `judge` the SHA-256 of its
@@ -99,10 +99,7 @@ def arguments_of(study: str, name: str, seed: int, epochs: int) -> list[str]:
 
 
 def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list[str]:
-    """The evaluation of w, b and kappa; of the last checkpoint in ``folder``, or of the base model if there is none.
-
-    ``other``: the options of the other judge's rewards; empty if there is none.
-    """
+    """Evaluates the last checkpoint in ``folder``, or the base model. ``other``: of the other judge's rewards."""
     rewards = [*JUDGED, f"{ORACLE}consistency", f"{ORACLE}between_images"]
     kwargs = {name: SERVED for name in JUDGED}
     if other:
@@ -139,7 +136,7 @@ def warnings_of(log: str) -> str:
 
 
 def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict:
-    """A row of results.csv; ``policy`` is ``policy_measures`` of a run, or empty for the base model."""
+    """A row of results.csv; ``policy``: ``policy_measures`` of a run, empty for the base model."""
     row = {"study": study, "run": name, "seed": seed, "commit": commit(), "judge": judge} | dict(more)
     if policy:
         row |= {"epochs": policy["epochs"], "images": policy["num_images"]}

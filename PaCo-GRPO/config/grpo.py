@@ -144,7 +144,7 @@ TOY_EDITING = TOY | {
     "sample.noise_level": 0.0, "sample.same_latent": False, "sample.num_images_per_prompt": 8,
     "sample.unique_sample_num_per_epoch": 16, "test.resolution": 64,  # the toy bases are better at it than at 128 px
 }  # fmt: skip
-_ORACLES = ("consistency", "alignment", "valid", "distinct")
+_ORACLES = ("consistency", "alignment", "distinct")
 
 # A name with a suffix needs an entry only where more changes than the suffix says.
 RECIPES: dict[str, tuple[str, Mapping[str, Any]]] = {

@@ -34,13 +34,13 @@ CRITERIA = {  # of the benchmark
     "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
     "Identity": {"Shape": "Both subfigures show the same shape.", "Colour": "Both subfigures show the same colour."},
 }
-PANEL_SIDES = (16, 32, 64)  # the judge sees panels of 32, 64 and 128 px grids
+PANEL_SIDES = (16, 32, 64)
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
 PROMPTS = {"train": 480, "test": 84}  # about 5300 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
 TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))  # equal numbers; weak: every No has a broken panel
-BROKEN_TRAINING = 4  # one of so many No pairs has a broken panel
+BROKEN_TRAINING = 4  # one No pair of so many has a broken panel
 BROKEN_STEPS = 6  # of the denoising that ends early
 BROKEN_GRIDS = 24  # of each size and number of steps, and of blanks; twice as many of merged panels
 
@@ -132,7 +132,7 @@ def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
 
 
 def verdict(first: world.Character | None, second: world.Character | None) -> str:
-    """The judge's answer on a pair: Yes or No first, then the reason. None: the panel is broken."""
+    """The judge's answer on a pair, with its reason. None: the panel is broken."""
     if first == second and first is not None:
         return f"Yes. Both show {world.with_article(first)}."
     first, second = ("nothing clear" if shown is None else world.with_article(shown) for shown in (first, second))
@@ -142,10 +142,8 @@ def verdict(first: world.Character | None, second: world.Character | None) -> st
 def annotate(out: Path, sets: Path) -> tuple[int, int]:
     """Ranks the sets of ``sets.jsonl`` by the characters shown and writes a reason for each of their pairs.
 
-    A set is left out unless its best candidate shows the reference's character and its worst does not.
-
-    Returns:
-        The numbers of rankings and of sets.
+    A set is left out unless its best candidate shows the reference's character and its worst does not. Returns the
+    numbers of rankings and of sets.
     """
     drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
     rng = np.random.default_rng(len(drawn))
@@ -193,14 +191,14 @@ def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndar
 
 
 def _merged(side: int, rng: np.random.Generator) -> np.ndarray:
-    """Two panels of different characters on top of each other."""
+    """Two characters on top of each other."""
     two = rng.choice(len(world.CHARACTERS), size=2, replace=False)
     panels = [_random_panel(world.CHARACTERS[c], side, rng) for c in two]
     return np.minimum(*panels) if rng.random() < 0.5 else sum(panels) / 2
 
 
 def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
-    """A panel in one color, mostly white."""
+    """In one color, mostly white."""
     return np.ones((side, side, 3)) * (1.0 if rng.random() < 0.6 else rng.random(3))
 
 
@@ -221,7 +219,7 @@ def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
 
 
 def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
-    """Sets the questions of the pairs in ``data``, breaks panels, and divides the test into ``TESTS``."""
+    """Sets the questions of the pairs in ``data``, breaks panels, divides the test into ``TESTS``."""
     panels = broken_panels(flux, seed)
     names = [f"images/broken/{number:04d}.png" for number in range(len(panels))]
     (data / "images" / "broken").mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,6 @@ nearest to empty, or further than ``INVALID_RMS`` from everything, is invalid. T
 PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,23 +28,20 @@ class Reading:
     view: np.ndarray  # int, index into VIEWS; meaningless where invalid
     valid: np.ndarray  # bool
 
-    def of(self, rows: np.ndarray) -> Reading:
-        return Reading(self.character[rows], self.view[rows], self.valid[rows])
-
     def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
         valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
         return np.mean(valid & agree(values[:, _FIRST], values[:, _SECOND]), axis=1)
 
     def consistency(self) -> np.ndarray:
-        """Share of the six panel pairs with the same character, both valid."""
+        """Share of panel pairs with the same character, both valid."""
         return self._pairs(np.equal, self.character)
 
     def distinctness(self) -> np.ndarray:
-        """Share of the six panel pairs in different views, both valid: four identical panels give 0."""
+        """Share of panel pairs in different views, both valid."""
         return self._pairs(np.not_equal, self.view)
 
     def shows(self, named: Sequence[world.Character]) -> np.ndarray:
-        """Which panels are valid and have every attribute that their prompt names: bool (B, 4)."""
+        """Which panels have every attribute that their prompt names: bool (B, 4)."""
         right = self.valid.copy()
         for name, values in world.ATTRIBUTES.items():
             wanted = np.array([[values.index(v) if (v := getattr(c, name)) != world.OPEN else -1] for c in named])
@@ -58,36 +53,37 @@ class Reading:
         return np.mean(self.shows(named), axis=1)
 
     def agreement(self, named: Sequence[world.Character]) -> np.ndarray:
-        """Of the panels that show what is named, the share of pairs that agree on what is left open.
-
-        NaN where the prompt is full; 0 where fewer than two panels show what is named.
-        """
+        """Of pairs of panels that show what is named, the share that agrees on the rest; NaN for full prompts."""
         right, shown = self.shows(named), self.character
         pairs = right[:, _FIRST] & right[:, _SECOND]
         agree = pairs & (shown[:, _FIRST] == shown[:, _SECOND])
         share = agree.sum(axis=1) / np.maximum(pairs.sum(axis=1), 1)
         return np.where([bool(c.left_open) for c in named], share, np.nan)
 
-    def choice(self, named: Sequence[world.Character], attribute: str) -> float:
-        """Entropy of an open attribute's values over images, as a share of the largest; NaN without such an image.
+    def choices(self, named: Sequence[world.Character], attribute: str) -> np.ndarray:
+        """The value of an open attribute that most panels of an image have: float (B, V), one-hot, a tie in parts.
 
-        Each image whose prompt leaves the attribute open counts as the value that most of its panels have (a tie counts in
-        parts; only panels that show what is named).
+        Only panels that show what is named count. Zeros without such a panel, or where the attribute is not open.
         """
         right = self.shows(named) & np.array([[attribute in c.left_open] for c in named])
         values = np.arange(len(world.ATTRIBUTES[attribute]))
-        votes = ((world.ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)  # (B, V)
+        votes = ((world.ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)
         most = (votes == votes.max(axis=1, keepdims=True)) & votes.any(axis=1, keepdims=True)
-        chosen = (most / np.maximum(most.sum(axis=1, keepdims=True), 1)).sum(axis=0)
-        if not chosen.any():
-            return float("nan")
-        shares = chosen[chosen > 0] / chosen.sum()
-        return float(-(shares * np.log(shares)).sum() / np.log(len(values)))
+        return most / np.maximum(most.sum(axis=1, keepdims=True), 1)
+
+
+def evenness(choices: np.ndarray) -> float:
+    """Entropy of choices (B, V) over images, divided by the largest possible one; NaN if all are zero."""
+    chosen = choices.sum(axis=0)
+    if not chosen.any():
+        return float("nan")
+    shares = chosen[chosen > 0] / chosen.sum()
+    return float(-(shares * np.log(shares)).sum() / np.log(len(chosen)))
 
 
 @lru_cache(maxsize=4)
 def _templates(side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Renderings (K, side*side*3) of all characters and views, an empty panel last, and their squared norms (K,)."""
+    """Renderings (K, 3·side²) of all characters and views, an empty panel last, and their squared norms (K,)."""
     panels = [world.render_panel(c, v, side) for c in world.CHARACTERS for v in world.VIEWS]
     panels.append(np.ones((side, side, 3), dtype=np.float32))
     flat = np.stack(panels).reshape(len(panels), -1).astype(np.float32)
@@ -95,7 +91,7 @@ def _templates(side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_grids(images: Sequence[Image.Image]) -> Reading:
-    """Reads 2x2 grids of any square size from 32 px on (panels above 32 px are averaged down to 32 px)."""
+    """Reads 2x2 grids of any square size from 32 px on; panels are averaged down to 32 px."""
     found = []
     for image in images:
         side = min(image.width // 2, 32)
@@ -130,13 +126,11 @@ other_consistency, other_between_images = ConsistencyScore, BetweenImages
 
 
 def _reward(measure: Callable[[Reading, Sequence], np.ndarray]) -> Callable[[], Scorer]:
-    """A reward factory; ``measure`` gets the reading of the images, and their items. Scores are float64 (B,)."""
     return lambda: lambda images, items: measure(read_grids(images), items)
 
 
 oracle_consistency = _reward(lambda reading, items: reading.consistency())
 oracle_alignment = _reward(lambda reading, items: reading.alignment([read_prompt(item.prompt) for item in items]))
-oracle_valid = _reward(lambda reading, items: reading.valid.mean(axis=1))
 oracle_distinct = _reward(lambda reading, items: reading.distinctness())
 
 

@@ -5,7 +5,6 @@ ended, the command and everything it started end, too.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -17,13 +16,13 @@ from pathlib import Path
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log that are not empty; a progress bar rewrites its line with carriage returns."""
+    """The last lines that are not empty; a progress bar rewrites its line with carriage returns."""
     lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace")[-4000:])
     return [line.strip() for line in lines if line.strip()][-count:]
 
 
 def with_bar(line: str) -> str:
-    """The line after a bar, if it speaks of a step of many ("epoch 6/20: …") and has no bar of its own."""
+    """With a bar in front, if the line speaks of a step of many ("epoch 6/20: …") and has no bar of its own."""
     found = re.search(r"\b(\d+)\s*/\s*(\d+)\b", line)
     if "%|" in line or not found or not 0 < int(found[2]) >= int(found[1]):
         return line
@@ -38,7 +37,6 @@ def show(text: str) -> None:
 
 
 def run(log: Path, command: list[str]) -> int:
-    """Run the command to its end; returns its exit status."""
     began = shown = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
@@ -64,8 +62,6 @@ def run(log: Path, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(AttributeError, OSError):  # SIGTERM when the parent dies, however it dies (Linux: PR_SET_PDEATHSIG)
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:

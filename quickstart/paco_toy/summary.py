@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pandas as pd
 import yaml
 
 from paco_judge.images import read_image
-from paco_toy.oracle import read_grids, read_prompt
+from paco_toy.oracle import evenness, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES, read_jsonl
 
 REPO = Path(__file__).resolve().parents[2]
@@ -32,37 +31,28 @@ EDIT_MEASURES = {"oracle_edit": "edit score, the reward", "oracle_followed": "in
 LABELS = MEASURES | EDIT_MEASURES
 
 
-def scores_of(folder: Path) -> tuple[dict[str, np.ndarray], Callable[[np.ndarray], float]]:
-    """Measures of the images of an evaluation folder.
-
-    Returns:
-        Measure -> float64 (B,), NaN where it does not apply to the prompt; and a function from indices of images, int
-        (N,), to their diversity: the mean of ``Reading.choice`` over the attributes that their prompts leave open, NaN
-        if there is none.
-    """
+def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
+    """Measures of an evaluation's images, NaN where one does not apply to the prompt; ``Reading.choices`` by attribute."""
     rows = read_jsonl(folder / "eval_data.jsonl")
-
-    def rewards(name: str) -> np.ndarray:
-        return np.array([row["rewards"].get(name) for row in rows], dtype=np.float64)
-
-    if "oracle_edit" in rows[0]["rewards"]:
-        return {name: rewards(name) for name in EDIT_MEASURES}, lambda some: math.nan
+    rewards = pd.DataFrame([row["rewards"] for row in rows], dtype=np.float64)
+    if "oracle_edit" in rewards:
+        return rewards[list(EDIT_MEASURES)], []
     named = [read_prompt(row["prompt"]) for row in rows]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
     scores = {
         "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
         "agreement": reading.agreement(named),
-        "reward": rewards("consistency_score"),
+        "reward": rewards["consistency_score"],
         "alignment": reading.alignment(named),
         "valid": reading.valid.mean(axis=1),
         "distinct": reading.distinctness(),
     }
+    return pd.DataFrame(scores), [reading.choices(named, name) for name in ATTRIBUTES]
 
-    def choice(some: np.ndarray) -> float:
-        values = [reading.of(some).choice([named[i] for i in some], name) for name in ATTRIBUTES]
-        return float(np.mean(known)) if (known := [value for value in values if not math.isnan(value)]) else math.nan
 
-    return scores, choice
+def diversity(choices: list[np.ndarray], images: np.ndarray | slice) -> float:
+    """Mean evenness of the attributes that prompts of these images leave open; NaN if there is none."""
+    return pd.Series([evenness(each[images]) for each in choices], dtype=np.float64).mean()
 
 
 def policy_measures(run: Path) -> dict[str, Any]:
@@ -73,58 +63,46 @@ def policy_measures(run: Path) -> dict[str, Any]:
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
         raise SystemExit(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
-    (before, choice_before), (after, choice_after) = scores_of(folders[0]), scores_of(folders[-1])
-    count = len(next(iter(after.values())))
-    found: dict[str, dict] = {"before": {}, "after": {}, "change": {}}
-    for name in LABELS:
-        if name == "choice" and not math.isnan(last := choice_after(np.arange(count))):
-            first, rng = choice_before(np.arange(count)), np.random.default_rng(0)
-            drawn = (rng.integers(count, size=count) for _ in range(400))
-            change, error = last - first, np.nanstd([choice_after(rows) - choice_before(rows) for rows in drawn])
-        elif name in after and not np.isnan(after[name]).all():
-            first, last = np.nanmean(before[name]), np.nanmean(after[name])
-            difference = after[name] - before[name]
-            difference = difference[~np.isnan(difference)]
-            change, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
-        else:
-            continue
-        found["before"][name], found["after"][name] = float(first), float(last)
-        found["change"][name] = {"mean": float(change), "stderr": float(error)}
+    (before, first), (after, last) = scores_of(folders[0]), scores_of(folders[-1])
+    change, count = (after - before).dropna(axis=1, how="all"), len(after)
+    found = {"before": before[change.columns].mean().to_dict(), "after": after[change.columns].mean().to_dict()}
+    found["change"] = {name: {"mean": each.mean(), "stderr": each.sem()} for name, each in change.items()}
+    every, rng = slice(None), np.random.default_rng(0)
+    if not math.isnan(diversity(last, every)):
+        found["before"]["choice"], found["after"]["choice"] = diversity(first, every), diversity(last, every)
+        drawn = [rng.integers(count, size=count) for _ in range(400)]
+        error = np.nanstd([diversity(last, images) - diversity(first, images) for images in drawn])
+        mean = found["after"]["choice"] - found["before"]["choice"]
+        found["change"]["choice"] = {"mean": mean, "stderr": float(error)}
     config = yaml.safe_load((run / "config.yaml").read_text())
     found |= {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
     return found | {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": count}
 
 
 def rank_measures(path: Path) -> dict[str, float]:
-    """Means over items of every number in a results file (`accuracy`, `kendalltau`, …)."""
+    """Means over items (`accuracy`, `kendalltau`, …)."""
     metrics = pd.DataFrame([row["metrics"] for row in read_jsonl(path) if not row.get("error")], dtype=np.float64)
     return metrics.mean().to_dict() | {"items": len(metrics)}
 
 
 def judge_measures(out: Path) -> dict[str, Any]:
-    """The judge's accuracy before and after its training, and its rankings."""
     judged = {name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")}
     ranks = {path.stem == "histogram": rank_measures(path) for path in (out / "rank_results").glob("*.jsonl")}
     return {"judge": judged, "rank": ranks[False] | {"histogram": ranks[True]}}
 
 
 def judge_id(folder: Path) -> str:
-    """The first characters of the SHA-256 of a judge's weights."""
+    """The first characters of the SHA-256 of its weights."""
     weights = b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
     return hashlib.sha256(weights).hexdigest()[:10]
 
 
 def commit() -> str:
-    """The repository's commit, with `+changes` if files differ from it; results.csv, which the study itself writes, may."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", "-C", REPO, *command], check=True, capture_output=True, text=True).stdout.strip()
-
-    try:
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!quickstart/results.csv")
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if changes else "")
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a clone
-        return "unknown"
+    """The repository's commit, with `+changes` if files other than results.csv differ from it."""
+    command = "git rev-parse --short HEAD && git status --porcelain -uno -- . ':!quickstart/results.csv'"
+    found = subprocess.run(["bash", "-c", command], cwd=REPO, check=False, capture_output=True, text=True)
+    head, *changes = found.stdout.splitlines() or ["unknown"]
+    return head + ("+changes" if changes else "")
 
 
 def table(summary: dict[str, Any]) -> str:

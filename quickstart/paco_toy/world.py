@@ -61,8 +61,6 @@ class Character:
 
 @dataclass(frozen=True, order=True)
 class View:
-    """What differs between panels."""
-
     size: str
     position: str
 
@@ -115,7 +113,7 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)  # characters that differ only in colour and style share it
 def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Distance to the shape's outline and a diagonal coordinate, in radii, on the supersampled panel."""
+    """Distance to the outline and a diagonal coordinate, in radii, on the supersampled panel."""
     radius, n = SIZES[view.size], side * _SUPERSAMPLE
     cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
     grid = (np.arange(n, dtype=np.float32) + 0.5) / n
@@ -124,7 +122,7 @@ def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) ->
 
 
 def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """One panel, float32 (S, S, 3) in [0, 1]; jitter: shift (x, y) as a share of the side."""
+    """Float32 (S, S, 3) in [0, 1]; jitter: shift (x, y) as a share of the side."""
     distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
@@ -140,7 +138,7 @@ def render_panel(character: Character, view: View, side: int, jitter: tuple[floa
 
 
 def random_jitter(rng: Random) -> tuple[float, float]:
-    """A shift (x, y) for ``render_panel``, uniform within ±JITTER of the panel's side."""
+    """A shift (x, y), as a share of the panel's side."""
     return tuple(rng.uniform(-JITTER, JITTER, size=2).tolist())
 
 
@@ -150,7 +148,7 @@ def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
 
 
 def render_grid(characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None) -> np.ndarray:
-    """Four panels as one (2S, 2S, 3) image; with ``rng``, each has a random jitter."""
+    """(2S, 2S, 3); with ``rng``, each panel has a random jitter."""
     jitters = [random_jitter(rng) if rng else (0.0, 0.0) for _ in characters]
     return assemble_grid([render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)])
 
@@ -160,7 +158,7 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
 
 
 def to_image(image: np.ndarray, rng: Random | None = None) -> Image.Image:
-    """Pixels in [0, 1] as an image; with ``rng``, with light noise (up to 0.08) like a generator's."""
+    """With ``rng``, with light noise (up to 0.08) like a generator's."""
     noise = rng.normal(scale=rng.uniform(0, 0.08), size=image.shape) if rng else 0
     return Image.fromarray(to_uint8(image + noise))
 
@@ -195,7 +193,7 @@ def changed(character: Character, attribute: str, rng: Random) -> Character:
 
 
 def departed(character: int, rng: Random, one_attribute: float = 0.75) -> int:
-    """Another character's index: with probability ``one_attribute`` one attribute changed, else any other character."""
+    """Another character's index: with probability ``one_attribute`` one attribute changed, else any other."""
     if rng.random() >= one_attribute:
         other = int(rng.integers(len(CHARACTERS) - 1))
         return other + (other >= character)

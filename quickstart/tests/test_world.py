@@ -13,7 +13,7 @@ from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts
 from paco_toy.edits import build_edits, judge_edits, oracle_edit, oracle_followed, oracle_kept, random_edit, read_edits
-from paco_toy.oracle import Reading, oracle_between_images, read_grids, read_prompt
+from paco_toy.oracle import Reading, evenness, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
@@ -112,14 +112,14 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
     reds, blues, tie = stars(*["red"] * 4), stars("blue", "blue", "blue", "red"), stars("red", "red", "blue", "blue")
     bit = np.log(2) / np.log(7)
-    assert reading_of(reds, reds).choice([STAR] * 2, "colour") == 0.0
-    assert reading_of(reds, blues).choice([STAR] * 2, "colour") == pytest.approx(bit)
-    assert reading_of(tie).choice([STAR], "colour") == pytest.approx(bit)
+    assert evenness(reading_of(reds, reds).choices([STAR] * 2, "colour")) == 0.0
+    assert evenness(reading_of(reds, blues).choices([STAR] * 2, "colour")) == pytest.approx(bit)
+    assert evenness(reading_of(tie).choices([STAR], "colour")) == pytest.approx(bit)
     every = [stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]]
-    assert reading_of(*every).choice([STAR] * 7, "colour") == pytest.approx(1.0)
+    assert evenness(reading_of(*every).choices([STAR] * 7, "colour")) == pytest.approx(1.0)
     full = Character("striped", "blue", "star")  # an image of a full prompt, and one without an answer, do not count
-    assert reading_of(reds, blues, [-1] * 4).choice([STAR, full, STAR], "colour") == 0.0
-    assert np.isnan(reading_of(reds).choice([STAR], "shape"))
+    assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
+    assert np.isnan(evenness(reading_of(reds).choices([STAR], "shape")))
 
 
 @pytest.mark.parametrize("level", [255, 128, 0])

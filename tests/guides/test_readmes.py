@@ -27,9 +27,9 @@ GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a
 # Page → {command: what runs instead}. Commands that cannot run here only read their options.
 REPLACED = {
     "README.md": {
-        "bash setup.sh --vllm": f"bash setup.sh --help && ln -sfn {sys.prefix} .venv",  # installs: tools/tests/test_setup.py
+        "bash setup.sh --vllm": f"bash setup.sh --help && ln -sfn {sys.prefix} .venv",  # installs gigabytes
         "bash quickstart/run.sh": "bash quickstart/run.sh --help",  # 12 minutes: quickstart/tests/test_whole.py
-        "bash quickstart/editing.sh": "bash quickstart/editing.sh --help",  # 8 minutes: quickstart/tests/test_editing.py
+        "bash quickstart/editing.sh": "bash quickstart/editing.sh --help",  # 8 minutes: quickstart/tests/test_whole.py
         "subfig_clipT.py": "subfig_clipT.py || true",  # no tiny weights have OpenCLIP's size: tests/guides/test_published.py
     },
     "PaCo-GRPO/README.md": {
@@ -77,15 +77,11 @@ t2is, kontext_editing, qwen_editing = [_toy(get_config(name)) for name in ("t2is
 """
 
 
-def blocks(page: str) -> list[str]:
-    """The page's bash blocks."""
-    return re.findall(r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
-
-
 def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=lambda number: None) -> None:
     """Run the page's blocks in its folder, all but an installation with the environment activated."""
     used, url = set(), judge_url or f"http://127.0.0.1:{port}"
-    for number, block in enumerate(blocks(page)):
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
+    for number, block in enumerate(blocks):
         used |= {old for old in REPLACED[page] if old in block}
         for old, new in REPLACED[page].items():
             block = block.replace(old, new.replace("JUDGE_URL", url))
