@@ -6,9 +6,6 @@ from setuptools import setup
 
 JUDGE = Path(__file__).resolve().parent.parent / "judge"
 
-if not (JUDGE / "pyproject.toml").is_file():
-    raise SystemExit(f"paco-judge is not at {JUDGE}: install from a complete checkout of PaCo-Reward (judge/ included)")
-
 setup(
     install_requires=[
         f"paco-judge @ {JUDGE.as_uri()}",

@@ -12,8 +12,6 @@ import pytest
 from fakes import fake_judge
 from PIL import Image
 
-from paco_judge.images import load_image
-from paco_reward.datasets import Example, load_examples
 from paco_reward.pairing.build import build as _build
 from paco_reward.pairing.command import add_parser, check
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
@@ -83,10 +81,6 @@ def colour_of(url: str) -> np.ndarray:
     return shown.mean(axis=0) if len(shown) else np.ones(3)
 
 
-def completion(text: str) -> dict:
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
-
-
 def colour_model(number: int, request: dict):
     """Scores and reasons by color alone."""
     content = request["messages"][0]["content"]
@@ -95,8 +89,8 @@ def colour_model(number: int, request: dict):
     if request.get("logprobs"):
         return 200, fake_judge.answer(float(np.clip(1 - 2 * distances[0], 0.01, 0.99))), {}
     same = distances[0] < 0.12
-    word = "Yes" if same else "No"
-    return 200, completion(f"**{word}**, the two shapes have {'one colour' if same else 'colours that differ'}."), {}
+    text = f"**{'Yes' if same else 'No'}**, the two shapes have {'one colour' if same else 'colours that differ'}."
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
 
 
 def rows(output: Path, name: str) -> list[dict]:
@@ -105,20 +99,8 @@ def rows(output: Path, name: str) -> list[dict]:
 
 def all_bytes(output: Path) -> dict[str, str]:
     """Hash of every file outside work/, by name."""
-    return {
-        str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(output.rglob("*"))
-        if file.is_file() and "work" not in file.relative_to(output).parts
-    }
-
-
-def accepted(output: Path, name: str) -> list[Example]:
-    """The examples as training reads them, with readable images."""
-    examples = load_examples(output, name)
-    for example in examples:
-        for image in example.images:
-            load_image(image)
-    return examples
+    files = (file for file in output.rglob("*") if file.is_file() and file.parent != output / "work")
+    return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def rank_like_people(output: Path) -> Path:

@@ -1,6 +1,5 @@
 """`paco-reward build-dataset`, whole runs: from generated grids to training data, and resuming after a kill."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from pairing_tools import (
     GENERATIONS,
     PROMPTS,
     SETS,
-    accepted,
     all_bytes,
     build,
     colour_model,
@@ -25,7 +23,7 @@ from pairing_tools import (
 from paco_judge.grid import split_prompt
 from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
-from paco_reward.datasets import labeled_pairs
+from paco_reward.datasets import labeled_pairs, load_examples
 from paco_reward.errors import PacoRewardError
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
 
@@ -39,7 +37,7 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
     themes = {}
     for part in ("train", "test"):
         name = f"consistency_reward_{part}"
-        examples = accepted(tmp_path / "out", name)
+        examples = load_examples(tmp_path / "out", name)
         numbers = stats["datasets"][name]
         assert numbers["yes"] == numbers["no"] == len(examples) / 2 > 0
         assert numbers["groups"] == {"train": 4, "test": 1}[part]
@@ -50,7 +48,6 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
     assert not themes["train"] & themes["test"]
     known = {theme_question(split_prompt(line["prompt"]).theme) for line in read_lines(world / "metadata.jsonl")}
     assert {prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]} == known
-    assert json.loads((tmp_path / "out" / "stats.json").read_text()) == stats
 
 
 def test_a_users_question_is_asked_and_learned(world, tmp_path):
@@ -110,7 +107,7 @@ def test_labeled_edits(edits, tmp_path):
     assert sum(numbers["pairs"] for numbers in stats["datasets"].values()) > 12
     sides = {}
     for part in ("train", "test"):
-        examples = accepted(tmp_path, f"sharegpt_editing_{part}")
+        examples = load_examples(tmp_path, f"sharegpt_editing_{part}")
         sides[part] = {image for example in examples for image in example.images}
         for question in ("follow the instruction", "stay consistent"):
             answers = Counter(example.answer for example in examples if question in example.prompt)
@@ -155,7 +152,7 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
         for name, seed in (("again", 42), ("other", 1)):
             build(world, tmp_path / name, seed=seed, **setting)
             assert (all_bytes(tmp_path / name) == whole) == (name == "again")
-    for example in accepted(output, "consistency_reward_cot_train"):
+    for example in load_examples(output, "consistency_reward_cot_train"):
         assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
     assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
@@ -167,7 +164,8 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
 
     def refuses(number, request):
         about = request["messages"][0]["content"][-1]["text"]
-        return (400, {"error": {"message": "unloaded"}}, {}) if about == refused else colour_model(number, request)
+        is_refused = about == refused or not request.get("logprobs")
+        return (400, {"error": {"message": "unloaded"}}, {}) if is_refused else colour_model(number, request)
 
     with fake_judge.FakeJudge(refuses) as server:
         command = ["build-dataset", "--grids", str(world / "grids"), "--metadata", str(world / "metadata.jsonl")]
@@ -175,14 +173,6 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
             caplog.clear()
             assert main([*command, "--output", str(tmp_path), "--server", server.url]) == 1
             assert caplog.text.count("unloaded") == 1
-    assert rows(tmp_path, "consistency_reward_train")
-
-
-@pytest.mark.parametrize("scores", [True, False])
-def test_a_server_that_refuses_is_reported(world, tmp_path, scores):
-    def refuses(number, request):
-        refusal = 400, {"error": {"message": "unloaded"}}, {}
-        return colour_model(number, request) if scores and request.get("logprobs") else refusal
-
-    with fake_judge.FakeJudge(refuses) as server, pytest.raises(PacoRewardError, match="unloaded"):
-        build(world, tmp_path, server=server.url, reasons=True)
+        assert rows(tmp_path, "consistency_reward_train")
+        with pytest.raises(PacoRewardError, match="unloaded"):  # to every request for reasons
+            build(world, tmp_path, server=server.url, reasons=True)

@@ -11,10 +11,8 @@ import pytest
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import check_data
 from paco_reward.errors import PacoRewardError
-from paco_reward.launch import loss_name
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "config"
 
 
 @pytest.fixture
@@ -41,7 +39,6 @@ def test_dataset_problems(config, data, tmp_path):
     rows = json.loads((data / "pairs.json").read_text())
     turns = rows[0]["messages"]
     for number, change, named in (
-        (0, {"images": rows[0]["images"][:1]}, "1 images"),
         (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
         (1, {"messages": turns[:1]}, "assistant"),
         (4, {"messages": [turns[0], {"role": "assistant", "content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
@@ -67,12 +64,11 @@ def test_other_labels_are_announced(config, data, capsys):
 
 def test_configuration_files():
     for name in ("paco_reward_lora", "paco_reward_lora_16gb", "toy_reward_lora"):
-        config = load_config(CONFIGS / f"{name}.yaml", ["learning_rate=1e-5"])
+        config = load_config(ROOT / "config" / f"{name}.yaml", ["learning_rate=1e-5"])
         assert config["learning_rate"] == 1e-5 and config["template"] == "qwen2_vl"
         assert config["first_token_weight"] == 0.1 and config["first_token_scheme"] == "sequence"
-        assert "released" in loss_name(config) and "null" in loss_name({})
     with pytest.raises(PacoRewardError):
-        load_config(CONFIGS / "toy_reward_lora.yaml", ["lr"])
+        load_config(ROOT / "config" / "toy_reward_lora.yaml", ["lr"])
 
 
 def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):

@@ -9,11 +9,12 @@ import pytest
 from fakes import free_port
 from PIL import Image
 
+from paco_judge.client import Pair
+from paco_judge.grid import pairs
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Verdict
-from paco_reward import sheet
-from paco_reward.answers import Answers, questions_about
 from paco_reward.demo import asked_about
+from paco_reward.score import Judge, ask, questions_about, sheet
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 
@@ -21,17 +22,15 @@ PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 @pytest.fixture
 def page(answering_judge):
     """The command as a user starts it; its URL."""
-    port = free_port()
-    command = [sys.executable, "-m", "paco_reward.cli", "demo", "--model", str(answering_judge), "--port", str(port)]
-    demo = subprocess.Popen(
-        [*command, "--reason_tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    port = str(free_port())
+    command = [sys.executable, "-m", "paco_reward.cli", "demo", "--model", str(answering_judge), "--port", port]
+    demo = subprocess.Popen([*command, "--reason_tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         lines = []
         while not (lines and lines[-1].startswith("The judge's page:")):
             lines.append(demo.stdout.readline())
             assert lines[-1], "".join(lines)
-        yield re.search(r"http://\S+?(?=[\s.]*(?: |$))", lines[-1])[0].rstrip(".")
+        yield f"http://127.0.0.1:{port}"
     finally:
         demo.terminate()
         demo.communicate(timeout=PATIENCE_S)
@@ -45,8 +44,9 @@ def test_the_page_over_http(page, world, answering_judge):
     picture = [{"image": handle_file(str(grid)), "caption": None}]
     shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
     cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]
-    pairs = asked_about("judge", [(str(grid), None)], 2, 2, "a paper boat", "").pairs
-    verdicts = JudgeScorer.from_pretrained(answering_judge).score(pairs, top=20)
+    images, _, questions = asked_about([(str(grid), None)], 2, 2, "a paper boat", "")
+    asked = [Pair(images[i], images[j], questions[""]) for i, j in pairs(4)]
+    verdicts = JudgeScorer.from_pretrained(answering_judge).score(asked, top=20)
     assert cells == pytest.approx([verdict.p_yes for verdict in verdicts], abs=1e-3)
     assert shown.count("<dt>") == 6 and "p0_0.png 1 – p0_0.png 2" in shown
     loaded = re.findall(r'<(?:link rel="stylesheet"|script)[^>]*?(?:src|href)="(https?://[^"]+)"', httpx.get(page, timeout=PATIENCE_S).text)
@@ -56,14 +56,14 @@ def test_the_page_over_http(page, world, answering_judge):
 def test_the_sheet_escapes_what_it_shows():
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "green", "blue")]
     verdicts, names = [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)], [f"<{n}>&.png" for n in range(3)]
-    shown = sheet.page(Answers("<b>judge</b>", images, names, questions_about("<script>"), verdicts, ["<a>"] * 3))
+    judge = Judge("<b>judge</b>", lambda asked: verdicts, lambda asked: ["<a>"] * 3)
+    shown = sheet(ask(judge, images, names, questions_about("<script>"), reasons=True), whole_page=True)
     for text in ("<script>", "<b>judge", "<0>&.png", "<i>no", "<a>"):
         assert text not in shown
     assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
     assert "0.250" in shown and "1.000" in shown and "No mean: 1 of 3 pairs have no score" in shown
 
 
-def test_what_cannot_be_asked_is_named(world):
-    for count, rows, instruction, named in ((1, 1, "", "not 1"), (1, 24, "", "not 24"), (2, 1, "make it blue", "not both")):
-        with pytest.raises(ValueError, match=named):
-            asked_about("judge", [(str(world / "grids" / "p0_0.png"), None)] * count, rows, 1, "a boat", instruction)
+def test_too_many_panels_are_refused(world):
+    with pytest.raises(ValueError, match="not 24"):
+        asked_about([(str(world / "grids" / "p0_0.png"), None)], 24, 1, "a boat", "")

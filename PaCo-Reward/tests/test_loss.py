@@ -100,13 +100,6 @@ def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, we
     assert sum(parts).item() == pytest.approx(numpy_released(micro_batches, weight), abs=1e-6, rel=1e-6)
 
 
-@given(batches, weights)
-def test_packed_rows_equal_separate_rows(batch, weight):
-    logits, labels = tensors(batch)
-    packed = first_token_loss(logits.reshape(1, -1, logits.shape[2]), labels.reshape(1, -1), weight)
-    torch.testing.assert_close(packed, first_token_loss(logits, labels, weight))
-
-
 def test_a_batch_without_answers_has_zero_loss_and_gradient():
     logits = torch.randn(2, 5, 3, requires_grad=True)
     loss = first_token_loss(logits, torch.full((2, 5), -100), 0.1, num_items=torch.tensor(1))

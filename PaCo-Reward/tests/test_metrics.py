@@ -48,7 +48,6 @@ def test_calibration_error_by_bins(data):
 
 def test_accuracy_and_missing_scores():
     assert judge_report([0.9, 0.5, 0.2], [True, True, False])["accuracy"] == pytest.approx(2 / 3)
-    assert judge_report([0.9, np.nan, 0.2], [True, True, False])["n"] == 2
     assert judge_report([np.nan], [True]) == {"accuracy": None, "auc": None, "ece": None, "n": 0}
 
 

@@ -15,12 +15,6 @@ def lines(world) -> list[dict]:
     return read_lines(world / "metadata.jsonl")
 
 
-@pytest.fixture
-def ranked(world, tmp_path) -> Path:
-    build(world, tmp_path / "out", sets_only=True)
-    return rank_like_people(tmp_path / "out")
-
-
 def problem(*arguments, **options) -> str:
     with pytest.raises((PacoRewardError, JudgeError, OSError)) as caught:
         build(*arguments, **options)
@@ -76,12 +70,12 @@ def test_problems_of_options(world, tmp_path, change, named):
 
 
 def test_generations_on_several_lines(world, tmp_path, lines):
-    """As PaCo-GRPO's evaluation writes them: without idx, one file a line."""
-    first = lines[0] | {"idx": None, "note": "a line\u2028separator"}  # not a line break in jsonl
+    """As PaCo-GRPO's evaluation writes them: one file a line."""
+    first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl
     file = write_lines(tmp_path / "lines.jsonl", [first | {"image": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)])
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     (item,) = read_prompts(file, world / "grids", True)
-    assert item.folder == "0000" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
+    assert item.folder == "7" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
 
 
 def test_the_metadata_may_state_the_split(world, tmp_path, lines):
@@ -107,7 +101,9 @@ def reason_lines(ranked: Path) -> list[dict]:
     return list(found.values())
 
 
-def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path, ranked):
+def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path):
+    build(world, tmp_path / "out", sets_only=True)
+    ranked = rank_like_people(tmp_path / "out")
     lines = reason_lines(ranked)
     word = lines[0]["reason"].split(".")[0]
     lines[0]["reason"] = "NO, they differ in all ways." if word == "Yes" else "Yes, all is the same here."
@@ -122,9 +118,3 @@ def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path
         question, answer = (message["content"] for message in row["messages"])
         assert answer.startswith(("Yes. ", "No. ")) and question.startswith("<image><image>")
         assert row["images"][0].endswith(answer.split("I saw ")[1].removesuffix(" first."))
-
-
-def test_problems_of_a_reasons_file(world, tmp_path, ranked):
-    good = reason_lines(ranked)[0]
-    file = write_lines(tmp_path / "reasons.jsonl", [good, {**good, "images": ["99/0.png", good["images"][1]]}])
-    assert "reasons.jsonl line 2" in problem(world, tmp_path / "out", rankings=ranked, reasons_file=file)

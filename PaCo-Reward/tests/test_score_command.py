@@ -14,6 +14,7 @@ from paco_judge.client import Pair
 from paco_judge.images import UnreadableImage, encode, load_image
 from paco_judge.questions import editing_texts, load_editing_questions, load_question
 from paco_judge.scorer import JudgeScorer
+from paco_judge.verdict import ANSWER_TOKENS
 from paco_reward.cli import main
 
 
@@ -23,18 +24,6 @@ def paths(tiny, tmp_path):
     for index, path in enumerate(names):
         tiny.picture(index).save(path)
     return names
-
-
-def test_images_by_url(paths, capsys, monkeypatch):
-    """Files take the place of the web."""
-    monkeypatch.setattr(images.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(Path(paths[int(url[-5])]).read_bytes()))
-    with fake_judge.FakeJudge(answers) as server:
-        assert main(["score", "http://a.b/0.png", "https://a.b/1.png", "--server", server.url]) == 0
-        assert main(["score", *paths[:2], "--server", server.url]) == 0  # a repeated request is not sent again
-        assert len(server.requests) == 1
-    monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)
-    with pytest.raises(UnreadableImage, match="larger than"):
-        load_image("http://a.b/0.png")
 
 
 def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, tiny, capsys):
@@ -66,11 +55,8 @@ def test_a_users_question_and_form(paths, answering_judge, tmp_path, tiny, capsy
     inputs = scorer.processor(text=[prompt], images=pictures, return_tensors="pt")
     with torch.no_grad():
         logits = scorer.model(**inputs).logits[0, -1].double()
-    ids = [
-        sorted({tokens[0] for word in words if len(tokens := scorer.processor.tokenizer.encode(word)) == 1})
-        for words in (("Yes", "yes", "YES", "y", "Y", " Yes", " yes", " y", " Y", " YES"),
-                      ("No", "no", "NO", "n", "N", " No", " no", " n", " N", " NO"))
-    ]  # fmt: skip
+    encoded = [[scorer.processor.tokenizer.encode(word) for word in words] for words in ANSWER_TOKENS["variants"]]
+    ids = [sorted({tokens[0] for tokens in words if len(tokens) == 1}) for words in encoded]
     p_yes, p_no = (logits.softmax(0)[found].sum().item() for found in ids)
     assert shown == pytest.approx(p_yes / (p_yes + p_no), abs=1e-4)
     assert main([*command[:-2], "--instruction", "make it blue", "--question", "editing_consistency"]) == 0
@@ -81,9 +67,7 @@ def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, caps
     question = load_question("pair").text()
     pair, longer = (Pair(tiny.picture(i), tiny.picture(i + 1), question + " x" * 9 * i) for i in (0, 2))
     expected, _ = scorer.reasons([pair, longer], 5)
-    first = int(scorer.first_token_logits([scorer.chat(pair)])[0].argmax())
     assert [expected] == scorer.reasons([pair], 5)
-    assert expected.startswith(scorer.processor.tokenizer.decode(first, skip_special_tokens=True).strip())
     # The random judge answers neither Yes nor No: its reasons are printed, but no mean.
     assert main(["score", *paths[:2], "--model", str(judge_dir), "--reasons", "--reason_tokens", "5"]) == 1
     shown = capsys.readouterr()
@@ -98,14 +82,19 @@ def answers(number: int, request: dict):
     return 200, {"choices": [{"message": {"role": "assistant", "content": "Yes. Both are boats."}}]}, {}
 
 
-def test_over_a_server(paths, capsys, monkeypatch):
+def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
+    """Files take the place of the web."""
+    monkeypatch.setattr(images.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(Path(paths[int(url[-5])]).read_bytes()))
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with fake_judge.FakeJudge(answers) as server:
-        arguments = ["score", *paths[:2], "--server", server.url, "--api_key_env", "JUDGE_KEY"]
+        arguments = ["score", "http://a.b/0.png", "https://a.b/1.png", "--server", server.url, "--api_key_env", "JUDGE_KEY"]
         assert main([*arguments, "--reasons", "--reason_tokens", "40"]) == 0
         assert {headers.get("authorization") for headers in server.headers} == {"Bearer secret"}
     text = capsys.readouterr().out
     assert "0.8000" in text and "    Yes. Both are boats." in text
+    monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)
+    with pytest.raises(UnreadableImage, match="larger than"):
+        load_image("http://a.b/0.png")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +105,6 @@ def test_over_a_server(paths, capsys, monkeypatch):
         (["score", "A", "B"], "--model"),
         (["score", "A", "--model", "x/y"], "two"),
         (["score", "A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
-        (["score", "A", "B", "--question", "theme"], "{theme}"),
         (["score", "A", "B", "--theme", "<|image_pad|>", "--model", "JUDGE", "--reasons"], "<|image_pad|>"),
         (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "aspect ratio"),
         (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),

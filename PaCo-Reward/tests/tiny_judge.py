@@ -29,7 +29,7 @@ REASONS = ["the colour is the same.", "both show it.", "the shape differs and th
 
 
 def make_processor() -> Qwen2_5_VLProcessor:
-    """A few hundred tokens, among them Yes and No; 56 x 56 px images."""
+    """A few hundred tokens; 56 x 56 px images."""
     texts = [theme_question(theme) for theme in THEMES] * 20
     texts += [f"{word}. {reason}" for word in ("Yes", "No") for reason in REASONS] * 20
     texts += ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 20
@@ -52,7 +52,7 @@ _QWEN3_5_CHAT = _QWEN3_VL_CHAT.replace(
 
 
 def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
-    """A complete model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``): 32 px a token, 4 to 64 tokens an image.
+    """A model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``): 32 px a token, 4 to 64 tokens an image.
 
     Yes and No have larger embeddings: random weights seldom put them among the top 20.
     """
@@ -134,10 +134,9 @@ def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0,
 
 
 def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
-    """A judge as a folder, changed so that Yes and No are its most probable tokens: ``least`` is added to their logits.
+    """A judge as a folder, changed so that Yes and No are its most probable tokens: else no pair has a score.
 
-    Without the change a pair has no score, because neither is among the top 20 tokens. A multiple of the mean last
-    hidden state is added to both rows of the head, which keeps the difference of the two logits.
+    A multiple of the mean last hidden state is added to both rows of the head, which keeps the logits' difference.
     """
     judge = JudgeScorer.from_pretrained(source)
     states = []

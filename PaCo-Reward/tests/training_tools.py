@@ -17,9 +17,7 @@ def train_config(judge_dir, data_dir, output, **changes) -> dict:
     """Two steps of plain gradient descent, so that weights show gradients."""
     return {
         "model_name_or_path": str(judge_dir),
-        "stage": "sft",
         "do_train": True,
-        "finetuning_type": "lora",
         "lora_rank": 4,
         "lora_target": "q_proj,up_proj,attn.qkv",
         "freeze_vision_tower": False,
@@ -35,7 +33,6 @@ def train_config(judge_dir, data_dir, output, **changes) -> dict:
         "disable_shuffling": True,
         "disable_gradient_checkpointing": True,
         "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
         "max_steps": 2,
         "logging_steps": 1,
         "learning_rate": 0.5,

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paco_judge.client import JudgeError
-from paco_reward import demo, score_command
-from paco_reward.answers import load_judge
+from paco_reward import demo, score
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import command as build_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status (1: the last line on standard error states the problem)."""
+    """Returns the exit status; 1: the last line on standard error states the problem."""
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_reward").setLevel(logging.INFO)
@@ -27,9 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # from inside LLaMA-Factory: the traceback helps
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,10 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--output", required=True, help="new folder for the merged model")
     export.set_defaults(command=_export)
 
-    score_command.add_parser(commands)
+    score.add_parser(commands)
     demo.add_parser(commands)
     accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labeled pairs")
-    score_command.add_judge_options(accuracy)
+    score.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json; several, with commas, are also reported each")
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
@@ -67,13 +63,11 @@ def _train(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from paco_judge.scorer import silence_transformers
-    from paco_reward.export import export, synthetic_pairs
+    from paco_reward.export import export
 
     silence_transformers()
-    pairs = synthetic_pairs()
-    largest = export(args.base, args.adapter, args.output, pairs)
-    print(f"merged model: {args.output}")
-    print(f"largest score difference before/after on {len(pairs)} pairs: {largest:.2e}")
+    largest = export(args.base, args.adapter, args.output)
+    print(f"merged model: {args.output}\nlargest score difference before/after on 100 pairs of images: {largest:.2e}")
     return 0
 
 
@@ -87,7 +81,7 @@ def _accuracy(args: argparse.Namespace) -> int:
         own = labeled_pairs(args.dataset_dir, name, form_of(args))
         rows, labels, kinds = [*rows, *own[0].rows], [*labels, *own[1]], [*kinds, *[name] * len(own[1])]
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(load_judge(args), FilePairs(rows), labels, kinds)
+    report |= measure(score.load_judge(args), FilePairs(rows), labels, kinds)
     text = json.dumps(report, indent=2)
     print(text, flush=True)  # first: the file may not be writable
     if args.output:

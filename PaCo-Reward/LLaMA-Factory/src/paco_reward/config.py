@@ -32,8 +32,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     """The configuration with ``gradient_accumulation_steps`` in place of ``global_batch_size``.
 
-    An explicit ``gradient_accumulation_steps`` is kept. Otherwise an optimizer step has the number of sequences,
-    processes (on all nodes) x per_device_train_batch_size x accumulation, that is nearest to ``global_batch_size``.
+    An explicit one is kept. Otherwise the sequences of an optimizer step, processes (on all nodes) x
+    per_device_train_batch_size x accumulation, are as near to ``global_batch_size`` as possible.
     """
     config = dict(config)
     if (wanted := config.pop("global_batch_size", None)) is None:

@@ -18,9 +18,9 @@ DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir 
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a data set: ``DATASET row N``, its messages' text and its image files."""
+    """One row of a data set."""
 
-    place: str
+    place: str  # DATASET row N
     prompt: str
     answer: str
     images: tuple[Path, ...]
@@ -73,8 +73,6 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     files = images if isinstance(images, list) else [images]
     if held := [token for token in RESERVED if any(token in text for _, text in texts)]:
         raise ValueError(f"a text holds {held[0]}, which stands for an image in the model; remove it")
-    if (found := sum(text.count(TAG) for _, text in texts)) != len(files):
-        raise ValueError(f"{found} {TAG} tags but {len(files)} images")
     prompt = "\n".join(text for who, text in texts if who == tags.get("user_tag", "human"))
     answers = [text for who, text in texts if who == tags.get("assistant_tag", "gpt")]
     if not answers or not prompt:
@@ -84,10 +82,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
 
 
 def check_data(config: dict[str, Any]) -> None:
-    """Raise PacoRewardError if a training configuration names unusable data or a missing image; warn of other labels.
-
-    A damaged image is reported by the training, which reads it.
-    """
+    """Raise PacoRewardError if a training configuration names unusable data or a missing image; warn of other labels."""
     for key in ("dataset", "eval_dataset"):
         names = config.get(key) or []
         for name in names.split(",") if isinstance(names, str) else names:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,8 @@ from PIL import Image
 from paco_judge.client import JudgeError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
-from paco_reward import sheet
-from paco_reward.answers import Answers, Judge, judge_named, questions_about
 from paco_reward.errors import PacoRewardError
-from paco_reward.score_command import add_asking_options
+from paco_reward.score import Judge, add_asking_options, ask, judge_named, questions_about, sheet
 
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"
@@ -44,12 +42,10 @@ def build(judge: Judge) -> Any:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
     import gradio
 
-    def ask(files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool) -> Iterator[str]:
+    def answer(files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool) -> str:
         try:
-            answers = asked_about(judge.name, files or [], int(rows or 1), int(columns or 1), theme, edit).scored(judge)
-            yield sheet.fragment(answers)
-            if with_reasons:
-                yield sheet.fragment(answers.explained(judge))
+            asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme.strip(), edit.strip())
+            return sheet(ask(judge, *asked, with_reasons))
         except (ValueError, JudgeError) as error:
             raise gradio.Error(str(error), duration=None) from error
 
@@ -71,23 +67,21 @@ def build(judge: Judge) -> Any:
             with gradio.Column(scale=3):
                 result = gradio.HTML("<p>Drop two images or more, or one grid and its rows and columns.</p>")
         inputs = [images, rows, columns, theme_text, instruction, reasons]
-        button.click(ask, inputs, result, api_name="ask", concurrency_limit=1)
+        button.click(answer, inputs, result, api_name="ask", concurrency_limit=1)
     return page
 
 
 def asked_about(
-    judge: str, files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
-) -> Answers:
-    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and the questions."""
-    images: list[Image.Image] = []
-    names: list[str] = []
+    files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
+) -> tuple[list[Image.Image], list[str], dict[str, str]]:
+    """Images of ``files`` (path, caption), cut into panels if there are rows or columns; their names; the questions."""
+    images, names = [], []
     for path, _ in files:
         panels = split_image(load_image(path), rows, columns)
         images += panels
         names += [f"{Path(path).name} {n + 1}" if len(panels) > 1 else Path(path).name for n in range(len(panels))]
     if not 2 <= len(images) <= MOST_IMAGES:
         raise PacoRewardError(f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}")
-    instruction, theme = instruction.strip(), theme.strip()
     if instruction and theme:
         raise PacoRewardError("give a theme or an editing instruction, not both")
-    return Answers(judge, images, names, questions_about(theme or None, instruction or None))
+    return images, names, questions_about(theme or None, instruction or None)

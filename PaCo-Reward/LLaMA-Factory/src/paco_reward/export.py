@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,12 @@ PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
 
 
-def export(base: str, adapter: str, output: str | Path, pairs: Sequence[Pair]) -> float:
+def export(base: str, adapter: str, output: str | Path) -> float:
     """Merge an adapter into its base and save weights, processor and chat template.
 
     The merge is computed in float32 and saved as the base is stored. The processor limits images as in the training.
-    ``output`` is written only after the merged model has given the scores of base and adapter on ``pairs``. Returns the
-    largest difference of P(Yes), in [0, 1]. Raises PacoRewardError.
+    ``output`` is written only after the merged model has given the scores of base and adapter on ``synthetic_pairs``.
+    Returns the largest difference of P(Yes), in [0, 1]. Raises PacoRewardError.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -47,12 +46,14 @@ def export(base: str, adapter: str, output: str | Path, pairs: Sequence[Pair]) -
         if limits := trained_limits(adapter):
             write_limits(merged, limits)
         del model
-        difference = largest_difference(
-            JudgeScorer.from_pretrained(base, adapter), JudgeScorer.from_pretrained(merged), pairs
-        )
+        judges, pairs = ((base, adapter), (merged,)), synthetic_pairs()
+        scores = [[verdict.p_yes for verdict in JudgeScorer.from_pretrained(*judge).score(pairs)] for judge in judges]
+        if any(None in of_one for of_one in scores):
+            raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")
+        difference = float(np.abs(np.subtract(*scores)).max())
         if difference > LARGEST_DIFFERENCE:
             raise PacoRewardError(
-                f"the merged model changes P(Yes) by up to {difference:.3f} on {len(pairs)} pairs; nothing is written. "
+                f"the merged model changes P(Yes) by up to {difference:.3f}; nothing is written. "
                 f"Does the adapter {adapter} belong to the base {base}?"
             )
         merged.rename(output)
@@ -72,11 +73,3 @@ def synthetic_pairs(count: int = 100) -> list[Pair]:
         ]
         pairs.append(Pair(images[0], images[1], theme_question("a set of pictures")))
     return pairs
-
-
-def largest_difference(before: JudgeScorer, after: JudgeScorer, pairs: Sequence[Pair]) -> float:
-    """The largest |difference| of P(Yes) between two judges; every pair needs a score."""
-    scores = [[verdict.p_yes for verdict in judge.score(pairs)] for judge in (before, after)]
-    if any(value is None for values in scores for value in values):
-        raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")
-    return float(np.abs(np.subtract(*scores)).max())

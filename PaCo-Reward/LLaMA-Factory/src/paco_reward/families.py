@@ -34,7 +34,7 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> None:
-    """Refuse a training template whose prompt is not the one that servers render from the model's chat template."""
+    """Refuse a template whose prompt is not the one that servers render from the model's chat template."""
     if not isinstance(chat_template, str):
         return
     question = {"role": "user", "content": "Are they consistent?"}
@@ -57,14 +57,12 @@ def limit_images(processor: Any, most: int) -> None:
 
 
 def write_limits(folder: Path, limits: dict[str, int]) -> None:
-    """Change the limits in a model folder's files, if they differ."""
+    """Change the limits in a model folder's files."""
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())
         images = settings.get("image_processor", settings)
         if "patch_size" not in images:
             continue
         old_names = dict(zip(("min_pixels", "max_pixels"), limits.values(), strict=True))  # they win over size
-        changed = {"size": limits} | {name: value for name, value in old_names.items() if name in images}
-        if any(images.get(name) != value for name, value in changed.items()):
-            images |= changed
-            file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        images |= {"size": limits} | {name: value for name, value in old_names.items() if name in images}
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -19,7 +19,9 @@ def run(config_path: str, overrides: list[str], environment: dict[str, str]) -> 
     config = load_config(config_path, overrides)
     check_combinations(config)
     check_data(config)
-    print(f"template: {with_template(config)['template']}\nloss: {loss_name(config)}", flush=True)
+    weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme") or "sequence"
+    print(f"template: {with_template(config)['template']}")
+    print(f"loss: first_token_weight {weight} (None: LLaMA-Factory's own), {scheme} (published: released)", flush=True)
     command = torchrun_command(config, config_path, overrides, environment)
     if command is None:
         train(config)
@@ -38,22 +40,11 @@ def train(config: dict[str, Any]) -> None:
     run_exp(with_accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))))
 
 
-def loss_name(config: dict[str, Any]) -> str:
-    """The loss that a configuration trains, for people."""
-    weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme") or "sequence"
-    if weight is None:
-        return "LLaMA-Factory's own (first_token_weight: null)"
-    other = "; the published trainer weights by first_token_scheme: released" if scheme == "sequence" else ""
-    return f"first_token_weight {weight}, first_token_scheme {scheme}{other}"
-
-
 def torchrun_command(
     config: dict[str, Any], config_path: str, overrides: list[str], environment: dict[str, str]
 ) -> list[str] | None:
-    """The torchrun command of this node, or None when one plain process is enough.
-
-    On a CPU the default is two processes: with small models they use two cores better than two threads.
-    """
+    """The torchrun command of this node, or None when one plain process is enough."""
+    # On a CPU the default is two processes: with small models they use two cores better than two threads.
     nodes = int(environment.get("NNODES", "1"))
     processes = int(environment.get("NPROC_PER_NODE") or torch.cuda.device_count() or min(2, os.cpu_count() or 1))
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):

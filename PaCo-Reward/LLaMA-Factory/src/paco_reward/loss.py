@@ -39,7 +39,7 @@ def find_answers(labels: Tensor) -> Answers:
 
 @contextmanager
 def answer_positions_only(head: nn.Module, mask: Tensor) -> Iterator[None]:
-    """Let the output layer ``head`` compute logits (K, V) instead of (B, L, V): those of the positions in ``mask``.
+    """Let the output layer ``head`` compute logits (K, V), of the positions in ``mask``, instead of (B, L, V).
 
     An answer has about 100 tokens, its prompt with two images thousands, and a row of 152k logits takes 0.6 MB.
     """

@@ -11,9 +11,6 @@ from paco_judge.client import Pair
 
 logger = logging.getLogger(__name__)
 
-# Columns of the per-answer statistics that evaluation gathers.
-TOKEN_ACCURACY, FIRST_CORRECT, P_YES, LABEL = range(4)
-
 
 def auc(p_yes: Any, label: Any) -> float | None:
     """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
@@ -67,10 +64,9 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples. The judge's numbers
     are over the examples whose answer begins with Yes or No.
     """
-    rows = np.asarray(predictions.predictions, dtype=np.float64)
-    judged = rows[~np.isnan(rows[:, LABEL])]
-    report = judge_report(judged[:, P_YES], judged[:, LABEL] > 0.5)
-    columns = {"accuracy": TOKEN_ACCURACY, "first_token_accuracy": FIRST_CORRECT}
-    result = {name: float(np.nanmean(rows[:, column])) for name, column in columns.items()}
+    token_accuracy, first_correct, p_yes, label = np.asarray(predictions.predictions, dtype=np.float64).T
+    judged = ~np.isnan(label)
+    report = judge_report(p_yes[judged], label[judged] > 0.5)
+    result = {"accuracy": float(np.nanmean(token_accuracy)), "first_token_accuracy": float(np.nanmean(first_correct))}
     result |= {f"judge_{name}": report[name] for name in ("accuracy", "auc", "ece")}
     return {name: value for name, value in result.items() if value is not None}

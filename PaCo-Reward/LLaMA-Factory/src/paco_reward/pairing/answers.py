@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, tex
             if all(error is not None for _, error in found) and (len(own) == _PAIRS_AT_ONCE or not known):
                 raise PacoRewardError(f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue")
     if errors:
-        logger.warning(
-            "no answer to %d of %d %s, first: %s; run again to ask them", len(errors), len(todo), what, errors[0]
-        )
+        logger.warning("no answer to %d of %d %s, first: %s; run again", len(errors), len(todo), what, errors[0])
     return {one: known[key] for one, key in keys.items() if key in known}
 
 
@@ -76,14 +73,14 @@ def rank_by_scores(
 
     Sets with a missing score are left out and counted; the next run asks again.
     """
-    asked = []
-    for one in sets:
-        folder = f"images/{one.folder}/"
-        asked.append([(folder + one.ref_image, folder + name, questions[one.folder]) for name in one.comp_images])
-    known = ask(chain.from_iterable(asked), output, judge, "rankings")
+
+    def asked(one: CandidateSet, name: str) -> Asked:
+        return f"images/{one.folder}/{one.ref_image}", f"images/{one.folder}/{name}", questions[one.folder]
+
+    known = ask((asked(one, name) for one in sets for name in one.comp_images), output, judge, "rankings")
     rankings = []
-    for one, keys in zip(sets, asked, strict=True):
-        scores = {name: known.get(key) for name, key in zip(one.comp_images, keys, strict=True)}
+    for one in sets:
+        scores = {name: known.get(asked(one, name)) for name in one.comp_images}
         if None in scores.values():
             counts["rankings_without_answer"] += 1
             continue

@@ -24,12 +24,12 @@ from paco_judge.client import JudgeClient
 from paco_judge.grid import split_image
 from paco_judge.images import encode, load_image
 from paco_judge.questions import EDITING, Question, form_of, load_editing_questions, load_question, record
-from paco_reward.answers import client_of
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, select
 from paco_reward.pairing.inputs import EditRow, PromptItem
 from paco_reward.pairing.select import LabeledPair
+from paco_reward.score import client_of
 
 EDITING_NAME = "sharegpt_editing"
 TRAIN, TEST = "train", "test"
@@ -56,29 +56,26 @@ def build(options: Namespace) -> dict[str, Any]:
     _claim(output, items)
 
     counts: Counter[str] = Counter(prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output))
+    questions = {item.folder: question.text(theme=item.grid.theme) for item in items}
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
-        questions = {item.folder: question.text(theme=item.grid.theme) for item in items}
         _write_lines(output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items))
-        if rankings is None:
-            formed = [
-                select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed) for i in items
-            ]
-            sets = [one for own in formed for one in own]
-            counts.update(prompts_without_sets=formed.count([]), sets=len(sets))
-            _write_lines(output / "sets.jsonl", (one.model_dump(exclude={"place"}) for one in sets))
-            if not options.sets_only:
-                rankings = answers.rank_by_scores(sets, questions, output, judge, counts)
+    if items and rankings is None:
+        formed = [select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed) for i in items]
+        sets = [one for own in formed for one in own]
+        counts.update(prompts_without_sets=formed.count([]), sets=len(sets))
+        _write_lines(output / "sets.jsonl", (one.model_dump(exclude={"place"}) for one in sets))
         if not options.sets_only:
-            counts["rankings"] = len(rankings)
-            names = ("folder", "ref_image", "comp_images", "rank_images")
-            rows = ((r.folder, r.ref_image, sorted(r.rank_images), r.rank_images) for r in rankings)
-            _write_lines(output / "consistency_full_rank.jsonl", (dict(zip(names, row)) for row in rows))
-            ranks = options.yes_ranks, options.no_ranks, options.min_gap
-            labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
-            pairs = select.pairs_of_rankings(labeled, by_folder, questions, options.seed, counts)
-            decided = {item.group: item.split for item in items if item.split}
-            datasets |= _datasets(options, options.name, pairs, counts, judge, decided, written)
+            rankings = answers.rank_by_scores(sets, questions, output, judge, counts)
+    if rankings:
+        counts["rankings"] = len(rankings)
+        rows = (r.model_dump(include={"folder", "ref_image", "comp_images", "rank_images"}) for r in rankings)
+        _write_lines(output / "consistency_full_rank.jsonl", rows)
+        ranks = options.yes_ranks, options.no_ranks, options.min_gap
+        labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
+        pairs = select.pairs_of_rankings(labeled, by_folder, questions, options.seed, counts)
+        decided = {item.group: item.split for item in items if item.split}
+        datasets |= _datasets(options, options.name, pairs, counts, judge, decided, written)
     if edits and not options.sets_only:
         pairs, unlabeled = _editing_pairs(edits, output, editing)
         if judge and unlabeled:
@@ -92,7 +89,7 @@ def build(options: Namespace) -> dict[str, Any]:
         raise PacoRewardError(f"no balanced pairs are left ({lost}); add images or rankings, or loosen the options")
     numbers = _write_datasets(output, datasets, pair_prefix(form))
     stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": numbers}
-    _write(output / "stats.json", json.dumps(stats, indent=2, ensure_ascii=False) + "\n")
+    _write_json(output / "stats.json", stats)
     return stats
 
 
@@ -126,7 +123,7 @@ def _datasets(
     decided: Mapping[str, str],
     written: Mapping[frozenset[str], inputs.ReasonRow] | None,
 ) -> dict[str, list[LabeledPair]]:
-    """Clean, split (some groups are ``decided``), balance and shuffle labeled pairs, and add reasons; by data set name."""
+    """Clean, split (some groups are ``decided``), balance and shuffle pairs, and add reasons; by data set name."""
     counts["pairs_labelled"] += len(labeled)
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
@@ -194,25 +191,21 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
 def _write_datasets(
     output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
 ) -> dict[str, dict[str, int]]:
-    """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question.
-
-    Returns numbers; ``groups``: themes, or sources of edits.
-    """
+    """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question."""
     info, numbers = {}, {}
     for name, pairs in datasets.items():
         rows = []
         for pair in pairs:
             question = {"role": "user", "content": f"{images}{pair.question}"}
             answer = {"role": "assistant", "content": pair.reason or pair.verdict}
-            row = {"messages": [question, answer], "images": [pair.first, pair.second]}
-            rows.append(json.dumps(row, ensure_ascii=False))
-        _write(output / f"{name}.json", "[\n" + ",\n".join(rows) + "\n]\n")
+            rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
+        _write_json(output / f"{name}.json", rows)
         columns = {"messages": "messages", "images": "images"}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
         yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
         numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "groups": len(groups)}
     if info:
-        _write(output / "dataset_info.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
+        _write_json(output / "dataset_info.json", info)
     return numbers
 
 
@@ -226,3 +219,7 @@ def _write(file: Path, content: str | bytes) -> None:
 
 def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     _write(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_json(file: Path, content: Any) -> None:
+    _write(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

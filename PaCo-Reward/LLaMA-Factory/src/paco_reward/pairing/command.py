@@ -5,13 +5,10 @@ from pathlib import Path
 
 from paco_judge.questions import EDITING, add_form_arguments
 from paco_reward.errors import PacoRewardError
-from paco_reward.score_command import positive
+from paco_reward.score import positive
 
-DESCRIPTION = """Builds training data for the judge from generated images. Grids are cut into sub-figures by the layout in their prompts;
-a reference and candidates from different generations of a prompt make a set; people (--rankings) or a judge's P(Yes)
-(--server) rank the candidates; the best become Yes pairs with the reference, the worst No pairs. Near-duplicates are
-removed, train and test are split by theme, Yes and No are balanced. The same command resumes a stopped run.
-"""
+DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people (--rankings) or a judge (--server) rank
+(docs/judge.md, "Training data"). The same command resumes a stopped run."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -61,9 +58,6 @@ def check(options: argparse.Namespace) -> None:
         (bool(images) != bool(options.metadata), "images (--grids, --sub_figures) need --metadata, and it them"),
         (images and not labels, "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"),
         (options.reasons and not options.server, "--reasons are written by a model: give --server URL"),
-        (options.reasons_file and options.editing, "--reasons_file has none for --editing; build it in another run"),
-        (not 0 <= options.test_share < 1, "--test_share lies in [0, 1)"),
-        (not images and (options.rankings or options.sets_only), "--rankings, --sets_only: give --grids"),
         (not options.rankings and ranks > options.candidates, "--yes_ranks and --no_ranks exceed --candidates"),
     ):
         if problem:

@@ -1,6 +1,6 @@
 """Reading the inputs: prompts with their images, rankings, edits, written reasons. Every problem names its line.
 
-Images of a prompt, the first of these that exists (``idx``: of its line in the metadata, default a number):
+Images of a prompt, the first of these that exists (``idx``: of its line in the metadata):
 
   grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png and <idx>_*.png
   sub-figures   FOLDER/<idx>/<generation>/* in the order of their names
@@ -32,41 +32,39 @@ def _plain(text: str) -> str:
     return text
 
 
+def _prompt(text: str) -> str:
+    split_prompt(_plain(text))  # panels must match the layout
+    return text
+
+
 Text = Annotated[str, AfterValidator(_plain)]
 Files = Annotated[list[str], BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files))]
 
 
 class Row(pydantic.BaseModel):
-    """A line of an input file. ``place``: ``FILE line N``. Other keys are ignored."""
+    """A line of an input file; other keys are ignored."""
 
     model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
-    place: str = ""
+    place: str = ""  # FILE line N
 
 
 class PromptRow(Row):
     """A prompt; several lines may be generations of one. ``split``: where its theme goes."""
 
-    prompt: Text
-    idx: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    theme: str | None = None
+    prompt: Annotated[str, AfterValidator(_prompt)]
+    idx: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     split: Literal["train", "test", ""] | None = None
     image: Files = []
     file: Files = []
     images: Files = []
 
-    @model_validator(mode="after")
-    def _panels_match_the_layout(self) -> "PromptRow":
-        split_prompt(self.prompt)
-        return self
-
     @property
     def files(self) -> list[str]:
-        """Those of the first key that names any: tables write null into the others."""
-        return self.image or self.file or self.images
+        return self.image or self.file or self.images  # tables write null into those that are not used
 
 
 class CandidateSet(Row):
-    """A reference and the candidates to be ranked against it; names are relative to the prompt's folder."""
+    """A reference and its candidates; names are relative to the prompt's folder."""
 
     folder: str
     ref_image: str
@@ -112,12 +110,12 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 class PromptItem:
     """One prompt with its sub-figures, which are named inside the prompt's folder."""
 
-    folder: str  # the metadata's idx
+    folder: str  # its idx
     prompt: str
     grid: GridPrompt
     place: str  # the line it was read from
     group: str  # of prompts that share a theme; train and test are split by it
-    split: str  # train or test, where the metadata decides
+    split: str | None  # train or test, where the metadata decides
     sources: dict[str, tuple[Path, int | None]]  # by name, the file and the panel of it to be cut out (None: all of it)
     generations: list[list[str]]  # names of each one's panels, row-major
 
@@ -140,27 +138,21 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
     """All prompts with their images; ``grids``: the folder holds grids, not sub-figures. Raises PacoRewardError."""
-    if not folder.is_dir():
-        raise PacoRewardError(f"{'--grids' if grids else '--sub_figures'}: folder {folder} does not exist")
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
-    themes: dict[str, list[str]] = {}
     for row in read_rows(metadata, PromptRow):
-        same = (idx for idx, (first, *_) in prompts.items() if first.prompt == row.prompt)
-        row.idx = row.idx or next(same, f"{len(prompts):04d}")
-        row.place += f" (idx {row.idx})"
-        first, *_ = prompts.setdefault(row.idx, []) or [row]
+        prompts.setdefault(row.idx, []).append(row)
+        first = prompts[row.idx][0]
         if (row.prompt, row.split) != (first.prompt, first.split):
-            raise PacoRewardError(f"{row.place} has another prompt or split than {first.place}; make its idx unique")
-        prompts[row.idx].append(row)
-        texts = (row.prompt, split_prompt(row.prompt).theme, row.theme or row.prompt)
-        themes.setdefault(row.idx, []).extend(" ".join(text.casefold().split()) for text in texts)
-    items, every = [], list(prompts.values())
-    for own, number in zip(every, connected(list(themes.values())), strict=True):
-        row, first, grid = own[0], every[number][0], split_prompt(own[0].prompt)
+            raise PacoRewardError(f"{row.place}: idx {row.idx} has another prompt or split than {first.place}")
+    items: list[PromptItem] = []
+    themes: dict[str, PromptRow] = {}
+    for idx, (row, *more) in prompts.items():
+        grid = split_prompt(row.prompt)
+        first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
         if row.split != first.split:
             raise PacoRewardError(f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})")
-        sources, generations = (_grids if grids else _sub_figures)(own, folder, len(grid.panels))
-        items.append(PromptItem(row.idx, row.prompt, grid, row.place, first.idx, row.split or "", sources, generations))
+        sources, generations = (_grids if grids else _sub_figures)([row, *more], folder, len(grid.panels))
+        items.append(PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, sources, generations))
     return items
 
 

@@ -24,19 +24,15 @@ LARGEST_RMS = 6.0
 
 @dataclass(frozen=True)
 class LabeledPair:
-    """Two images (paths relative to the data set's folder), the question about them and its answer.
+    """Two images, the question about them and its answer."""
 
-    ``kind``: ``theme``, ``editing_consistency`` or ``editing_instruction``. ``group``: the unit of the train/test
-    split. ``reason``: the whole answer, beginning with Yes or No, once it is written.
-    """
-
-    first: str
+    first: str  # path relative to the data set's folder
     second: str
     question: str
     label: bool
-    kind: str
-    group: str
-    reason: str | None = None
+    kind: str  # theme, editing_consistency or editing_instruction
+    group: str  # the unit of the train/test split
+    reason: str | None = None  # the whole answer, beginning with Yes or No, once it is written
 
     @property
     def verdict(self) -> str:
@@ -159,7 +155,7 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """``share`` of the groups, rounded; unless it is 0, of two or more at least one is for testing and one for training."""
+    """``share`` of the groups, rounded; unless it is 0, of two or more at least one is for testing, and one is not."""
     known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
     if share <= 0 or len(known) < 2:
         return set()
