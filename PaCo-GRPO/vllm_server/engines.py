@@ -65,7 +65,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             return Engine("vllm", python, version)
         visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
         unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
-    reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
+    reason = unfit or "found no vLLM in the activated environment or in .venv-vllm"
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
         raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
@@ -78,12 +78,11 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
-    """Where vLLM is looked for, in order; some may not exist. An activated interpreter is on the PATH."""
+    """Where vLLM is looked for, in order; the last may not exist. An activated interpreter is on the PATH."""
     if given := environment.get("VLLM_PYTHON"):
         return [given]
-    python, python3, vllm = (shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm"))
-    beside = vllm and str(Path(vllm).resolve().with_name("python"))  # uv and pipx link vllm to its own environment
-    return list(dict.fromkeys(filter(None, (python, python3, beside, str(REPOSITORY / ".venv-vllm/bin/python")))))
+    found = [shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3")]
+    return list(dict.fromkeys(filter(None, (*found, str(REPOSITORY / ".venv-vllm/bin/python")))))
 
 
 def _find_vllm(python: str) -> list[str] | None:
@@ -98,12 +97,12 @@ def _find_vllm(python: str) -> list[str] | None:
 
 
 def check_weights(model: Model) -> None:
-    """Compare the files of a model and its adapters with its list of tensors. Raises LaunchError.
+    """Compare a model's files with its list of tensors. Raises LaunchError.
 
     vLLM fuses layers and does not notice that a part of one is missing. For families other than the judges' this only
     warns: vLLM may read other files than transformers.
     """
-    command = [sys.executable, "-m", "paco_judge.weights", model.path, *model.adapters.values()]
+    command = [sys.executable, "-m", "paco_judge.weights", model.path]
     environment = process_environment("check", (), os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env=environment)
     if done.returncode != 0:

@@ -223,11 +223,9 @@ class Engine:
         if job.request.logprobs:
             scores = logits.astype(np.float64)
             scores -= np.logaddexp.reduce(scores)
-            count = max(1, job.request.top_logprobs)
-            top = np.argpartition(-scores, count - 1)[:count]
+            top = np.argpartition(-scores, job.request.top_logprobs)[: job.request.top_logprobs]
             entries = [self._entry(int(token), scores[token]) for token in top[np.argsort(-scores[top], kind="stable")]]
-            first = self._entry(ids[0], scores[ids[0]])
-            logprobs = {"content": [first | {"top_logprobs": entries[: job.request.top_logprobs]}]}
+            logprobs = {"content": [self._entry(ids[0], scores[ids[0]]) | {"top_logprobs": entries}]}
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)},
@@ -245,7 +243,6 @@ def build_app(
     engine: Engine, name: str, *, max_images: int = 16, max_body_bytes: int = 32 << 20, api_key: str | None = None
 ) -> FastAPI:
     """The engine as an application. ``api_key``: needed on every route except ``/health``."""
-    started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -263,8 +260,8 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        row = {"id": name, "object": "model", "created": started, "owned_by": "paco-rl"}
-        return JSONResponse({"object": "list", "data": [row | {"max_model_len": engine.max_model_len}]})
+        row = {"id": name, "object": "model", "owned_by": "paco-rl", "max_model_len": engine.max_model_len}
+        return JSONResponse({"object": "list", "data": [row]})
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

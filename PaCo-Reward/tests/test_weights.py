@@ -1,4 +1,4 @@
-"""Weights are whole: models by the headers of their files, LoRA adapters by their tensors."""
+"""Weights are whole: models by the headers of their files, LoRA adapters when they are loaded."""
 
 import json
 import re
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from paco_judge.weights import from_pretrained_strict, main
+from paco_judge.scorer import load_adapter
+from paco_judge.weights import WrongWeights, from_pretrained_strict, main
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
@@ -51,32 +52,32 @@ def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_
     assert any(name.startswith("visual.") for name in load_file(judge_dir / MODEL))
     old_names = renamed(("model.language_model.", "model."), ("model.model.visual.", "model.visual."))
     old_adapter = changed(adapter_dir, tmp_path / "tuned", ADAPTER, old_names)
-    assert main(str(judge_dir), str(adapter_dir), str(old_adapter)) == 0
     new_names = renamed((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))
     new = changed(judge_dir, tmp_path / "new", MODEL, new_names)
-    assert main(str(new), str(adapter_dir)) == 0
+    assert main(str(judge_dir)) == main(str(new)) == 0
     assert capfd.readouterr().out == ""
+    for base, adapter in ((judge_dir, old_adapter), (new, adapter_dir)):
+        load_adapter(AutoModelForImageTextToText.from_pretrained(base), adapter)  # raises unless all of it is used
 
 
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
         (MODEL, put("k_proj.weight", None), "lack 1 of the model's tensors: " + K_PROJ),
-        (MODEL, put("k_proj.weight", torch.ones(3, 128)), K_PROJ + " is 3x128 instead of 64x128"),
-        (ADAPTER, put("q_proj.lora_B", None), "q_proj.weight is"),
-        (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9)), "2x9"),
+        (MODEL, put("k_proj.weight", torch.ones(3, 128)), K_PROJ + " is [3, 128] instead of [64, 128]"),
+        (ADAPTER, put("q_proj.lora_B", None), "q_proj.lora_B"),
+        (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9)), "2, 9"),
         (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"), "that its base lacks"),
-        (ADAPTER, put("q_proj.lora_A", torch.full((4, 64), torch.inf)), "not finite"),
     ],
 )
 def test_a_tensor_that_is_missing_or_does_not_fit_is_named(judge_dir, adapter_dir, tmp_path, capfd, file, change, said):
     folder = changed(judge_dir if file == MODEL else adapter_dir, tmp_path / "changed", file, change)
-    assert main(*map(str, [folder] if file == MODEL else [judge_dir, folder])) == 1
-    output = capfd.readouterr().out
-    assert said in output and output.count("\n") == 1
-    if file == MODEL:
-        with pytest.raises(ValueError, match=said):
+    with pytest.raises(WrongWeights, match=re.escape(said)):
+        if file == MODEL:
+            assert main(str(folder)) == 1 and said in capfd.readouterr().out
             from_pretrained_strict(AutoModelForImageTextToText, folder)
+        else:
+            load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), folder)
 
 
 @pytest.mark.parametrize(

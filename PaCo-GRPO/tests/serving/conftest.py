@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import shutil
 import sys
@@ -9,9 +8,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-REPO = ROOT.parent
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT.parent / "PaCo-Reward" / "tests")]
 from serving_tools import Shell
 
 torch.set_num_threads(1)
@@ -20,10 +18,9 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def tiny():
     """Makes a Qwen2.5-VL of random weights (shared with PaCo-Reward's tests)."""
-    spec = importlib.util.spec_from_file_location("tiny_judge", REPO / "PaCo-Reward" / "tests" / "tiny_judge.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    import tiny_judge
+
+    return tiny_judge
 
 
 @pytest.fixture(scope="session")

@@ -40,13 +40,12 @@ class Shell:
         for folder in (package, package.parent, package.parent.parent):
             (folder / "__init__.py").touch()
         shutil.copy(FAKE, package / "main.py")
-        (self.vllm / "bin" / "vllm").touch(0o755)
         for name in WITH_VLLM:
             file = Path(importlib.util.find_spec(name).origin)
             (site / (file.parent.name if file.stem == "__init__" else file.name)).symlink_to(
                 file.parent if file.stem == "__init__" else file
             )
-        self.cwd, self.bin, self.port = tmp_path, tmp_path / "bin", free_port()
+        self.cwd, self.port = tmp_path, free_port()
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": os.environ["PATH"],

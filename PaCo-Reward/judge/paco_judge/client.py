@@ -27,7 +27,7 @@ _scores: dict[bytes, float] = {}  # of the whole process, by a hash of server, t
 
 
 class JudgeError(RuntimeError):
-    """No judge answers at the base URL, it refuses us, or it does not serve the model."""
+    """No judge answers, it refuses us, or it does not serve the model."""
 
 
 class JudgeClient:
@@ -70,8 +70,7 @@ class JudgeClient:
             answer = transport.run(transport.request("GET", url, self._headers, time.monotonic() + 10.0))
             served = [str(row["id"]) for row in parse(answer)["data"]]
         except transport.NoAnswer as error:
-            hint = "; start one with `bash vllm_server/launch.sh` in PaCo-GRPO, or correct base_url"
-            hint = {None: hint, 401: "; check api_key", 403: "; check api_key"}.get(error.status, "")
+            hint = "" if error.status else "; start one with `bash vllm_server/launch.sh`, or correct base_url"
             raise JudgeError(f"no judge answers at {url}: {error}{hint}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeError(f"{url} does not answer like an OpenAI-compatible server: {error!r}") from error
@@ -91,7 +90,7 @@ class JudgeClient:
     def write_blocking(
         self, pairs: Sequence[Pair], max_tokens: int, **sampling: float
     ) -> list[tuple[str | None, str | None]]:
-        """The whole answer to each pair's question and None, or None and why there is none. Raises JudgeError.
+        """Each pair's whole answer and None, or None and why there is none. Raises JudgeError.
 
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
@@ -109,7 +108,7 @@ class JudgeClient:
     async def _ask(
         self, model: str, question: str, urls: list[str | Exception], sampling: dict | None, deadline: float | None
     ) -> tuple[float | str | None, str | None]:
-        """The answer's text (``sampling`` None: its P(Yes)) and None, or None and why there is none."""
+        """The answer's text, or P(Yes) if ``sampling`` is None; and why there is none."""
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return None, str(unreadable)
         fields = sampling or {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}

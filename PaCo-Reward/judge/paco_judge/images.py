@@ -25,18 +25,13 @@ class UnreadableImage(ValueError):
 
 
 def open_image(source: str | Path | bytes) -> Image.Image:
-    """An image of ``FORMATS`` from a file or a file's content; only its header is read.
-
-    Raises UnreadableImage, whose message ("does not exist") follows the image's name.
-    """
+    """An image of ``FORMATS`` from a file or a file's content; only its header is read. Raises UnreadableImage."""
     try:
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
-    except FileNotFoundError:
-        raise UnreadableImage("does not exist") from None
     except Image.UnidentifiedImageError as error:
         raise UnreadableImage(f"is none of {', '.join(FORMATS)}; convert it to PNG") from error
     except Exception as error:  # decoders raise many types on damaged headers
-        raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+        raise UnreadableImage(f"cannot be read: {error}") from error
     if image.width * image.height > MAX_PIXELS:
         raise UnreadableImage(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller")
     return image
@@ -48,7 +43,7 @@ def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image
         try:
             return to_rgb(ImageOps.exif_transpose(image) if upright else image)
         except Exception as error:  # decoders raise many types on damaged data
-            raise UnreadableImage(f"cannot be read: {_line(error)}") from error
+            raise UnreadableImage(f"cannot be read: {error}") from error
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
@@ -70,7 +65,7 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image as RGB, decoded. 16-bit gray keeps its upper 8 bits: Pillow alone would make nearly all of it white."""
+    """Decoded, as RGB. 16-bit gray keeps its upper 8 bits: Pillow alone would make nearly all of it white."""
     image.load()
     if image.mode.startswith("I"):
         image = Image.fromarray((np.clip(np.asarray(image, dtype=np.int64), 0, 65535) >> 8).astype(np.uint8))
@@ -90,7 +85,7 @@ def data_url(image: Image.Image, image_format: str = "png") -> str:
 
 
 def as_received(image: Image.Image, image_format: str = "png") -> Image.Image:
-    """The RGB image that a server decodes, for judges in this process. Raises UnreadableImage."""
+    """The RGB image that a server decodes. Raises UnreadableImage."""
     if image_format != "png":
         return Image.open(io.BytesIO(encode(image, image_format)))
     try:
@@ -104,7 +99,3 @@ def content_digest(image: Image.Image) -> bytes:
     """A 20-byte hash of size and RGB pixels. Raises UnreadableImage."""
     image = as_received(image)
     return hashlib.blake2b(image.tobytes(), digest_size=20, salt=b"%dx%d" % image.size).digest()
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -26,7 +26,7 @@ _KNOWN = ("theme", "criterion", "criterion_sentence", "instruction", "prompt", "
 
 @cache
 def shipped() -> dict[str, str]:
-    """The templates that come with this package, by name."""
+    """Our templates by name."""
     return tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 
 
@@ -87,7 +87,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
 
 
 def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Question, ...]:
-    """One question about an edit, or two: is the rest kept, and is the instruction followed. Raises ValueError."""
+    """One question about an edit, or two: is the rest kept, is the instruction followed. Raises ValueError."""
     named = (question,) if isinstance(question, str) else tuple(question)
     if len(named) not in (1, 2):
         raise ValueError(f"an edit is asked about with one or two questions, not {len(named)}: {', '.join(named)}")
@@ -107,7 +107,7 @@ def editing_texts(questions: Sequence[Question], instruction: str, dimension: st
 
 
 def theme_question(theme: str) -> str:
-    """The default question on two sub-figures of one grid with this theme sentence."""
+    """The published question on two sub-figures of one grid."""
     return load_question("theme").text(theme=theme)
 
 
@@ -142,7 +142,6 @@ def add_form_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
-    """The form that a command's options state."""
     stated = {field.name: getattr(options, field.name) for field in fields(RequestForm)}
     return RequestForm(**defaults | {name: value for name, value in stated.items() if value is not None})
 

@@ -8,6 +8,7 @@ Shapes: B chats, L tokens, V vocabulary.
 """
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ from PIL import Image
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
-from paco_judge.weights import check_adapter, from_pretrained_strict, tensors_in
+from paco_judge.weights import WrongWeights, from_pretrained_strict
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
+# Adapters that were trained with transformers before 4.52 name the layers as the published folders do.
+_NEW_NAMES = {"^visual": "model.visual", r"^model(?!\.(language_model|visual))": "model.language_model"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class JudgeScorer:
             raise ValueError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
         loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
         if adapter is not None:
-            loaded = load_adapter(loaded, model, adapter)
+            loaded = load_adapter(loaded, adapter)
             if limits := trained_limits(adapter):
                 set_limits(processor, limits)
         see_images_once(loaded)
@@ -182,11 +185,11 @@ def see_images_once(model: torch.nn.Module) -> None:
         places = {content: contents.index(content) for content in contents}  # the first of each, in order
         kept, order = list(places.values()), [list(places).index(content) for content in contents]
         seen = forward(torch.cat([parts[place] for place in kept]), grid_thw=grid_thw[kept], **options)
-        patches_seen = sum(len(parts[place]) for place in kept)
+        sizes = [len(parts[place]) for place in kept]
 
         def for_all(features: torch.Tensor) -> torch.Tensor:
             """(tokens of the images seen, D) to those of all; a token is one patch or several."""
-            of_each = features.split([len(parts[place]) * len(features) // patches_seen for place in kept])
+            of_each = features.split([size * len(features) // sum(sizes) for size in sizes])
             return torch.cat([of_each[place] for place in order])
 
         for name, value in seen.items():
@@ -197,20 +200,30 @@ def see_images_once(model: torch.nn.Module) -> None:
 
 
 def silence_transformers() -> None:
-    """Turn off transformers' progress bars and warnings, for command lines."""
+    """Turn off transformers' progress bars and warnings."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
 
-def load_adapter(model: torch.nn.Module, base: str | Path, adapter: str | Path) -> torch.nn.Module:
-    """The model with a peft adapter, which is compared with its ``base`` first. Raises OSError, WrongWeights."""
-    from peft import PeftModel
+def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:
+    """The model with a peft adapter. Raises OSError, WrongWeights: The adapter does not fit the model."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+    from safetensors import SafetensorError
 
     folder = local_folder(adapter, ("adapter_*",))
-    check_adapter({name: tuple(value.shape) for name, value in model.state_dict().items()}, folder, tensors_in(base))
-    return PeftModel.from_pretrained(model, str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
+    except (RuntimeError, UserWarning, SafetensorError) as error:
+        raise WrongWeights(f"the adapter in {folder} does not fit its base: {error}") from error
+    unused = len(load_peft_weights(str(folder))) - len(get_peft_model_state_dict(loaded, save_embedding_layers=False))
+    if unused:
+        raise WrongWeights(f"the adapter in {folder} has {unused} tensors for layers that its base lacks")
+    return loaded
 
 
 def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
@@ -218,12 +231,8 @@ def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
     if (folder := Path(name).expanduser()).is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
-    except HFValidationError as error:
-        raise FileNotFoundError(f"folder {name} does not exist; name a folder or a hub NAME/NAME") from error
+    return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
 
 
 def trained_limits(adapter: str | Path) -> dict[str, int] | None:
@@ -239,5 +248,5 @@ def trained_limits(adapter: str | Path) -> dict[str, int] | None:
 
 def set_limits(processor: Any, limits: dict[str, int]) -> None:
     """Give the processor the limits of ``trained_limits``."""
-    # A new object: processors without a size of their own share their class's.
+    # A new object, because processors without a size of their own share their class's.
     processor.image_processor.size = type(processor.image_processor.size)(**limits)

@@ -60,7 +60,7 @@ def run(coroutine: Coroutine) -> Any:
 
 
 def json_headers(api_key: str | None) -> dict[str, str]:
-    """Headers of a JSON request, with the key as a bearer token."""
+    """With the key as a bearer token."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("the API key has a character that a header cannot hold, such as a line break")
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

@@ -18,7 +18,7 @@ ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes an
         for words in (("yes", "y"), ("no", "n"))
     ),
 }
-_ROUNDING = 1e-3  # a log-probability of 0 may be reported as slightly more
+_ROUNDING = 1e-3  # servers may report slightly more than 0
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,6 @@ class Verdict:
     error: str | None = None
 
     def __post_init__(self):
-        if (self.p_yes is None) == (self.error is None):
-            raise ValueError(f"a verdict has a probability or an error, got p_yes={self.p_yes}, error={self.error!r}")
         if self.p_yes is not None and not 0.0 <= self.p_yes <= 1.0:
             raise ValueError(f"p_yes must lie in [0, 1], got {self.p_yes}")
 
@@ -81,13 +79,12 @@ def p_yes_from_logits(
 
 
 def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
-    """exp(yes) / (exp(yes) + exp(no)); NaN where both are −inf."""
     with np.errstate(invalid="ignore", over="ignore"):
         return 1.0 / (1.0 + np.exp(no - yes))
 
 
 def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float | None:
-    """Mean within each dimension, then over dimensions; None if one score is missing."""
+    """Mean within each dimension, then over dimensions; None if a score is missing."""
     return _mean([_mean(values) for values in scores.values()])
 
 

@@ -150,8 +150,6 @@ def test_a_missing_judge_is_reported_at_once():
         scorer = JudgeClient(ended.url)
     start = time.monotonic()
     with pytest.raises(JudgeError, match=r"launch\.sh"):
-        scorer.check()
-    with pytest.raises(JudgeError):
         scorer.score_blocking(batch(1, "missing"))
     assert time.monotonic() - start < 3
 
@@ -166,7 +164,7 @@ def test_the_model_is_looked_up_whatever_its_case(caplog):
 
 def test_the_api_key_is_sent_and_a_wrong_one_is_reported():
     with FakeJudge(key="right") as judge:
-        with pytest.raises(JudgeError, match="a valid API key is needed.*; check api_key"):
+        with pytest.raises(JudgeError, match="a valid API key is needed"):
             client(judge, api_key="wrong").check()
         scorer = client(judge, api_key="right")
         assert scorer.score_blocking(batch(1, "key"))[0].ok

@@ -7,13 +7,8 @@ from PIL import Image
 from paco_judge.grid import PromptLayoutError, parse_layout, split_image, split_prompt
 
 LABELS = {
-    (1, 2): ["[LEFT]", "[RIGHT]"],
     (1, 3): ["[LEFT]", "[MIDDLE]", "[RIGHT]"],
-    (1, 5): [f"PANEL-{n}" for n in range(1, 6)],
-    (1, 7): [f"PANEL-{n}" for n in range(1, 8)],
     (2, 1): ["[TOP]", "[BOTTOM]"],
-    (2, 2): [f"[{row}]-[{col}]" for row in ("TOP", "BOTTOM") for col in ("LEFT", "RIGHT")],
-    (2, 3): [f"[{row}]-[{col}]" for row in ("TOP", "BOTTOM") for col in ("LEFT", "MIDDLE", "RIGHT")],
     (3, 3): [f"[{row}]-[{col}]" for row in ("TOP", "MIDDLE", "BOTTOM") for col in ("LEFT", "MIDDLE", "RIGHT")],
     (3, 4): [f"PANEL-{n}" for n in range(1, 13)],
 }
@@ -64,9 +59,6 @@ def test_cells_are_equal_and_row_major(rows, cols, extra, cell):
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     cells = split_image(Image.fromarray(pixels), rows, cols)
     assert len(cells) == rows * cols
-    if rows * cols == 1:
-        assert cells[0].size == (width, height)
-        return
     for index, image in enumerate(cells):
         row, col = divmod(index, cols)
         top, left = row * cell[1], col * cell[0]

@@ -62,8 +62,5 @@ def test_scores_of_images():
     assert verdict.mean_score([]) is None
     assert verdict.editing_score(Verdict(0.25), Verdict(1.0)) == 0.5
     assert verdict.editing_score(Verdict(0.25), Verdict(None, "gone")) is None
-
-
-def test_dimensions_weigh_the_same():
     assert verdict.mean_over_dimensions({"a": [0.0, 1.0, 1.0, 1.0], "b": [0.25]}) == 0.5
     assert verdict.mean_over_dimensions({"a": [0.0], "b": [None]}) is None

@@ -34,7 +34,7 @@ def export(base: str, adapter: str, output: str | Path) -> float:
         raise PacoRewardError(f"output folder {output} is not empty; name another one")
     saved = getattr(AutoConfig.from_pretrained(base), "dtype", None) or torch.float32
     model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
-    model = load_adapter(model, base, adapter).merge_and_unload().to(saved)
+    model = load_adapter(model, adapter).merge_and_unload().to(saved)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Renamed at the end: an interrupted or wrong export never looks complete.
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
