@@ -62,8 +62,7 @@ def ocr() -> ConfigDict:
 
 # --- recipes: changes to a configuration; a value may be a function of the configuration so far --------------------------
 
-# Four second-order steps after the last noise step in place of all: the same gain in the toy world for 0.7 of the time
-# (docs/scaling.md). Evaluation keeps all steps.
+# Four second-order steps after the last noise step: the same gain for 0.7 of the time (toy world, docs/scaling.md).
 SHORT_TAIL = {"sample.tail_steps": lambda config: 4 if config.sample.noise_level else None}
 # Memory of each phase: scripts/estimate.py. 48 GB: activations are recomputed, the VAE is in main memory between uses.
 FOR_48GB = SHORT_TAIL | {"enable_gradient_checkpointing": True, "speed.offload_vae": True}
@@ -134,8 +133,7 @@ TOY = {
     "train.gradient_step_per_epoch": 1, "train.ema_update_interval": 1, "train.lora_rank": 8, "train.lora_alpha": 16,
     "test.resolution": 128, "test.batch_size": 32, "test.num_steps": 10, "test.num_images": 128,
 }  # fmt: skip
-# Trained on the oracle, because the toy judge cannot judge edits; weight 0: monitored, not trained on. nft learns from whole
-# images, sampled without noise; short runs of ppo gained little.
+# Trained on the oracle, because the toy judge cannot judge edits; weight 0: monitored. Short runs of ppo gained little.
 TOY_EDITING = TOY | {
     "dataset": "../quickstart/out/world/edits", "prompt_fn": "geneval_image", "train.reward_fn_kwargs": {},
     "train.reward_fn": {f"paco_toy.edits:oracle_{name}": float(name == "edit") for name in ("edit", "followed", "kept")},
@@ -200,8 +198,8 @@ RECIPES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "pretrained.model": "Tongyi-MAI/Z-Image-Turbo", "sample.num_steps": 6, "sample.guidance_scale": 0.0,
         "test.num_steps": 8, "train.beta": 1e-3,
     }),
-    # Half of the prompts leave part of the character open. The reward is high where the panels of an image agree and the
-    # images of a prompt differ; panels that agree need a LoRA of high rank on all linear layers (docs/rewards.md).
+    # Half of the prompts leave part of the character open. Panels should agree and images of a prompt differ, which
+    # needs a LoRA of high rank on all linear layers (docs/rewards.md).
     "toy_t2is": ("", TOY | {
         "dataset": "../quickstart/out/world/prompts", "pretrained.model": "../quickstart/models/flux",
         "max_sequence_length": 32,  # the toy model was built with it; the longest prompt has 31 tokens
@@ -213,8 +211,8 @@ RECIPES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "train.lora_targets": ".*", "train.learning_rate": 1e-3, "sample.latents_per_prompt": 4,
         "test.reward_fn": {"consistency_score": 1.0} | {f"paco_toy.oracle:oracle_{name}": 1.0 for name in _ORACLES},
     }),
-    # Panels agree and choices stay open, where ppo learns little of either. The number of epochs ends it, so that results do
-    # not depend on the machine's speed. The slow copy would be nearly what is trained, and cost a forward for each σ.
+    # Panels agree and choices stay open, where ppo learns little of either. Epochs end it, not the machine's speed. The
+    # slow copy would be nearly what is trained, and cost a forward for each σ.
     "toy_t2is_awm": ("toy_t2is", {
         "eval_freq": 10, "num_epochs": 20, "sample.noise_level": 0.0, "sample.same_latent": False,
         "sample.latents_per_prompt": 1, "train.loss_type": "awm", "train.num_sigmas": 3, "train.beta": 0.02,
@@ -232,11 +230,7 @@ CONFIGS = ("t2is", "ocr", *RECIPES)
 
 
 def get_config(name: str = "") -> ConfigDict:
-    """The configuration called ``name``.
-
-    Raises:
-        KeyError: The name is unknown; the message lists the known ones.
-    """
+    """The configuration called ``name``."""
     if name in RECIPES:
         start, changes = RECIPES[name]
         return _changed(get_config(start) if start else config_dict(), changes)

@@ -1,5 +1,4 @@
-"""Evaluate an adapter, or the base model, as a training run does (same items, seeds, size, steps and rewards), or on
-benchmarks; compare two adapters.
+"""Evaluate an adapter, or the base model, as a training run does, or on benchmarks; compare two adapters.
 
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
@@ -7,12 +6,10 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --benchmarks t2is,gedit[=FOLDER]   instead of the configuration's test set and rewards. t2is: consistency_score,
                     subfig_clipT and pickscore on T2IS prompts; gedit: the editing questions on GEdit-Bench's edits. The
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
-    --images_per_prompt K   at least 4: also consistency between the images of a prompt and κ, agreement beyond chance
-                    (docs/rewards.md); K times as many images, each prompt with K different noises
-    --output DIR    images, eval_data.jsonl, sheet.png, results.md, results.json …; of the other adapter in DIR/against.
-                    Default: evaluation
+    --images_per_prompt K   at least 4: also κ, agreement beyond chance (docs/rewards.md), from K noises for each prompt
+    --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in DIR/against
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
-What is sampled and scored otherwise is config.test; through `accelerate launch` several processes share the images.
+With `accelerate launch`, several processes share the images.
 """
 
 import argparse
@@ -71,9 +68,9 @@ def main(arguments: list[str]) -> int:
 
 
 def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
-    """Every benchmark (or the configuration's test set) with the adapter and, if there is one, its opponent.
+    """Every benchmark (or the configuration's test set) with the adapter and its opponent; returns the tables.
 
-    All sets, rewards and adapters are checked before anything is sampled. Returns the tables of all sets.
+    All sets, rewards and adapters are checked before anything is sampled.
     """
     names = [name for name in own.benchmarks.split(",") if name]
     sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
@@ -84,13 +81,15 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     adapters = {"": own.adapter} | ({"against": own.against} if own.against else {})
     adapters = {name: find_adapter(place) if place and place != BASE else None for name, place in adapters.items()}
     strategy = start_processes(options)
-    prepared = {folder: prepare(each, strategy.accelerator, folder, own.images_per_prompt) for folder, each in sets.items()}
+    accelerator, count = strategy.accelerator, own.images_per_prompt
+    prepared = {folder: prepare(each, accelerator, folder, count) for folder, each in sets.items()}
     for folder, (ready, items, rewards) in prepared.items():
         sample_adapters(ready, items, rewards, strategy, {folder / name: each for name, each in adapters.items()})
-    strategy.accelerator.end_training()
-    if not strategy.accelerator.is_main_process:
+    accelerator.end_training()
+    if not accelerator.is_main_process:
         return ""
-    return "\n".join((f"## {folder.name}\n\n" if names else "") + results(folder, own.adapter, own.against) for folder in sets)
+    tables = {folder.name: results(folder, own.adapter, own.against) for folder in sets}
+    return "\n".join(f"## {name}\n\n{shown}" if names else shown for name, shown in tables.items())
 
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
@@ -101,10 +100,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     if images_per_prompt > 1:
         options = dataclasses.replace(options, test=dataclasses.replace(options.test, num_images=images_per_prompt * len(items)))
         if not any(item.metadata.get("open") for item in items):
-            logger.warning(
-                "no prompt of %s is open, so there is no κ; `python dataset/fetch.py t2is --open_twins` makes open prompts",
-                options.dataset,
-            )
+            logger.warning("no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some")
     # 0: as in training, where the length follows from both splits.
     train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
     options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
@@ -118,7 +114,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     return options, items, rewards
 
 
-def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, adapters: dict[Path, Path | None]) -> None:
+def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, adapters: dict) -> None:
     """Images and scores of each adapter (None: the base model) in its folder; the generator is loaded once for all."""
     # Neither sharded nor compiled weights take another adapter.
     exchanges = not (strategy.lockstep or options.speed.compile)
@@ -155,15 +151,8 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
         others = read_rows(folder / "against")
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
         columns |= {against: summarize_prompts(others), "difference": summarize_prompts(rows, others)}
-    questions = folder / "questions.json"
-    found = {
-        "adapter": name,
-        "against": against,
-        "questions": json.loads(questions.read_text(encoding="utf-8")) if questions.is_file() else None,
-        "missing": {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]},
-        "results": columns,
-        "agreement": agreements,
-    }
+    missing = {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]}
+    found = {"missing": missing, "results": columns, "agreement": agreements}
     (folder / "results.json").write_text(json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8")
     shown = markdown(columns) + ("\n" + table(agreements) if agreements[name] else "")
     (folder / "results.md").write_text(shown, encoding="utf-8")

@@ -5,7 +5,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
     --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
-    --judge URL          scores by the configuration's judge at this address, on the sheet and in scores.jsonl
+    --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
     --panels             also write each panel of a grid as its own file
     --output DIR         default: generated
@@ -91,7 +91,7 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
 
 
 def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> tuple:
-    """Check, and load the model with its adapter: (options with the text length that applies, policy, judge or None)."""
+    """Check, and load the model with its adapter: options with the text length that applies, policy, judge or None."""
     require_promised_gpu(os.environ)
     check_items(options, {"given": items})
     adapter, judge = find_adapter(own.adapter) if own.adapter else None, None
@@ -114,7 +114,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
 
 
 def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace) -> int:
-    """Write images, scores.jsonl if there is a judge (a missing score is null), and a sheet; returns the number kept."""
+    """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
     own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
     rows = [{"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True} for i, seed in wanted]

@@ -4,8 +4,7 @@
 #   NUM_PROCESSES      processes on this machine (default: the visible GPUs, or 1 on a CPU)
 #   NNODES             machines (default 1). With more, start the same command on each of them with
 #   NODE_RANK          its number, 0 to NNODES-1, and the same
-#   MASTER_ADDR        name or address of machine 0, and MASTER_PORT (default 29500), where it can be reached
-#   MAIN_PROCESS_PORT  published name of MASTER_PORT
+#   MASTER_ADDR        name or address of machine 0, and MASTER_PORT (or MAIN_PROCESS_PORT, default 29500)
 #   ACCELERATE_CONFIG  a file written by `accelerate config`: accelerate launch then starts the processes, not torchrun
 #   ACCELERATE_USE_CPU true = train on the CPU although there are GPUs that torch does not see
 #   PYTHON             interpreter (default: the activated environment, the repository's .venv, or python3)

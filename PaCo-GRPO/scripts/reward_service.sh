@@ -21,8 +21,7 @@ repo="$(cd "$scripts/../.." && pwd)"
 export PYTHONPATH="$repo/PaCo-GRPO:$repo/PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
 requirements="$scripts/reward_environments/$name.txt"
 if [[ ! -f "$requirements" ]]; then
-  known="$(cd "$scripts/reward_environments" && ls ./*.txt | grep -v -e base.txt -e no-deps | sed 's|^./||; s|.txt$||' | paste -sd ' ')"
-  echo "error: no environment is known for reward $name (known: $known); in an environment that has its package," >&2
+  echo "error: there is no $requirements; in an environment that has the package of reward $name," >&2
   echo "       run: PYTHONPATH=$PYTHONPATH python -m paco_grpo.rewards.remote.service --reward $name" >&2
   exit 2
 fi

@@ -53,8 +53,11 @@ def test_reward_that_compares_images(recipes, tiny_flux_dir, tmp_path):
 
 def test_aggregation(recipes):
     rewards = {"a": np.array([0.1, 0.9, 0.4, 0.6]), "b": np.array([0.8, 0.2, 0.5, 0.7])}
-    result = compute_advantages(rewards, np.array([0, 0, 1, 1]), ["p", "p", "q", "q"], reward_weights={"a": 1.0, "b": 1.0},
-                                aggregate_fn=get_aggregate_fn("my_aggregations:worst", {"a": 1.0, "b": 1.0}))  # fmt: skip
+    weights = {"a": 1.0, "b": 1.0}
+    worst = get_aggregate_fn("my_aggregations:worst", weights)
+    result = compute_advantages(
+        rewards, np.array([0, 0, 1, 1]), ["p", "p", "q", "q"], reward_weights=weights, aggregate_fn=worst
+    )
     assert np.sign(result.advantages).tolist() == [-1, 1, -1, 1]
 
 
@@ -77,20 +80,13 @@ def test_generator(recipes, monkeypatch, tiny_flux_dir):
     assert np.abs(np.asarray(images[0], int) - np.asarray(images[1], int)).max() <= 1
 
 
-def commands() -> list[list[str]]:
-    """Words of every line of the pages that starts a training, from the configuration's name on."""
-    started = re.findall(r"bash scripts/\w+_node/train_\w+\.sh (.*)", PAGES.replace("\\\n", " "))
-    return [shlex.split(arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True) for arguments in started]
-
-
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands_name_configurations_and_options_that_exist(words):
-    read_options(["--config", f"{HERE}/config/grpo.py:{words[0]}", *words[1:]])
-
-
-def test_scripts_exist():
-    named = set(re.findall(r"(?<!\w/)scripts/\w+/\w+\.sh", PAGES))
-    assert len(named) >= 3 and all((HERE / name).is_file() for name in named)
+def test_commands_name_scripts_configurations_and_options_that_exist():
+    commands = re.findall(r"bash (scripts/\w+_node/train_\w+\.sh) (.*)", PAGES.replace("\\\n", " "))
+    assert len(commands) > 10
+    for script, arguments in commands:
+        name, *changes = shlex.split(arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True)
+        assert (HERE / script).is_file()
+        read_options(["--config", f"{HERE}/config/grpo.py:{name}", *changes])
 
 
 def test_named_options_exist():

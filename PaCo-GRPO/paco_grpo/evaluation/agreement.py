@@ -1,12 +1,8 @@
-"""Agreement beyond chance: panels of one image agree, while images of one prompt still differ from each other.
+"""Agreement beyond chance: panels of one image agree, while images of one prompt still differ (docs/rewards.md).
 
 For a prompt with k ≥ 4 images, ``w`` is the mean P(Yes) over pairs of panels of one image (``consistency_score``) and ``b``
-the mean P(Yes) over pairs of panels of different images (1 − ``between_images``). With W and B their means over prompts,
-
-    κ = (W − B) / (1 − B)
-
-of *open* prompts, which leave something unspecified (docs/rewards.md). The form is Cohen's κ (1960), with B as the chance
-level.
+the mean P(Yes) over pairs of panels of different images (1 − ``between_images``). With W and B their means over *open*
+prompts, κ = (W − B) / (1 − B): Cohen's κ (1960), with B as the chance level.
 """
 
 import dataclasses
@@ -35,7 +31,7 @@ class Agreement:
 
 
 def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray:
-    """(W − B) / (1 − B) of mean within- and between-image P(Yes); NaN where B is 1."""
+    """(W − B) / (1 − B); NaN where B is 1."""
     within, between = np.asarray(within, np.float64), np.asarray(between, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(between < 1, (within - between) / (1 - between), np.nan)

@@ -44,11 +44,7 @@ def begin(
 ) -> bool:
     """Record in ``folder`` what its images and scores depend on, so that only the same command continues there.
 
-    Returns:
-        Whether all images are there already, with all scores of these rewards.
-
-    Raises:
-        ConfigError: The folder holds images of something else.
+    Returns whether all are there already.
     """
     test = {name: value for name, value in dataclasses.asdict(options.test).items() if not name.startswith("reward")}
     weights = hashlib.sha256()

@@ -28,7 +28,7 @@ from paco_judge.images import read_image
 logger = logging.getLogger(__name__)
 
 _SHEET_IMAGES = 36
-_REFERENCE_SIDE = 256  # pixels at most, longer side of the copies of reference images
+_REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
@@ -63,7 +63,6 @@ def evaluate(
     reference image, ``references/00000.png …``), ``eval_data.jsonl`` and ``sheet.png``.
 
     Args:
-        rewards: Short name → reward of the test.
         folder: Shared by all processes.
         should_stop: Whether this process was asked to stop; asked before each batch.
         keep_images: A batch whose images are all in ``folder`` is not sampled again.
@@ -113,17 +112,7 @@ def evaluate(
     return metrics
 
 
-def _sample(
-    policy: Policy,
-    chosen: Sequence[tuple[Item, int]],
-    options: RunOptions,
-    strategy: Replicated,
-    folder: Path,
-    queue: ScoreQueue,
-    should_stop: Callable[[], bool],
-    merge_lora: bool,
-    keep_images: bool,
-) -> None:
+def _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images) -> None:
     accelerator, test = strategy.accelerator, options.test
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     batches = test_batches(policy, [chosen[i][0] for i in mine], options)
@@ -161,8 +150,6 @@ def _sample(
             if in_sheet:
                 thumbnails.append((number, thumbnail(image), reference and thumbnail(reference), item.prompt))
 
-    if made:
-        logger.info("%d of %d batches of images are there already", len(made), len(made) + len(batches))
     for batch in made:
         deliver([read_image(_files(folder, i)[0]) for i in batch.numbers], batch)
     (dummy,) = test_batches(policy, [chosen[0][0]], options)
@@ -177,12 +164,11 @@ def _sample(
 
 
 def _files(folder: Path, number: int) -> tuple[Path, Path]:
-    """Where image ``number`` of an evaluation is kept, and the copy of its reference image."""
+    """Where image ``number`` is kept, and the copy of its reference image."""
     return folder / f"{number:05d}.png", folder / "references" / f"{number:05d}.png"
 
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
-    """Batches of ``items`` at test resolution."""
     return plan_batches(policy, items, options.test.resolution, options.item_size, options.test.batch_size)
 
 
@@ -200,7 +186,7 @@ def _sized(item: Item, batch: Batch) -> Item:
 
 
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """``NAME_mean``, ``NAME_stderr``, ``num_images`` and ``missing_share`` of ``scores`` (images, names); NaN is left out."""
+    """``NAME_mean``, ``NAME_stderr``, ``num_images``, ``missing_share``; ``scores`` (images, names), NaN = missing."""
     metrics = {"num_images": len(scores), "missing_share": float(np.isnan(scores).any(axis=1).mean())}
     for name, values in zip(names, scores.T, strict=True):
         values = values[~np.isnan(values)]

@@ -1,7 +1,6 @@
 """Evaluations and adapters: plain diffusers reads them, scripts/evaluate.py repeats them, model cards describe them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,15 +48,18 @@ def test_summary_against_numpy():
 @pytest.mark.parametrize("place", ["", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     options, checkpoint, evaluation = trained
-    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint / place), "--output", str(tmp_path)]
-    assert load_script("evaluate").main(arguments) == 0
+    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint / place)]
+    assert load_script("evaluate").main([*arguments, "--output", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert rows_of(options, "train")[-1]["health/velocity_change"] > 0.01  # the adapter matters
     for one, two in zip(read_rows(evaluation), read_rows(tmp_path), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
+    logged = rows_of(options, "eval")[-1]
     for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
-        assert metrics[name] == pytest.approx(rows_of(options, "eval")[-1][name], abs=0.1)
+        assert metrics[name] == pytest.approx(logged[name], abs=0.1)
+    even = [row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"]
+    assert logged["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
 def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, tmp_path, monkeypatch):
@@ -70,18 +72,10 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, 
 
     monkeypatch.setattr(FluxPolicy, "initial_latents", diverging)
     changes = {"num_epochs": 1, "test__save_eval_images": True, "logging_platform": "tensorboard"}
-    options = tiny_options(tiny_flux_dir, tmp_path, **changes)
-    train(options)
-    folder = Path(options.save_dir) / options.run_name / "eval" / "epoch_0001"
-    rows = read_rows(folder)
+    run = train(tiny_options(tiny_flux_dir, tmp_path, **changes)).run
+    rows = read_rows(run.folder / "eval" / "epoch_0001")
     assert [row["file"] is None for row in rows] == [False, True, False, False, False]
-    assert rows[1]["rewards"] == {"brightness": None} and (folder / "sheet.png").is_file()
-
-
-def test_categories_are_means_of_their_images(trained):
-    options, _, evaluation = trained
-    even = [row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"]
-    assert rows_of(options, "eval")[-1]["category/even/brightness_mean"] == pytest.approx(np.mean(even))
+    assert rows[1]["rewards"] == {"brightness": None}
 
 
 def test_model_card(trained):
@@ -95,27 +89,24 @@ def test_model_card(trained):
 
 
 def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
-    checkpoint = trained[1]
-    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "2"]
-    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
-    arguments += ["--output", str(tmp_path / "out")]
-    main = load_script("generate").main
+    checkpoint, out, main = trained[1], tmp_path / "out", load_script("generate").main
+    arguments = [
+        "--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "2",
+        "--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b.",
+        "--output", str(out), "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B'}}",
+    ]  # fmt: skip
     with fake_judge.FakeJudge() as judge:
-        model = "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B'}}"
-        assert main([*arguments, model, "--judge", judge.url, "--best", "1", "--panels"]) == 0
+        assert main([*arguments, "--judge", judge.url, "--best", "1", "--panels"]) == 0
         assert len(judge.requests) == 4
-    rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
     assert [(row["file"], row["judge"], row["kept"]) for row in rows] == [
         (f"{item:05d}_seed{seed}.png", pytest.approx(0.75), seed == 0) for item in (0, 1) for seed in (0, 1)
     ]
-    names = {path.name for path in (tmp_path / "out").glob("0*.png")}  # equal scores: the first is kept
+    names = {path.name for path in out.glob("0*.png")}  # equal scores: the first is kept
     assert names == {f"0000{item}_seed0{panel}.png" for item in (0, 1) for panel in ("", "_panel1", "_panel2")}
-    with (
-        Image.open(tmp_path / "out" / "00000_seed0_panel1.png") as panel,
-        Image.open(tmp_path / "out" / "00000_seed0.png") as image,
-    ):
-        assert panel.size == (image.width // 2, image.height)
-    with Image.open(tmp_path / "out" / "sheet.png") as sheet:
-        assert sheet.height > sheet.width  # a line below each picture
+    height, width, _ = pixels(out / "00000_seed0.png").shape
+    assert pixels(out / "00000_seed0_panel1.png").shape == (height, width // 2, 3)
+    height, width, _ = pixels(out / "sheet.png").shape
+    assert height > width  # a line below each picture
     assert main([*arguments, "--judge", judge.url]) == 2
     assert judge.url in capsys.readouterr().err

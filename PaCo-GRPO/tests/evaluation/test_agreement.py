@@ -8,7 +8,8 @@ from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
 from paco_grpo.evaluation.agreement import agreement, kappa, measuring, of_epoch, pairs_of, table
-from paco_grpo.options import ConfigError, options_to_yaml
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.options import ConfigError
 
 NAMES = ("consistency_score", "between_images")
 
@@ -32,17 +33,14 @@ def test_kappa_of_known_generators():
     assert np.isnan(kappa(1.0, 1.0))
 
 
-def test_means_are_over_prompts_and_the_interval_over_prompts_too():
+def test_the_interval_of_kappa_is_over_prompts():
     rng = np.random.default_rng(5)
     w, b = rng.uniform(0.6, 1.0, (40, 4)), rng.uniform(0.1, 0.5, (40, 4))
-    found = agreement(rows(w, b))["all"]
-    expected = (w.mean() - b.mean()) / (1 - b.mean())
-    assert found.kappa.mean == pytest.approx(expected) and found.kappa.prompts == 40 and found.missing == 0
+    found = agreement(rows(w, b))["all"].kappa
+    assert found.mean == pytest.approx((w.mean() - b.mean()) / (1 - b.mean()))
     # delete-one jackknife: another estimate of the same standard error
     left_out = [kappa(np.delete(w, i, 0).mean(), np.delete(b, i, 0).mean()) for i in range(40)]
-    error = np.sqrt(39 / 40 * np.sum((left_out - np.mean(left_out)) ** 2))
-    half = (found.kappa.high - found.kappa.low) / 2
-    assert half == pytest.approx(1.96 * error, rel=0.1)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * np.std(left_out) * np.sqrt(39), rel=0.1)
 
 
 def test_prompts_that_describe_everything_have_w_only():
@@ -71,12 +69,10 @@ def test_a_difference_is_paired_by_prompt():
 def test_of_a_training_epoch():
     """Three prompts with two images each; the last is not open, the second lacks an answer."""
     scores = {NAMES[0]: np.array([0.9, 0.7, 0.5, np.nan, 0.1, 0.1]), NAMES[1]: np.array([0.5, 0.7, 0.8, 0.8, 0.0, 0.0])}
-    found = of_epoch(scores, np.array([0, 0, 1, 1, 2, 2]), [True, True, False])
-    assert found["reward/within"] == pytest.approx((0.8 + 0.5) / 2)
-    assert found["reward/between"] == pytest.approx((0.4 + 0.2) / 2)
-    assert found["reward/kappa"] == pytest.approx((0.65 - 0.3) / 0.7)
-    assert of_epoch(scores, np.array([0, 0, 1, 1, 2, 2]), [False] * 3) == {}
-    assert of_epoch({NAMES[0]: np.ones(2)}, np.array([0, 0]), [True]) == {}
+    items, values = np.array([0, 0, 1, 1, 2, 2]), {"within": 0.65, "between": 0.3, "kappa": 0.5}
+    found = of_epoch(scores, items, [True, True, False])
+    assert found == pytest.approx({f"reward/{name}": value for name, value in values.items()})
+    assert of_epoch(scores, items, [False] * 3) == of_epoch({NAMES[0]: np.ones(2)}, items[:2], [True]) == {}
 
 
 def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
@@ -87,21 +83,17 @@ def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
             measuring(tiny_options(tiny_flux_dir, tmp_path), count)
 
 
-def test_evaluate_with_images_per_prompt(tiny_flux_dir, tmp_path, capsys):
+def test_evaluate_with_images_per_prompt(trained_run, tmp_path, capsys):
     """Two open prompts and one that describes everything; a judge whose answers are known."""
     prompts = write_prompts(tmp_path / "prompts", test=3, first_open=2)
-    config = tmp_path / "config.yaml"
-    config.write_text(options_to_yaml(tiny_options(tiny_flux_dir, tmp_path)))
-    evaluate = load_script("evaluate")
     with fake_judge.FakeJudge() as judge:
         command = [
-            "--config", str(config), "--output", str(tmp_path / "out"), "--images_per_prompt", "4",
+            "--config", str(trained_run.folder / "saved.yaml"), "--output", str(tmp_path), "--images_per_prompt", "4",
             f"--config.dataset={prompts}", "--config.test.reward_fn={'consistency_score': 1.0}",
             f"--config.test.reward_fn_kwargs={{'consistency_score': {{'base_url': '{judge.url}'}}}}",
         ]  # fmt: skip
-        assert evaluate.main(command) == 0
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["agreement"]["base"]["all"]
-    read = [json.loads(line) for line in (tmp_path / "out" / "eval_data.jsonl").read_text().splitlines()]
+        assert load_script("evaluate").main(command) == 0
+    found, read = json.loads((tmp_path / "results.json").read_text())["agreement"]["base"]["all"], read_rows(tmp_path)
     assert len(read) == 12 and len({row["seed"] for row in read}) == 12 and found["kappa"]["prompts"] == 2
     by_open = [row for row in read if row["open"]]
     w, b = np.mean([r["rewards"][NAMES[0]] for r in by_open]), 1 - np.mean([r["rewards"][NAMES[1]] for r in by_open])

@@ -65,7 +65,6 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words", "named"),
     [
-        ("flux_kontext", "--prompt x", "edits images"),
         ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
         ("flux", "--prompt x --best 1", "--judge"),
         ("flux_kontext", "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png", "--image is given 2"),
