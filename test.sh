@@ -20,15 +20,11 @@ bash setup.sh "${setup[@]}"
 
 # Two workers on one thread each use two cores better than two threads do; and the same settings on any machine.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-run=(.venv/bin/python -m pytest -c pyproject.toml --rootdir . -q --tb=short)
-
-# pytest's exit status 5: nothing collected, which is right for some selections.
 status=0
-"${run[@]}" -n 2 --dist worksteal -m "$together" "${extra[@]}" </dev/null || status=$?
-[[ $status -ne 5 || ${#extra[@]} -eq 0 ]] || status=0
-if [[ -n "$alone" && $status -ne 2 ]]; then
-    second=0
-    "${run[@]}" -p no:xdist -m "$alone" "${extra[@]}" </dev/null || second=$?
-    [[ $second -eq 0 || $second -eq 5 ]] || status=$second
-fi
+run() {  # ARGUMENT…    pytest's exit status 5, nothing collected, is right for some selections.
+    .venv/bin/python -m pytest -c pyproject.toml --rootdir . -q --tb=short "$@" "${extra[@]}" </dev/null ||
+        { local found=$?; [[ $found -eq 5 ]] || status=$found; }
+}
+run -n 2 --dist worksteal -m "$together"
+[[ -z "$alone" || $status -eq 2 ]] || run -p no:xdist -m "$alone"
 exit "$status"

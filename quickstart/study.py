@@ -1,10 +1,10 @@
 """The quickstart over seeds, and which reward keeps images different. Finished runs are rows of quickstart/results.csv.
 
-    .venv/bin/python quickstart/study.py quickstart --seeds 10 11 12   # run.sh for each seed, judge included; 13 min each
-    .venv/bin/python quickstart/study.py rewards                       # two runs at a time, judged by quickstart/out/judge
-    .venv/bin/python quickstart/study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
-    .venv/bin/python quickstart/study.py objectives --seeds 0          # the six objectives with the quickstart's reward
-    .venv/bin/python quickstart/study.py rewards --table               # no training: the table of finished runs
+    study.py quickstart --seeds 10 11 12     # run.sh for each seed, judge included; 13 min each
+    study.py rewards                         # two runs at a time, judged by quickstart/out/judge
+    study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
+    study.py objectives --seeds 0            # the six objectives with the quickstart's reward
+    study.py rewards --table                 # no training: the table of finished runs
 
 The other judge of results.csv is a second clone's quickstart/out/judge, with another base (from tools/: `python -m
 toy_models.build judge --seed 7 --out ../quickstart/models`), other wording (`theme` and `pair` in questions.toml) and
@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -154,7 +153,7 @@ def keep(row: Mapping[str, Any]) -> None:
 
 
 def mean_and_error(values: Sequence[float]) -> str:
-    """Mean over seeds and its standard error; of one seed, the value alone."""
+    """Mean ± standard error; of one seed, the value alone."""
     values = pd.Series(values, dtype=float).dropna()
     error = f" ± {values.sem():.3f}" if len(values) > 1 else ""
     return f"{values.mean():+.3f}{error}" if len(values) else ""
@@ -194,9 +193,7 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
         if folder is not None:
             variables = {"VLLM_PORT": str(served["port"]), "VLLM_LABEL": f"paco-study-{served['port']}"}
             variables |= {"VLLM_MODEL_NAMES": served["model"], "VLLM_MODEL_PATHS": str(folder.resolve())}
-            if not shutil.which("nvidia-smi"):
-                variables["VLLM_ENGINE"] = os.environ.get("VLLM_ENGINE", "transformers")
-            servers.append({**os.environ, **variables})
+            servers.append({"VLLM_ENGINE": "transformers", **os.environ, **variables})
 
     def one(name: str, seed: int) -> dict:
         folder = OUT / f"{name}-seed{seed}"

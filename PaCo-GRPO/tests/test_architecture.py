@@ -25,7 +25,6 @@ def imports_of(node, package, known):
 
 
 def import_graph():
-    """{module: the modules that it imports}."""
     files = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
     known = {name.removesuffix(".__init__") for name in files}
     graph = {}

@@ -203,7 +203,7 @@ def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
-    """Panels that the oracle calls invalid. A judge that never saw any can be exploited with them."""
+    """Panels that the oracle calls invalid. Without them in training, a judge can be exploited with them."""
     rng = np.random.default_rng([seed, 40])
     images = [world.to_image(grid) for grid in _unfinished(flux, seed, rng)]
     for make in (_blank, _merged, _merged):

@@ -30,10 +30,10 @@ class Edit:
     """A scene and the requested change."""
 
     characters: tuple[world.Character, ...]  # four, panels row-major, all of different shapes
-    views: tuple[world.View, ...]  # four
+    views: tuple[world.View, ...]
     place: int  # of the panel that changes, 0 to 3
     attribute: str  # ``colour`` or ``style``
-    value: str  # the attribute's new value
+    value: str
 
     @property
     def instruction(self) -> str:
@@ -41,7 +41,7 @@ class Edit:
 
     @property
     def result(self) -> world.Character:
-        """The changed panel's character after the edit."""
+        """The changed panel's character."""
         return dataclasses.replace(self.characters[self.place], **{self.attribute: self.value})
 
     def edited(self) -> tuple[world.Character, ...]:

@@ -35,7 +35,7 @@ def rows(built: Path, *names: str) -> list[dict]:
 
 
 def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | None, str, str]]:
-    """(first character, second character, question, answer) of every pair, by what was drawn; None is a broken panel."""
+    """(first character, second character, question, answer) of every pair; None is a broken panel."""
     drawn = json.loads((built / "drawn.json").read_text())
 
     def shown(image: str) -> Character | None:

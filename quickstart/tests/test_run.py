@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-# Small shell scripts in the places of the real commands: they note that they were called and write what those write.
+# In the places of the real commands, these note that they were called and write what those write.
 NOTE = 'echo "$(basename "$0") $*" >> "$STATE/calls"\n'
 PYTHON = r"""
 [ "$2" = paco_toy.progress ] && exec "$REAL" "$@"
@@ -48,7 +48,6 @@ COMMANDS = {
 
 @pytest.fixture
 def repo(tmp_path):
-    """A folder with our scripts' names in their places."""
     for path, text in COMMANDS.items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)

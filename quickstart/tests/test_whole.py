@@ -1,4 +1,4 @@
-"""One whole quickstart and one short run of the editor, by their commands, from a clone of the repository."""
+"""One whole quickstart and one short run of the editor, from a clone of the repository."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What test_alone.py runs in an environment with PaCo-GRPO alone: one score of each reward (python alone_grpo.py PORT CLIP OPEN_CLIP)."""
+"""One score of each reward, in test_alone.py's environment with PaCo-GRPO alone: alone_grpo.py PORT CLIP OPEN_CLIP."""
 
 import sys
 

@@ -10,7 +10,6 @@ TESTS = ("tests/guides", "PaCo-GRPO/tests/config", "PaCo-GRPO/tests/rewards", "P
 
 
 def typed(block: str) -> set[str]:
-    """Lines without indentation, comments and continuation marks."""
     stripped = (line.split(" #")[0].strip().removesuffix("\\").strip() for line in block.splitlines())
     return {line for line in stripped if line and not line.startswith("#")}
 

@@ -1,7 +1,4 @@
-"""Each subproject installs alone in an empty environment, by the command of its published guide, and then works.
-
-`pip install` is `uv pip install` here: the same arguments and build backends, and today's newest versions.
-"""
+"""Each subproject installs alone in an empty environment, by its guide's command (with uv for pip), and then works."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""Every command block of the READMEs, in the order of the page, each in a fresh shell.
-
-Published weights are tiny ones of the same classes in the hub's cache (conftest.py), named configurations get toy sizes, and
-``REPLACED`` stands in for what a laptop lacks. A replacement that no command uses is an error.
-"""
+"""Every command block of the READMEs, in the order of the page, each in a fresh shell, with toy sizes and tiny weights."""
 
 import json
 import re
@@ -78,7 +74,6 @@ t2is, kontext_editing, qwen_editing = [_toy(get_config(name)) for name in ("t2is
 
 
 def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=lambda number: None) -> None:
-    """Run the page's blocks in its folder, all but an installation with the environment activated."""
     used, url = set(), judge_url or f"http://127.0.0.1:{port}"
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
     for number, block in enumerate(blocks):
@@ -100,7 +95,7 @@ def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=la
 
 @pytest.fixture
 def port(terminal, open_clip) -> int:
-    """Toy sizes and data in the clone; returns the judge's port."""
+    """The judge's port; toy sizes and data are in the clone."""
     port, clone = free_port(), terminal.clone
     text = TOY_CONFIG.replace("PORT", str(port)).replace("OPEN_CLIP", open_clip).replace("SIZES", repr(TOY_SIZE))
     published = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
