@@ -1,7 +1,4 @@
-"""Pipeline folders of every family with tiny random weights, and CLIPs: the real classes, nothing downloaded.
-
-A builder writes a folder and returns it; images are multiples of 8 pixels.
-"""
+"""Pipelines of every family with tiny random weights, and CLIPs: the real classes; images are multiples of 8 pixels."""
 
 import json
 from pathlib import Path
@@ -9,6 +6,7 @@ from pathlib import Path
 import diffusers
 import torch
 import transformers
+from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
@@ -38,28 +36,18 @@ MISTRAL_CHAT = (
 )
 
 
-def save(pipeline: diffusers.DiffusionPipeline, folder: str | Path) -> Path:
-    """The folder, with the pipeline in it."""
-    pipeline.save_pretrained(folder)
-    return Path(folder)
-
-
-def build_vae(
-    kind: type[diffusers.ModelMixin] = diffusers.AutoencoderKL, *, channels: tuple[int, ...] = (4, 8, 8),
-    latent_channels: int = 4, **config,
-) -> diffusers.ModelMixin:  # fmt: skip
-    """A VAE whose latents have ``2 ** (len(channels) - 1)`` times smaller sides."""
+def build_vae(kind: type[diffusers.ModelMixin], **config) -> diffusers.ModelMixin:
+    """A VAE whose latents have four times smaller sides."""
     return kind(
-        down_block_types=("DownEncoderBlock2D",) * len(channels), up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels, layers_per_block=1, latent_channels=latent_channels, norm_num_groups=4,
-        mid_block_add_attention=False, **config,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, block_out_channels=(4, 8, 8),
+        layers_per_block=1, latent_channels=4, norm_num_groups=4, mid_block_add_attention=False, **config,
     )  # fmt: skip
 
 
-def plain_vae(scaling_factor: float, shift_factor: float, **config) -> diffusers.ModelMixin:
-    """``build_vae`` without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
+def plain_vae(scaling_factor: float, shift_factor: float) -> diffusers.ModelMixin:
+    """Without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
     scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
-    return build_vae(use_quant_conv=False, use_post_quant_conv=False, **scale, **config)
+    return build_vae(diffusers.AutoencoderKL, use_quant_conv=False, use_post_quant_conv=False, **scale)
 
 
 def character_tokenizer(special: list[str], **options) -> transformers.PreTrainedTokenizerFast:
@@ -107,30 +95,26 @@ def t5_config(width: int) -> transformers.T5Config:
 
 
 def build_tiny_flux(
-    folder: str | Path, *, seed: int = 0, width: int = 32, double_blocks: int = 2, single_blocks: int = 2,
-    vae_channels: tuple[int, ...] = (4, 8, 8), latent_channels: int = 4, guidance_embeds: bool = True,
-    pipeline_class: type[diffusers.DiffusionPipeline] = diffusers.FluxPipeline,
-) -> Path:  # fmt: skip
-    """A ``FluxPipeline`` or ``FluxKontextPipeline``; ``width`` is a multiple of 16."""
-    torch.manual_seed(seed)
+    *, width: int = 32, guidance_embeds: bool = True, pipeline_class: type[DiffusionPipeline] = diffusers.FluxPipeline
+) -> DiffusionPipeline:
+    """``width`` is a multiple of 16."""
+    torch.manual_seed(0)
     transformer = diffusers.FluxTransformer2DModel(
-        in_channels=4 * latent_channels, num_layers=double_blocks, num_single_layers=single_blocks, attention_head_dim=16,
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16,
         num_attention_heads=width // 16, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
     )
-    vae = plain_vae(0.8, 0.1, channels=vae_channels, latent_channels=latent_channels)
-    pipeline = pipeline_class(
-        scheduler=scheduler, vae=vae, text_encoder=transformers.CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
+    return pipeline_class(
+        scheduler=scheduler, vae=plain_vae(0.8, 0.1), text_encoder=transformers.CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
         text_encoder_2=transformers.T5EncoderModel(t5_config(32)), tokenizer_2=t5_tokenizer(), transformer=transformer,
     )  # fmt: skip
-    return save(pipeline, folder)
 
 
-def build_tiny_sd3(folder: str | Path, *, dual: bool = True) -> Path:
-    """A ``StableDiffusion3Pipeline``; ``dual``: with a second attention in the first block, as 3.5 medium has in many."""
+def build_tiny_sd3(*, dual: bool = True) -> DiffusionPipeline:
+    """``dual``: with a second attention in the first block, as 3.5 medium has in many."""
     torch.manual_seed(0)
     clips = []
     for width in (16, 24):
@@ -142,17 +126,15 @@ def build_tiny_sd3(folder: str | Path, *, dual: bool = True) -> Path:
         caption_projection_dim=32, joint_attention_dim=48, pooled_projection_dim=16 + 24, pos_embed_max_size=32,
         qk_norm="rms_norm", dual_attention_layers=(0,) if dual else (),
     )  # fmt: skip
-    vae = plain_vae(1.5305, 0.0609)
-    pipeline = diffusers.StableDiffusion3Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, transformer=transformer, text_encoder=clips[0],
+    return diffusers.StableDiffusion3Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=plain_vae(1.5305, 0.0609), transformer=transformer,
+        text_encoder=clips[0],
         tokenizer=clip_tokenizer(), text_encoder_2=clips[1], tokenizer_2=clip_tokenizer(),
         text_encoder_3=transformers.T5EncoderModel(t5_config(48)), tokenizer_3=t5_tokenizer(),
     )  # fmt: skip
-    return save(pipeline, folder)
 
 
-def build_tiny_z_image(folder: str | Path) -> Path:
-    """A ``ZImagePipeline``."""
+def build_tiny_z_image() -> DiffusionPipeline:
     torch.manual_seed(0)
     transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[8, 4, 4],
@@ -160,26 +142,20 @@ def build_tiny_z_image(folder: str | Path) -> Path:
     )  # fmt: skip
     torch.nn.init.normal_(transformer.x_pad_token)  # zeros in a new model, which would hide what they do
     torch.nn.init.normal_(transformer.cap_pad_token)
-    vae = plain_vae(0.3611, 0.1159)
     tokenizer = qwen_tokenizer("<think>", "</think>")
     tokenizer.chat_template = Z_IMAGE_CHAT
     text = transformers.Qwen3Config(
         vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.2, bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **QWEN3
     )
-    pipeline = diffusers.ZImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, text_encoder=transformers.Qwen3Model(text), tokenizer=tokenizer,
-        transformer=transformer,
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=plain_vae(0.3611, 0.1159),
+        text_encoder=transformers.Qwen3Model(text), tokenizer=tokenizer, transformer=transformer,
     )  # fmt: skip
-    return save(pipeline, folder)
 
 
-def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bool = False) -> Path:
-    """A ``Flux2KleinPipeline`` or ``Flux2Pipeline``.
-
-    The VAE's batch-norm statistics are random, else wrong normalization would go unseen.
-    """
+def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> DiffusionPipeline:
     torch.manual_seed(0)
-    vae = build_vae(diffusers.AutoencoderKLFlux2)
+    vae = build_vae(diffusers.AutoencoderKLFlux2)  # with random statistics, else wrong normalization would go unseen
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2.0)
     transformer = diffusers.Flux2Transformer2DModel(
@@ -193,7 +169,7 @@ def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bo
         tokenizer.chat_template = KLEIN_CHAT
         config = transformers.Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text)
         encoder = transformers.Qwen3ForCausalLM(config)
-        return save(diffusers.Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts), folder)
+        return diffusers.Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts)
     more = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]  # one token for the fixed system message
     tokenizer = character_tokenizer(["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more)
     vision = {
@@ -205,13 +181,12 @@ def build_tiny_flux2(folder: str | Path, *, klein: bool = True, is_distilled: bo
     config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=image)
     encoder = transformers.Mistral3ForConditionalGeneration(config)
     processor = transformers.PixtralProcessor(transformers.PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT)
-    return save(diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts), folder)
+    return diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts)
 
 
-def build_tiny_qwen_edit(
-    folder: str | Path, *, pipeline_class: type[diffusers.DiffusionPipeline] = diffusers.QwenImageEditPipeline, zero_cond_t: bool = False
-) -> Path:
-    """A ``QwenImagePipeline`` or one of its editors."""
+def build_tiny_qwen(
+    *, pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline, zero_cond_t: bool = False
+) -> DiffusionPipeline:
     torch.manual_seed(0)
     tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
@@ -245,8 +220,8 @@ def build_tiny_qwen_edit(
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
     others = {} if pipeline_class is diffusers.QwenImagePipeline else {"processor": processor}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    return save(
-        pipeline_class(scheduler=scheduler, vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others), folder
+    return pipeline_class(
+        scheduler=scheduler, vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others
     )
 
 

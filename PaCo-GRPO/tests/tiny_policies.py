@@ -1,9 +1,5 @@
-"""Every generator with tiny random weights behind one face, for tests that every policy must pass.
+"""Every generator with tiny random weights."""
 
-python tests/tiny_policies.py NAME FOLDER    writes the pipeline folder of a family
-"""
-
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,35 +8,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxKontextPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers import DiffusionPipeline, FluxKontextPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
-from tiny_pipelines import build_tiny_flux, build_tiny_flux2, build_tiny_qwen_edit, build_tiny_sd3, build_tiny_z_image
+from tiny_pipelines import build_tiny_flux, build_tiny_flux2, build_tiny_qwen, build_tiny_sd3, build_tiny_z_image
 
 from paco_grpo.policies import Policy, load_policy
+from paco_grpo.policies.lora import add_lora
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.types import Item
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tests need to know of a generator.
+    """What tests need to know of a generator."""
 
-    Attributes:
-        build: Writes its pipeline folder.
-        stock: (policy, item, monkeypatch) → arguments of diffusers' pipeline, besides the prompt, the item's size, the
-            number of steps and the generator, for one image.
-        options: Arguments of ``load_policy``: the guidance the family is meant to be used with.
-        references: Reference images of an item.
-        discarded: Regular expression for the LoRA layers whose output nothing reads.
-    """
-
-    build: Callable[[Path], Path]
-    stock: Callable[[Policy, Item, Any], dict[str, Any]]
-    options: dict[str, Any] = field(default_factory=dict)
-    references: int = 0
-    discarded: str = ""
+    build: Callable[[], DiffusionPipeline]
+    stock: Callable[[Policy, Item, Any], dict[str, Any]]  # (policy, item, monkeypatch) → arguments of diffusers' pipeline
+    options: dict[str, Any] = field(default_factory=dict)  # of ``load_policy``: the guidance it is meant to be used with
+    references: int = 0  # images of an item
+    discarded: str = ""  # regular expression for the LoRA layers whose output nothing reads
 
 
 def _flux(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
@@ -57,7 +45,7 @@ def _kontext(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
 def _flux2(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     # Its references are cut as in the pipeline (test_flux2.py), but may be of fewer than 64 pixels.
     monkeypatch.setattr(Flux2ImageProcessor, "check_image_input", lambda self, image: image)
-    references = [policy._resized(image.convert("RGB"), item).image for image in item.images]
+    references = [reference.image for reference in policy._read(item)]
     return _flux(policy, item, monkeypatch) | {"image": references or None}
 
 
@@ -90,7 +78,7 @@ _TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
 # The last block computes text that nothing reads.
 _QWEN_DISCARDED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
 _PLUS = Family(
-    partial(build_tiny_qwen_edit, pipeline_class=QwenImageEditPlusPipeline), _qwen_edit_plus, _TRUE_CFG, references=2,
+    partial(build_tiny_qwen, pipeline_class=QwenImageEditPlusPipeline), _qwen_edit_plus, _TRUE_CFG, references=2,
     discarded=_QWEN_DISCARDED,
 )  # fmt: skip
 
@@ -99,11 +87,9 @@ FAMILIES = {
     "flux_kontext": Family(partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
-    "qwen_image_edit": Family(
-        build_tiny_qwen_edit, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_DISCARDED
-    ),
+    "qwen_image_edit": Family(build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_DISCARDED),
     "qwen_image": Family(
-        partial(build_tiny_qwen_edit, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_DISCARDED
+        partial(build_tiny_qwen, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_DISCARDED
     ),
     "stable_diffusion_3": Family(
         build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""},
@@ -116,28 +102,23 @@ FAMILIES = {
 }  # fmt: skip
 # Other weights of a family, which must give the stock pipeline's image, too.
 VARIANTS = {
-    "flux with another VAE, without guidance": replace(
-        FAMILIES["flux"],
-        build=partial(build_tiny_flux, vae_channels=(4, 8), latent_channels=3, guidance_embeds=False),
-    ),
-    "stable_diffusion_3 without dual attention": replace(  # as large
-        FAMILIES["stable_diffusion_3"], build=partial(build_tiny_sd3, dual=False)
-    ),
+    "flux without guidance": replace(FAMILIES["flux"], build=partial(build_tiny_flux, guidance_embeds=False)),
+    "stable_diffusion_3 large": replace(FAMILIES["stable_diffusion_3"], build=partial(build_tiny_sd3, dual=False)),
     "flux2 without references": replace(_FLUX2, references=0),
     "flux2_klein without references": replace(_KLEIN, references=0),
     "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
+    "qwen_image_edit without guidance": replace(FAMILIES["qwen_image_edit"], options={"image_positions": "stock"}),
 }
 EDITORS = ("flux_kontext", "qwen_image_edit")
 NAMES = ("flux", *EDITORS)  # on which every test of policies runs
 
 
 def build(name: str, folder: Path) -> Path:
-    """Write the pipeline folder of the policy called ``name``."""
-    return (FAMILIES | VARIANTS)[name].build(folder)
+    (FAMILIES | VARIANTS)[name].build().save_pretrained(folder)
+    return folder
 
 
 def load(name: str, folder: Path, **options) -> Policy:
-    """The policy, with the guidance it is meant to be used with."""
     return load_policy(folder, **({"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options))
 
 
@@ -148,7 +129,7 @@ def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
 
 
 def items(name: str, *prompts: str, size: tuple[int, int] = (32, 32), reference: tuple[int, int] | None = None):
-    """An item for each prompt, sampled at ``size``; for an editor with pictures, the first of size ``reference``."""
+    """An item for each prompt; for an editor with pictures, the first of size ``reference``."""
     made, count = [], (FAMILIES | VARIANTS)[name].references
     for i, prompt in enumerate(prompts):
         first, *more = [picture(i + 100 * k, *(reference or size)) for k in range(count)] or [None]
@@ -168,6 +149,14 @@ def disturb(policy: Policy, seed: int = 0, scale: float = 0.2) -> None:
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
+def trained(name: str, folder: Path, rank: int = 3, alpha: float = 6, **options) -> Policy:
+    """The policy with a LoRA that changes its velocity."""
+    policy = load(name, folder, **options)
+    add_lora(policy, rank, alpha)
+    disturb(policy)
+    return policy
+
+
 def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> torch.Tensor:
     """At σ = 0.6, from fixed noise."""
     count, conditioning = len(prompts), policy.encode(items(name, *prompts, size=(size, size)))
@@ -178,13 +167,9 @@ def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> tor
 def draw(
     policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
 ) -> list[Image.Image]:
-    """Images of the items, each from its seed, by deterministic sampling."""
+    """Deterministically sampled images."""
     sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]
     latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, Sampling(num_steps)).clean_latents
     with torch.no_grad():
         return policy.decode(latents, height, width)
-
-
-if __name__ == "__main__":
-    print(build(sys.argv[1], Path(sys.argv[2])))

@@ -1,6 +1,5 @@
 """The interface of a generator: everything that sampling, objectives and training know about a model."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,20 +12,16 @@ from torch import nn
 
 from paco_grpo.types import Conditioning, Item
 
-logger = logging.getLogger(__name__)
-
 
 class PolicyLoadError(RuntimeError):
     """A model could not be loaded; the message names it and says what to do."""
 
 
 class Policy(ABC):
-    """A flow-matching generator with a trainable transformer: encode, sigmas, initial_latents, velocity, decode.
+    """A flow-matching generator with a trainable transformer.
 
     σ lies in [0, 1] (1 = noise); only the policy knows the units of its transformer. Every forward of the transformer
     goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
-
-    ``transformer`` is the trainable part. Training may replace it by a wrapped one (DDP, FSDP); see ``unwrap``.
     """
 
     lora_targets: ClassVar[tuple[str, ...]] = ()  # suffixes of modules in ``transformer`` (docs/method.md §6)
@@ -42,7 +37,7 @@ class Policy(ABC):
     offloads_text_encoders: bool = False  # ``encode`` copies them to the device: encode many items at a time
     pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 
-    transformer: nn.Module
+    transformer: nn.Module  # may be wrapped (DDP, FSDP); see ``unwrap``
     size_multiple: int  # heights and widths are multiples of this many pixels
     device: torch.device  # where the transformer computes
     dtype: torch.dtype  # its computing precision; latents are always float32
@@ -57,19 +52,13 @@ class Policy(ABC):
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.
 
-        Args:
-            path: Folder or hub name.
-            options: As in ``load_policy``; ``quantize`` is given only if it is not None.
-
-        Raises:
-            PolicyLoadError: The message names the folder and the remedy.
+        ``options`` are those of ``load_policy``, but ``quantize`` only if it is not None.
         """
 
     @abstractmethod
     def encode(self, items: Sequence[Item]) -> Conditioning:
-        """Conditioning of ``items``, one row each, on ``device``.
+        """Conditioning of ``items``, one row each, on ``device``; a row does not depend on the other items.
 
-        Each text (and reference image) is encoded alone and cached, so the features do not depend on the other items.
         ``height`` and ``width`` of an item are the size of the generated image.
         """
 
@@ -97,9 +86,8 @@ class Policy(ABC):
             latents: x_σ (B, N, C) float32.
             sigma: (B,) float32 in [0, 1].
             conditioning: len B.
-            height: Pixels, a multiple of ``size_multiple``.
-            width: Pixels, a multiple of ``size_multiple``.
-            guided: With true CFG, or without; None = as ``samples_guided`` says. The same where the model has none.
+            height, width: Pixels, multiples of ``size_multiple``.
+            guided: With true CFG, if the model has it; None = as ``samples_guided`` says.
 
         Returns:
             (B, N, C) float32.
@@ -116,7 +104,7 @@ class Policy(ABC):
         """From now on keep these off the device while they compute nothing; a policy may ignore it."""
 
     def autocast(self) -> AbstractContextManager:
-        """The autocast of every transformer forward, in rollout and training alike."""
+        """Around every transformer forward."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -128,11 +116,11 @@ class Policy(ABC):
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
-        """``size_multiple`` from the VAE's configuration: its levels halve the sides, and 2x2 latents are a token."""
+        """``size_multiple`` by the VAE's configuration: its levels halve the sides, and 2x2 latents are a token."""
         return 2 * 2 ** (len(vae["block_out_channels"]) - 1)
 
     def batch_key(self, item: Item) -> Hashable:
-        """Samples may share a forward if their items' keys are equal; ``item`` has the size of the generated image."""
+        """Samples may share a forward if their items, with the size of the generated image, have equal keys."""
         return item.height, item.width
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
@@ -140,14 +128,11 @@ class Policy(ABC):
         raise NotImplementedError(f"{type(self).__name__} edits no images")
 
     def round_size(self, height: int, width: int) -> tuple[int, int]:
-        """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines; logged."""
+        """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines."""
         multiple = self.size_multiple
-        rounded = (height // multiple * multiple, width // multiple * multiple)
-        if min(rounded) < multiple:
+        if min(height, width) < multiple:
             raise ValueError(f"image size {height}x{width} is too small: both sides need at least {multiple} pixels")
-        if rounded != (height, width):
-            logger.info("size %dx%d rounded to %dx%d (multiple of %d)", height, width, *rounded, multiple)
-        return rounded
+        return height // multiple * multiple, width // multiple * multiple
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -1,9 +1,10 @@
 """A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
 
+import hashlib
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -35,7 +36,7 @@ _ATTENTION_TARGETS = tuple(
 
 
 def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")) -> tuple[str, ...]:
-    """docs/method.md §6: every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards``."""
+    """Every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards`` (docs/method.md §6)."""
     return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in layers)
 
 
@@ -43,8 +44,8 @@ def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.pro
 class TextConditioning(Conditioning):
     """Features of the prompt and, for true CFG, of the negative prompt.
 
-    Texts are padded to the longest of their call to ``encode``, with a mask if they differ. Selecting rows changes neither,
-    so rollout and training compute the same numbers.
+    Texts are padded to the longest of their call to ``encode``, and selecting rows does not change that: rollout and
+    training compute the same numbers.
     """
 
     prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
@@ -57,14 +58,14 @@ class TextConditioning(Conditioning):
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What one forward of the transformer gets: the arguments of ``Policy.velocity``."""
+    """The arguments of ``Policy.velocity``."""
 
     latents: torch.Tensor
     sigma: torch.Tensor
     conditioning: TextConditioning
     height: int
     width: int
-    negative: bool = False  # with the features of the negative prompt instead of the prompt's
+    negative: bool = False  # with the negative prompt
 
     @property
     def text(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -74,29 +75,18 @@ class ForwardInputs:
         return tuple(part if part is None else part.contiguous() for part in parts)
 
 
-@dataclass(frozen=True)
-class EncoderImages:
-    """The images that the text encoder sees with a text."""
-
-    images: tuple[Image.Image, ...] = ()
-    key: Hashable = ()  # of their content
-
-
 class DiffusersPolicy(Policy):
     """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
 
     A subclass names its ``pipeline_class`` and its text encoders, and defines ``_encode_text`` and ``_forward``. Where its
     pipeline differs from FLUX.1's, it overrides ``_noise_shape``, ``_pack`` and ``_unpack`` (see ``FlatLatents``), ``_mu``
-    or ``_pixels``.
-
-    Encoded inputs are cached on the CPU (1 GiB, least recently used dropped first), so each input is encoded once and the
-    encoders can leave the device.
+    or ``_pixels``. Encoded inputs are cached on the CPU.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
     linear_sigmas: ClassVar[bool] = True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
-    guided: bool = False  # with true CFG: ``encode`` needs features of ``negative_prompt``
+    guided: bool = False  # with true CFG: needs features of ``negative_prompt``
 
     def __init__(
         self,
@@ -110,15 +100,10 @@ class DiffusersPolicy(Policy):
         quantize: str | None = None,
     ) -> None:
         """Freeze ``pipeline`` and put it on ``device``; arguments as in ``load_policy``."""
-        if not 1 <= max_sequence_length <= self.text_limit:
-            raise ValueError(
-                f"config.max_sequence_length={max_sequence_length} must lie between 1 and {self.text_limit} "
-                f"({self.family}'s limit)"
-            )
         if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
             raise PolicyLoadError(
-                f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but rectified-flow sampling needs "
-                "a FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
+                f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but must be a "
+                "FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
             )
         self.pipeline = pipeline
         self.device = torch.device(device)
@@ -129,8 +114,7 @@ class DiffusersPolicy(Policy):
         self.transformer = pipeline.transformer
         self.size_multiple = 2 * pipeline.vae_scale_factor
         self._transformer_config = pipeline.transformer.config
-        # A private scheduler: set_timesteps changes its state.
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # with a state of its own
         self._texts = TensorCache(CACHE_BYTES)
         self._ids: dict[tuple, Any] = {}  # positions of tokens; made on the CPU, so kept on the device
         self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
@@ -149,14 +133,13 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
-        """As in ``Policy``; ``options`` are the arguments of the class."""
+        """As in ``Policy``."""
         try:
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_models(path, dtype))
         except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, SafetensorError) as error:
-            reason = str(error).partition(" If you want to instead overwrite")[0].rstrip(".")  # diffusers' own advice
             raise PolicyLoadError(
-                f"cannot load the {cls.family} pipeline at {path}: {type(error).__name__}: {reason}. "
-                "The folder may be incomplete or damaged: download or build it again."
+                f"cannot load the {cls.family} pipeline at {path}, perhaps because it is incomplete: download or build it "
+                f"again ({type(error).__name__}: {error})"
             ) from error
         return cls(pipeline, dtype=dtype, **options)
 
@@ -166,16 +149,18 @@ class DiffusersPolicy(Policy):
 
     def encode(self, items: Sequence[Item]) -> TextConditioning:
         """As in ``Policy``."""
-        return TextConditioning(**self._encode_texts(items, [EncoderImages()] * len(items)))
+        return TextConditioning(**self._encode_texts(items, [()] * len(items)))
 
     @torch.no_grad()
-    def _encode_texts(self, items: Sequence[Item], seen: Sequence[EncoderImages]) -> dict[str, torch.Tensor | None]:
+    def _encode_texts(
+        self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
+    ) -> dict[str, torch.Tensor | None]:
         """The fields of ``TextConditioning``, where the encoder of each item's text sees the images of ``seen``.
 
-        Each (text, images) goes through the encoders once, alone: to the last bit, its features then do not depend on the
-        other texts of a call, nor on what is cached.
+        Each (text, images) goes through the encoders alone: in a batch, the last bits would depend on the other texts.
         """
         fields: dict[str, torch.Tensor | None] = {}
+        digests = [tuple(map(image_digest, images)) for images in seen]
         with ExitStack() as copied:  # one transfer of the encoders for all texts that are not cached
 
             def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
@@ -184,8 +169,8 @@ class DiffusersPolicy(Policy):
 
             for name in ("prompt", "negative") if self.guided else ("prompt",):
                 texts = [item.prompt if name == "prompt" else self.negative_prompt for item in items]
-                pairs = zip(texts, seen, strict=True)
-                rows = [self._texts.get((t, see.key), partial(compute, t, see.images)) for t, see in pairs]
+                inputs = zip(texts, digests, seen, strict=True)
+                rows = [self._texts.get((t, digest), partial(compute, t, images)) for t, digest, images in inputs]
                 embeds, *pooled = zip(*rows, strict=True)
                 mask = torch.arange(max(map(len, embeds))) < torch.tensor([len(row) for row in embeds])[:, None]
                 fields[f"{name}_embeds"] = self._padded(embeds)
@@ -194,13 +179,13 @@ class DiffusersPolicy(Policy):
         return fields
 
     def _padded(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``rows`` on the device, padded to the longest; if all are one tensor (a negative prompt's), in its memory."""
+        """``rows`` on the device, padded to the longest; of one tensor (a negative prompt's), without copies."""
         if all(row is rows[0] for row in rows):
             return rows[0].to(self.device).expand(len(rows), *rows[0].shape)
         return pad_sequence(rows, batch_first=True).to(self.device)
 
     def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
-        """Features (L, D) of one text by the pipeline and, where the model uses them, pooled ones (P,)."""
+        """Features (L, D) of one text and, where the model uses them, pooled ones (P,)."""
         seen = {"image": list(images)} if images else {}
         embeds, *_ = self.pipeline.encode_prompt(
             text, device=self._encoder_device, max_sequence_length=self.max_sequence_length, **seen
@@ -220,12 +205,16 @@ class DiffusersPolicy(Policy):
         width: int,
         guided: bool | None = None,
     ) -> torch.Tensor:
-        """As in ``Policy``; without true CFG, ``guided`` makes no difference."""
+        """As in ``Policy``."""
         inputs = ForwardInputs(latents, sigma, conditioning, height, width)
-        return self._velocity(inputs, self.samples_guided if guided is None else guided)
+        conditional = self._predict(inputs)
+        if not (self.guided and (self.samples_guided if guided is None else guided)):
+            return conditional
+        return self._combined(conditional, self._predict(replace(inputs, negative=True)))
 
-    def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
-        return self._predict(inputs)
+    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """u + scale·(c − u)."""
+        return negative + self.guidance_scale * (conditional - negative)
 
     def _predict(self, inputs: ForwardInputs) -> torch.Tensor:
         """``_forward`` under autocast, of the generated tokens alone, in float32."""
@@ -237,7 +226,7 @@ class DiffusersPolicy(Policy):
         raise NotImplementedError
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Image tokens (B, M, C), the generated ones first; rows and columns of the generated image and each reference."""
+        """Image tokens (B, M, C), the generated ones first; rows and columns of that image and of each reference."""
         return inputs.latents, [self._grid(inputs.height, inputs.width)]
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
@@ -246,7 +235,7 @@ class DiffusersPolicy(Policy):
         return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """linspace(1, 1/N, N) or the scheduler's own, shifted by the scheduler, if it is a dynamic one by ``_mu``."""
+        """linspace(1, 1/N, N) or the scheduler's own σ, shifted by the scheduler."""
         rows, columns = self._grid(height, width)
         if self._scheduler.config.get("shift_terminal") and num_steps < 2:
             raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
@@ -272,11 +261,11 @@ class DiffusersPolicy(Policy):
         return to_device(self._pack(torch.stack(noise)), self.device)
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Channels, height and width of an image's latents as the pipeline draws them, for a grid of tokens."""
+        """Channels, height and width of the latents that the pipeline draws, for a grid of tokens."""
         return self._transformer_config.in_channels // 4, 2 * rows, 2 * columns
 
     def _pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, c, h, w), of a video's VAE (B, c, 1, h, w), as tokens (B, N, C)."""
+        """Latents (B, c, h, w), of a video VAE (B, c, 1, h, w), as tokens (B, N, C)."""
         batch, channels, *_, height, width = latents.shape
         return self.pipeline._pack_latents(latents, batch, channels, height, width)
 
@@ -286,11 +275,7 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """All of ``latents`` in one VAE call, so the caller's batch bounds the memory.
-
-        Pixels become bytes on the VAE's device, so a fourth of the float32 pixels crosses to the CPU. The operations and
-        their order are diffusers' own, so the images are the same bits.
-        """
+        """As in ``Policy``; the same bits as diffusers' images, but pixels become bytes before they cross to the CPU."""
         unpacked = self._unpack(latents, height, width)
         with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
@@ -299,12 +284,12 @@ class DiffusersPolicy(Policy):
         return [Image.fromarray(array) for array in rounded.cpu().numpy()]
 
     def move_encoders(self, device: torch.device | str) -> None:
-        """Move the text encoders and the VAE."""
+        """As in ``Policy``."""
         for module in (*self.text_encoders(), self.pipeline.vae):
             module.to(device)
 
     def offload(self, text_encoders: bool, vae: bool) -> None:
-        """From now on keep these in main memory, and copy them to the device while they compute."""
+        """As in ``Policy``."""
         if text_encoders:
             self._offloaded_text = Offloaded(self.text_encoders(), self.device)
             self.offloads_text_encoders = True
@@ -314,9 +299,7 @@ class DiffusersPolicy(Policy):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""
         if height % self.size_multiple or width % self.size_multiple:
-            raise ValueError(
-                f"image size {height}x{width} is not a multiple of {self.size_multiple} pixels: use round_size first"
-            )
+            raise ValueError(f"image size {height}x{width} is not a multiple of {self.size_multiple}: use round_size")
         return height // self.size_multiple, width // self.size_multiple
 
 
@@ -333,12 +316,13 @@ class FlatLatents(DiffusersPolicy):
         return tokens.transpose(1, 2).unflatten(2, self._noise_shape(*self._grid(height, width))[1:])
 
 
-def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing or left over.
+def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
+    """What identifies the picture, for caches."""
+    return hashlib.blake2b(image.tobytes(), digest_size=16).digest(), image.size
 
-    Raises:
-        ValueError: The weights do not fit the model; the message names tensors and folder.
-    """
+
+def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing or left over."""
     config, models = DiffusionPipeline.load_config(path), {}
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
         library, class_name = config.get(name, (None, None))
@@ -346,16 +330,16 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
             continue
         folder = Path(path) / name
         if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-            # Reading a pickle runs its code.
+            # reading a pickle runs its code
             raise ValueError(f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them")
         if library == "transformers":
             models[name] = from_pretrained_strict(getattr(transformers, class_name), path, subfolder=name, dtype=dtype)
             continue
-        # The VAE computes in float32, so nothing of it is rounded on the way: FLUX.2's normalization of latents is in it.
+        # not rounded on the way to its float32: FLUX.2's normalization of latents is in the VAE
         models[name], found = getattr(diffusers, class_name).from_pretrained(
             path, subfolder=name, dtype=torch.float32 if name == "vae" else dtype, output_loading_info=True
         )
-        # Of several files, diffusers believes their index; a tensor that none of them has stays on "meta".
+        # diffusers believes the index of several files: a tensor that none of them has stays on "meta"
         absent = {key for key, tensor in models[name].state_dict().items() if tensor.is_meta} | {*found["missing_keys"]}
         if wrong := sorted(absent ^ {*found["unexpected_keys"]}):
             raise ValueError(f"the weights in {path}/{name} lack, or have more than, the model's {', '.join(wrong[:5])}")
@@ -366,7 +350,7 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move and cast; cast only where needed, since diffusers warns at each cast."""
+    """Move, and cast where needed, since diffusers warns at each cast."""
     if any(parameter.dtype != dtype for parameter in module.parameters()):
         nn.Module.to(module, dtype=dtype)
     module.to(device)

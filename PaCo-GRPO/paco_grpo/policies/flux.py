@@ -10,7 +10,7 @@ from paco_grpo.policies.diffusers_policy import DiffusersPolicy, ForwardInputs, 
 
 
 class FluxPolicy(DiffusersPolicy):
-    """FLUX.1-dev and everything saved as a ``FluxPipeline``; its guidance is embedded, so there is no negative prompt."""
+    """FLUX.1-dev and everything saved as a ``FluxPipeline``; its guidance is embedded."""
 
     pipeline_class = FluxPipeline
     family = "FLUX"

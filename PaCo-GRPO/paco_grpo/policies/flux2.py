@@ -23,10 +23,10 @@ _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this
 
 
 class Flux2Policy(FlatLatents, ReferenceImagePolicy):
-    """FLUX.2-dev and everything saved as a ``Flux2Pipeline``; its guidance is embedded, so there is no negative prompt.
+    """FLUX.2-dev and everything saved as a ``Flux2Pipeline``; its guidance is embedded.
 
-    A reference image is never enlarged or distorted: it is scaled down to the area of the generated image (the pipelines: to
-    a megapixel) if it is larger, and its edges are cut to whole tokens.
+    A reference image is never enlarged or distorted: if it is larger, it is scaled down to the area of the generated image
+    (the pipelines: to a megapixel), and its edges are cut to whole tokens.
     """
 
     pipeline_class = Flux2Pipeline
@@ -73,8 +73,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
             self._ids[key] = text.to(self.device), torch.cat(images).to(self.device)
         return self._ids[key]
 
-    # --- reference images ---------------------------------------------------------------------------------------------
-
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """Both sides down to the multiple, at least one, as the pipelines size reference images."""
         return self._whole(math.sqrt(area / aspect)), self._whole(math.sqrt(area * aspect))
@@ -97,13 +95,11 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         (height, width), scaled = self.reference_size(image, item), self._scaled(image, item)
         if min(scaled) < self.size_multiple:
             raise ValueError(
-                f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides, of an image "
-                f"scaled down to the generated area, must be at least {self.size_multiple} (config.train.resolution)"
+                f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides must be at "
+                f"least {self.size_multiple} after it is scaled down (config.train.resolution)"
             )
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
         return self.pipeline.image_processor._resize_and_crop(small, width=width, height=height)
-
-    # --- latents ------------------------------------------------------------------------------------------------------
 
     def _mu(self, tokens: int, num_steps: int) -> float:
         return compute_empirical_mu(tokens, num_steps)
@@ -122,8 +118,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
 class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     """FLUX.2 Klein (4B, 9B) and everything saved as a ``Flux2KleinPipeline``.
 
-    True CFG is on if ``guidance_scale`` > 1; the pipeline's negative prompt is the empty text. Models distilled to four steps
-    take no guidance.
+    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt`` says otherwise.
     """
 
     pipeline_class = Flux2KleinPipeline
@@ -132,11 +127,11 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:
-        """As in ``Policy``; a distilled model is refused guidance before its weights are read."""
+        """As in ``Policy``; a model distilled to four steps takes no guidance."""
         if guidance_scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
             raise PolicyLoadError(
-                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to few steps without guidance: set "
-                "it to 1, or train the base model, such as black-forest-labs/FLUX.2-klein-base-4B"
+                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to work without: set it to 1, or "
+                "train the base model, such as black-forest-labs/FLUX.2-klein-base-4B"
             )
         return super().from_pretrained(path, guidance_scale=guidance_scale, **options)
 

@@ -43,20 +43,18 @@ def load_policy(
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image: 1024).
-        guidance_scale: Embedded guidance (FLUX) or true CFG scale, depending on the model.
-        negative_prompt: Turns on true CFG (Qwen-Image).
-        quantize: ``nf4``: the frozen transformer in 4 bits; see ``performance/quantize.py``.
+        guidance_scale: Embedded guidance or true CFG scale, depending on the model.
+        negative_prompt: Of true CFG.
+        quantize: ``nf4``: the frozen transformer in 4 bits.
         image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit).
 
     Raises:
-        PolicyLoadError: Missing folder, no ``model_index.json``, hub unreachable, unknown pipeline class, broken weights,
-            or a negative prompt for a model without true CFG.
+        PolicyLoadError: The model cannot be loaded, or has no true CFG for the negative prompt.
     """
     found = policy_class(model_path)
     if negative_prompt is not None and not found.has_true_cfg:
         raise PolicyLoadError(
-            f"config.sample.negative_prompt={negative_prompt!r} is given, but the guidance of {model_path} is embedded, "
-            "not true CFG: leave it at None"
+            f"config.sample.negative_prompt={negative_prompt!r}: the guidance of {model_path} is embedded, leave it at None"
         )
     options = {
         "dtype": dtype, "device": device, "max_sequence_length": max_sequence_length, "guidance_scale": guidance_scale,
@@ -70,55 +68,41 @@ def load_policy(
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:
-    """The class of the generator at ``model_path``, by ``_class_name`` of its ``model_index.json``; weights are not read.
-
-    Raises:
-        PolicyLoadError: The index cannot be read, or no policy is registered for the pipeline class.
-    """
+    """The class of the generator at ``model_path``, by ``_class_name`` of its ``model_index.json``."""
     class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
         raise PolicyLoadError(
             f"{model_path}/model_index.json names {class_name}, for which PaCo-GRPO has no policy."
-            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: {', '.join(sorted(POLICIES))}. Choose such a model, "
-            "or add a policy file and register it in paco_grpo/policies/loading.py."
+            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: {', '.join(sorted(POLICIES))}"
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def size_multiple(model_path: str | Path) -> int:
-    """``Policy.size_multiple`` of the generator at ``model_path``; weights are not read."""
+    """``Policy.size_multiple`` of the generator at ``model_path``."""
     return policy_class(model_path).size_multiple_with(_read(model_path, "vae/config.json"))
 
 
 def fewest_steps(model_path: str | Path) -> int:
-    """The smallest number of steps for which the schedule of the generator exists; weights are not read."""
+    """The smallest number of steps for which the schedule of the generator exists."""
     return 2 if _read(model_path, "scheduler/scheduler_config.json").get("shift_terminal") else 1
 
 
 def _read(model_path: str | Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file ``name`` of a pipeline folder or hub repository."""
     file = local_folder(model_path, name, option="config.pretrained.model") / name
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise PolicyLoadError(
-            f"config.pretrained.model={model_path} has no {name}, so it is not a complete diffusers pipeline: give the "
-            "folder that contains transformer/, vae/ and scheduler/"
+            f"config.pretrained.model={model_path} has no {name}: give the folder that contains transformer/ and vae/"
         ) from error
-    except ValueError as error:
-        raise PolicyLoadError(f"{file} is no JSON file: {error}. Download it again.") from error
-    if not isinstance(values, dict):
-        raise PolicyLoadError(f"{file} has no names and values. Download it again.")
-    return values
+    except (ValueError, TypeError) as error:
+        raise PolicyLoadError(f"{file} is no JSON object: {error}. Download it again.") from error
 
 
 def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
-    """``place`` if it is a folder; otherwise the cached copy of that hub repository, with the files of ``patterns``.
-
-    Raises:
-        PolicyLoadError: It is neither; the message names ``option``.
-    """
+    """``place`` if it is a folder; otherwise the cached copy of that hub repository, with the files of ``patterns``."""
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder

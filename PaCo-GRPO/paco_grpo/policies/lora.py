@@ -1,7 +1,6 @@
 """LoRA on a policy's transformer: attach it, switch it inside a block, save it for PEFT and for plain diffusers.
 
-The adapter is injected in place (peft), so the transformer keeps its class and methods. Adapter weights are float32
-for any precision of the frozen base.
+The adapter is injected in place (peft), so the transformer keeps its class. Its weights are float32 for any base.
 """
 
 import copy
@@ -30,8 +29,7 @@ logger = logging.getLogger(__name__)
 TRAINED = "default"  # name of the trained adapter; snapshots have other names
 START = "start"  # a frozen copy of the adapter that training started from
 
-# Prefix of weights in PEFT's files, from the PeftModel that wraps the model there.
-_PEFT_PREFIX = "base_model.model."
+_PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
 
 # Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
 _DIFFUSERS = ("pytorch_lora_weights.safetensors",)
@@ -50,14 +48,13 @@ def add_lora(
     Args:
         policy: Changed in place, before the transformer is wrapped for several processes.
         rank: r ≥ 1.
-        alpha: Scale; the update is alpha / r · B·A.
-        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention), module-name suffixes,
-            or a regular expression for whole names of linear layers.
-        lora_path: Folder or hub name to start from, in diffusers or PEFT format. Rank, alpha and targets then come from
-            there.
+        alpha: The update is alpha / r · B·A.
+        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention), suffixes, or a regular
+            expression for whole names of linear layers.
+        lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha and targets.
 
     Raises:
-        PolicyLoadError: ``lora_path`` is missing, unreadable, made for another model, or has values that are not finite.
+        PolicyLoadError: ``lora_path`` is missing, unreadable, made for another model, or not finite.
         ConfigError: A target names no linear layer.
     """
     transformer = unwrap(policy.transformer)
@@ -75,7 +72,7 @@ def add_lora(
             weights = _weights(transformer)
         except Exception as error:  # files with other bytes, types or shapes raise anything in peft and diffusers
             raise PolicyLoadError(
-                f"config.train.lora_path: the LoRA at {folder} cannot be read, or was made for another model than "
+                f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
                 f"config.pretrained.model ({type(error).__name__}: {str(error)[:300]})"
             ) from error
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
@@ -87,9 +84,9 @@ def add_lora(
 
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
-    """What ``targets`` of ``add_lora`` means: names or suffixes of linear layers, each of which occurs."""
-    modules = dict(unwrap(policy.transformer).named_modules())
-    layers = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    """Names of the linear layers that ``targets`` of ``add_lora`` means; peft would also take other modules."""
+    modules = unwrap(policy.transformer).named_modules()
+    layers = [name for name, module in modules if isinstance(module, nn.Linear)]
     if targets == "default":
         targets = policy.lora_targets
     elif targets == "attention":
@@ -101,16 +98,8 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
             found = {targets: [name for name in layers if re.fullmatch(targets, name)]}
         except re.error as error:
             raise ConfigError(f"config.train.lora_targets={targets!r} is no regular expression: {error}") from error
-        names = found[targets]  # peft would also take the modules around them
     else:
         found = {target: [name for name in layers if f".{name}".endswith(f".{target}")] for target in targets}
-        # peft refuses a suffix that other modules have, too: FLUX.2's ``attn.to_out`` is a layer or a list of them
-        others = [f".{name}" for name in modules.keys() - layers]
-        names = [
-            name
-            for target, matches in found.items()
-            for name in (matches if any(other.endswith(f".{target}") for other in others) else [target])
-        ]
     for target in (target for target, matches in found.items() if not matches):
         kinds = dict.fromkeys(m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m)
         near = did_you_mean(re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds])
@@ -118,16 +107,16 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
             f"config.train.lora_targets: {target!r} matches no linear layer of the transformer.{near} The layers of its "
             f"blocks: {', '.join(kinds)}"
         )
-    return names
+    return sorted({name for matches in found.values() for name in matches})
 
 
 def remove_lora(policy: Policy) -> None:
-    """Take the LoRA off again, before the transformer is sharded; another one may follow."""
+    """Take the LoRA off again, before the transformer is sharded."""
     unwrap(policy.transformer).unload_lora()
 
 
 def add_snapshot(policy: Policy, name: str) -> None:
-    """Add a frozen copy of the trained LoRA as adapter ``name`` (such as ``old`` of DiffusionNFT)."""
+    """Add a frozen copy of the trained LoRA as adapter ``name``."""
     transformer = unwrap(policy.transformer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
@@ -158,8 +147,7 @@ def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
 
 
 def reference(policy: Policy) -> AbstractContextManager[None]:
-    """The reference policy inside the block, for forwards without gradient: the base model with every adapter switched
-    off, or the adapter ``START`` where there is one (``train.reference='start'``)."""
+    """The base model inside the block, or the adapter ``START`` where there is one, for forwards without gradient."""
     return snapshot(policy, START if START in getattr(unwrap(policy.transformer), "peft_config", {}) else None)
 
 
@@ -186,10 +174,10 @@ def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
 
 @contextmanager
 def merged(policy: Policy) -> Iterator[None]:
-    """The active LoRA is part of the base weights inside the block, so a forward costs as much as the base model's.
+    """The active LoRA is part of the base weights inside the block, for cheaper forwards without gradient.
 
-    For forwards without gradient. The result differs by rounding, in the base's precision. Afterwards the base weights
-    have exactly the same bits: they are set aside, which takes memory for one more copy of the layers that have a LoRA.
+    They differ by rounding, in the base's precision. Afterwards the base weights have exactly the same bits: they are set
+    aside, which takes memory for one more copy of the layers that have a LoRA.
     """
     # Weights that are sharded over processes stay as they are.
     layers = [layer for layer in _layers(policy) if not isinstance(layer.get_base_layer().weight, DTensor)]
@@ -208,16 +196,12 @@ def merged(policy: Policy) -> Iterator[None]:
 def _layers(policy: Policy) -> list[BaseTunerLayer]:
     layers = [module for module in unwrap(policy.transformer).modules() if isinstance(module, BaseTunerLayer)]
     if not layers:
-        raise ValueError(
-            "the transformer has no LoRA adapter, so there is no reference policy or snapshot to switch to: "
-            "use config.use_lora = True, or set the KL weight config.train.beta to 0"
-        )
+        raise ValueError("there is no LoRA to switch off: set config.use_lora = True or config.train.beta = 0")
     return layers
 
 
 def save_peft(policy: Policy, directory: str | Path) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``: PEFT's format, read by ``add_lora``'s lora_path
-    and by ``PeftModel.from_pretrained(transformer, directory)``."""
+    """Write PEFT's format, as ``PeftModel.from_pretrained(transformer, directory)`` reads it."""
     transformer = unwrap(policy.transformer)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -229,10 +213,7 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
 
 
 def save_diffusers(policy: Policy, directory: str | Path) -> None:
-    """Write ``pytorch_lora_weights.safetensors`` so that ``pipe.load_lora_weights(directory)`` gives the same model.
-
-    ``policy.pipeline``'s class chooses the format; rank and alpha are in the file's metadata.
-    """
+    """Write a file for ``pipe.load_lora_weights(directory)``; rank and alpha are in its metadata."""
     transformer = unwrap(policy.transformer)
     metadata = transformer.peft_config[TRAINED].to_dict()
     metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()}
@@ -242,17 +223,12 @@ def save_diffusers(policy: Policy, directory: str | Path) -> None:
 
 
 def find_lora(place: str | Path) -> Path:
-    """The folder of an adapter, downloaded if ``place`` is a hub name; its weights are not read.
-
-    Raises:
-        PolicyLoadError: There is none; the message names the expected files.
-    """
+    """The folder of an adapter, downloaded if ``place`` is a hub name. Raises a ``PolicyLoadError`` if there is none."""
     folder = local_folder(place, *_DIFFUSERS, *_PEFT, option="config.train.lora_path")
     if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
         return folder
     raise PolicyLoadError(
-        f"config.train.lora_path: {place} contains no LoRA. It needs {_DIFFUSERS[0]} (diffusers), or "
-        f"{' and '.join(_PEFT)} (PEFT)"
+        f"config.train.lora_path: {place} has neither {_DIFFUSERS[0]} (diffusers) nor {' and '.join(_PEFT)} (PEFT)"
     )
 
 

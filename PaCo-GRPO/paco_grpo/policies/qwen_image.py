@@ -29,8 +29,8 @@ class QwenImagePolicy(TrueCfgPolicy):
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         if pipeline.transformer.config.guidance_embeds:
             raise PolicyLoadError(
-                "the transformer is guidance-distilled (guidance_embeds), which diffusers' QwenImageTransformer2DModel "
-                "cannot compute: use Qwen/Qwen-Image-2512 or Qwen/Qwen-Image-Edit-2511"
+                "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use Qwen/Qwen-Image-2512 or "
+                "Qwen/Qwen-Image-Edit-2511"
             )
         super().__init__(pipeline, **options)
 

@@ -1,12 +1,13 @@
 """Qwen-Image-Edit: the vision-language text encoder sees the reference images, and their latents are further tokens."""
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from diffusers import DiffusionPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from PIL import Image
 
-from paco_grpo.policies.diffusers_policy import EncoderImages
 from paco_grpo.policies.qwen_image import QwenImagePolicy
 from paco_grpo.policies.reference_image import Reference, ReferenceImagePolicy
 
@@ -44,9 +45,8 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
-    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
-        """The VAE's images."""
-        return EncoderImages(tuple(r.image for r in references), tuple(r.key for r in references))
+    def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
+        return [reference.image for reference in references]  # as the VAE
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame

@@ -1,18 +1,19 @@
 """Qwen-Image-Edit-2509 and -2511: several reference images, which the text encoder sees at a size of their own."""
 
-from diffusers import QwenImageEditPlusPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
+from collections.abc import Sequence
 
-from paco_grpo.policies.diffusers_policy import EncoderImages
+from diffusers import QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
+from PIL import Image
+
 from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy
-from paco_grpo.policies.reference_image import Reference, image_digest
+from paco_grpo.policies.reference_image import Reference
 
 
 class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     """Qwen-Image-Edit-2509, -2511 and everything saved as a ``QwenImageEditPlusPipeline``.
 
-    The text encoder sees each image at the pipeline's own area of 384² pixels, whatever size is generated. The transformer of
-    2511 (``zero_cond_t``) modulates reference tokens as at σ = 0, by itself.
+    The text encoder sees each image at the pipeline's own area of 384² pixels, whatever size is generated.
     """
 
     pipeline_class = QwenImageEditPlusPipeline
@@ -20,12 +21,7 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     several_images = True
     shape_from = -1
 
-    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
-        images = tuple(
-            self.pipeline.image_processor.resize(
-                reference.original,
-                *self.fit_area(stock.CONDITION_IMAGE_SIZE, reference.original.width / reference.original.height),
-            )
-            for reference in references
-        )
-        return EncoderImages(images, tuple((image_digest(image), image.size) for image in images))
+    def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
+        originals = [reference.original for reference in references]
+        sizes = [self.fit_area(CONDITION_IMAGE_SIZE, image.width / image.height) for image in originals]
+        return [self.pipeline.image_processor.resize(i, *size) for i, size in zip(originals, sizes, strict=True)]

@@ -1,7 +1,5 @@
 """Reference images of the policies that edit: their size, their latents, and which samples may share a forward."""
 
-import hashlib
-import logging
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
@@ -17,14 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from paco_grpo.policies.diffusers_policy import (
     CACHE_BYTES,
     DiffusersPolicy,
-    EncoderImages,
     ForwardInputs,
     TextConditioning,
+    image_digest,
 )
 from paco_grpo.policies.performance.cache import TensorCache
 from paco_grpo.types import Item
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,6 @@ class Reference:
 
     image: Image.Image  # RGB
     original: Image.Image  # RGB, before it was resized
-    key: Hashable  # of content and size: two files with the same picture are one
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,27 +44,12 @@ class ReferenceConditioning(TextConditioning):
     # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading does not synchronize
     reference_grid: torch.Tensor
 
-    def with_references(self, latents: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """``latents`` (B, N, C) with the reference tokens behind them (B, N + M', C), and each image's rows and columns.
-
-        Raises:
-            ValueError: The references differ in number or size, so they cannot share a forward.
-        """
-        grids = {tuple((r, c) for r, c in row if r) for row in self.reference_grid.tolist()}
-        if len(grids) > 1:
-            raise ValueError(
-                f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
-            )
-        (shared,) = grids
-        length = sum(rows * columns for rows, columns in shared)
-        return torch.cat([latents, self.reference[:, :length].to(latents.dtype)], dim=1), list(shared)
-
 
 class ReferenceImagePolicy(DiffusersPolicy):
     """A pipeline that edits a reference image, or several.
 
-    A reference keeps its shape and is encoded at the area of the generated image: training small costs little, and where
-    both have one shape their tokens lie on one grid. (The pipelines alone always use about a megapixel.)
+    A reference keeps its shape and is encoded at the area of the generated image, so training small costs little. (The
+    pipelines alone always use about a megapixel.)
     """
 
     edits_images = needs_image = True
@@ -78,27 +58,23 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def __init__(self, pipeline, **options) -> None:
         super().__init__(pipeline, **options)
         self._latents = TensorCache(CACHE_BYTES)
-        self._logged: set[tuple] = set()
 
     @abstractmethod
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
-        """Height and width of about ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
+        """Height and width of ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """As in ``Policy``; a change of shape by rounding is logged once."""
-        shape = item.height, item.width
-        if None in shape:
-            image = item.images[self.shape_from]
-            shape = image.height, image.width
-        size = self.fit_area(resolution**2, shape[1] / shape[0])
-        self._log_resize("item of %dx%d is generated at %dx%d (multiple of %d)", shape, size)
-        return size
+        """As in ``Policy``."""
+        height, width = item.height, item.width
+        if height is None or width is None:
+            width, height = item.images[self.shape_from].size
+        return self.fit_area(resolution**2, width / height)
 
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
         """Height and width at which ``image``, a reference image of ``item``, is encoded.
 
-        The area of the item's size in the shape of the image, rounded; but the item's own size where that distorts the
-        image no more than rounding does. For an item without a size, the image's own area.
+        The item's area in the shape of the image, rounded; but the item's own size where that distorts the image no more
+        than rounding does. For an item without a size, the image's own area.
         """
         own = item.height, item.width
         aspect = image.width / image.height
@@ -113,18 +89,27 @@ class ReferenceImagePolicy(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, items: Sequence[Item]) -> ReferenceConditioning:
-        """As in ``Policy``; each text and each reference image goes through its encoder once, alone."""
+        """As in ``Policy``."""
         references = [self._read(item) for item in items]
         texts = self._encode_texts(items, [self._seen(row) for row in references])
         return ReferenceConditioning(**texts, **self._encode_references(references))
 
-    def _seen(self, references: tuple[Reference, ...]) -> EncoderImages:
+    def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         """The images that the text encoder sees."""
-        return EncoderImages()
+        return ()
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        tokens, grids = inputs.conditioning.with_references(inputs.latents)
-        return tokens, [self._grid(inputs.height, inputs.width), *grids]
+        """With the reference tokens behind the generated ones."""
+        latents, conditioning = inputs.latents, inputs.conditioning
+        grids = {tuple((r, c) for r, c in row if r) for row in conditioning.reference_grid.tolist()}
+        if len(grids) > 1:
+            raise ValueError(
+                f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
+            )
+        (shared,) = grids
+        length = sum(rows * columns for rows, columns in shared)
+        tokens = torch.cat([latents, conditioning.reference[:, :length].to(latents.dtype)], dim=1)
+        return tokens, [self._grid(inputs.height, inputs.width), *shared]
 
     def _read(self, item: Item) -> tuple[Reference, ...]:
         images = item.images
@@ -132,22 +117,15 @@ class ReferenceImagePolicy(DiffusersPolicy):
             raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
         if len(images) > 1 and not self.several_images:
             raise ValueError(f"item {item.item_id} has {len(images)} reference images, but {self.family} edits one")
-        return tuple(self._resized(image.convert("RGB"), item) for image in images)
-
-    def _resized(self, image: Image.Image, item: Item) -> Reference:
-        size = self.reference_size(image, item)
-        self._log_resize(
-            "reference image of %dx%d is read at %dx%d (multiple of %d)", (image.height, image.width), size
-        )
-        resized = self._resize(image, item)
-        return Reference(resized, image, (image_digest(resized), size))
+        originals = [image.convert("RGB") for image in images]
+        return tuple(Reference(self._resize(image, item), image) for image in originals)
 
     def _resize(self, image: Image.Image, item: Item) -> Image.Image:
         """``image`` at its ``reference_size``."""
         return self.pipeline.image_processor.resize(image, *self.reference_size(image, item))
 
     def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
-        """The fields of ``ReferenceConditioning``; each image goes through the VAE once, alone."""
+        """The fields of ``ReferenceConditioning``; each image goes through the VAE alone."""
         nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
         with ExitStack() as copied:  # one transfer of the VAE for all images that are not cached
 
@@ -156,7 +134,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
                 return (self._encode_image(reference),)
 
             tokens = [
-                torch.cat([nothing, *(self._latents.get(r.key, partial(compute, r))[0] for r in row)]) for row in references
+                torch.cat([nothing, *(self._latents.get(image_digest(r.image), partial(compute, r))[0] for r in row)])
+                for row in references
             ]
         grids = [torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2) for row in references]
         return {
@@ -174,14 +153,3 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels (1, 3, H, W) in the shape that the VAE takes."""
         return pixels
-
-    def _log_resize(self, message: str, given: tuple[int, int], size: tuple[int, int]) -> None:
-        """One log line for each change of size, however many images it concerns."""
-        if given != size and (message, given, size) not in self._logged:
-            self._logged.add((message, given, size))
-            logger.info(message, *given, *size, self.size_multiple)
-
-
-def image_digest(image: Image.Image) -> bytes:
-    """A short name of the pixels, for caches."""
-    return hashlib.blake2b(image.tobytes(), digest_size=16).digest()

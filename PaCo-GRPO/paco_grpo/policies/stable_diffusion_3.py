@@ -28,10 +28,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         super().__init__(pipeline, **options)
         pipeline.transformer._repeated_blocks = ["JointTransformerBlock"]  # for compile_repeated_blocks; not set by diffusers
         if self._transformer_config.dual_attention_layers:  # 3.5 medium: a second attention, of the image alone
-            self.lora_targets = (
-                *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-                *self.lora_targets,
-            )
+            self.lora_targets += tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """Both CLIPs and T5."""

@@ -1,19 +1,17 @@
 """True classifier-free guidance: a forward with the prompt, and one with a negative prompt."""
 
-import dataclasses
 import logging
 from typing import ClassVar
 
-import torch
 from diffusers import DiffusionPipeline
 
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy, ForwardInputs
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 
 logger = logging.getLogger(__name__)
 
 
 class TrueCfgPolicy(DiffusersPolicy):
-    """A policy whose ``velocity`` combines two forwards if ``guided``, which is decided when it is loaded."""
+    """A policy that decides when it is loaded whether it is ``guided``."""
 
     has_true_cfg = True
     default_negative: ClassVar[str | None] = None  # where no negative prompt is given; None = then there is no guidance
@@ -36,13 +34,3 @@ class TrueCfgPolicy(DiffusersPolicy):
     def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
         """As in ``Policy``."""
         return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
-
-    def _velocity(self, inputs: ForwardInputs, guided: bool) -> torch.Tensor:
-        conditional = self._predict(inputs)
-        if not (self.guided and guided):
-            return conditional
-        return self._combined(conditional, self._predict(dataclasses.replace(inputs, negative=True)))
-
-    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-        """u + scale·(c − u)."""
-        return negative + self.guidance_scale * (conditional - negative)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture
+from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, trained, velocity_of
 
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.lora import add_lora, save_diffusers
@@ -22,24 +22,18 @@ BY_NAME = pytest.mark.parametrize("name", FAMILIES)
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 
 
-def batch_of(args, kwargs):
-    return len(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-
 def sample(policy, chosen, seeds, **options):
     """Latents of ``chosen`` in their order, and the batch size of each transformer forward."""
     latents, forwards = [None] * len(chosen), []
     hook = policy.transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: forwards.append(batch_of(args, kwargs)), with_kwargs=True
+        lambda _, args, kwargs: forwards.append(len([*args, *kwargs.values()][0])), with_kwargs=True
     )
-    options = {"noise_steps": (), "noise_level": 0.7} | options
+    options = {"noise_level": 0.7} | options
     for batch in batches_by_key([policy.batch_key(item) for item in chosen], 8):
         group = [chosen[i] for i in batch]
         height, width = group[0].height, group[0].width
-        ids = [item.item_id for item in group]
-        record = rollout(
-            policy, policy.encode(group), ids, [seeds[i] for i in batch], height, width, Sampling(STEPS, **options)
-        )
+        own, sampling = [seeds[i] for i in batch], Sampling(STEPS, **options)
+        record = rollout(policy, policy.encode(group), batch, own, height, width, sampling)
         for i, row in zip(batch, record.clean_latents, strict=True):
             latents[i] = row
     hook.remove()
@@ -60,16 +54,16 @@ def load_pipeline(policy, folder):
     return pipe
 
 
-def stock_image(pipe, policy, name, item, seed, monkeypatch, output_type="pt"):
-    """One call of diffusers' pipeline, one image at a time."""
+def stock_image(pipe, policy, name, item, seed, monkeypatch):
+    """diffusers' image as ``pixels``."""
     return pipe(
-        prompt=item.prompt, height=item.height, width=item.width, num_inference_steps=STEPS, output_type=output_type,
+        prompt=item.prompt, height=item.height, width=item.width, num_inference_steps=STEPS, output_type="pt",
         generator=[torch.Generator().manual_seed(seed)], **(FAMILIES | VARIANTS)[name].stock(policy, item, monkeypatch),
     ).images[0]  # fmt: skip
 
 
 def mixed_items(name):
-    """Two of one size and texts of different length, of which an editor gets other shapes and a grey image; another size."""
+    """Two sizes and lengths of text; for an editor, other shapes and a gray image."""
     chosen = [*items(name, "make the star blue", "and now for something longer", size=(32, 64)), *items(name, "c")]
     if chosen[0].num_images:
         other = (64, 128) if name.startswith("flux2") else (30, 60)  # FLUX.2 enlarges nothing
@@ -134,18 +128,10 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     assert text_length(options, [item]) >= len(counted) > len(item.prompt)
 
 
-@pytest.fixture
-def trained(tiny_folder, request):
-    """A policy with a LoRA that changes its velocity."""
-    policy = load(request.getfixturevalue("name"), tiny_folder(request.getfixturevalue("name")))
-    add_lora(policy, rank=3, alpha=6)
-    disturb(policy)
-    return policy
-
-
 @pytest.mark.parametrize(("name", "cps"), [(name, False) for name in FAMILIES] + [("flux", True), ("z_image", True)])
-def test_first_ratio_is_exactly_one(trained, name, cps):
-    policy, conditioning = trained, trained.encode(items(name, *PROMPTS))
+def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
+    policy = trained(name, tiny_folder(name))
+    conditioning = policy.encode(items(name, *PROMPTS))
     result = rollout(
         policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(3, (0, 1), noise_level=0.7, cps=cps)
     )
@@ -166,12 +152,12 @@ def test_first_ratio_is_exactly_one(trained, name, cps):
 
 
 @BY_NAME
-def test_every_adapter_weight_gets_a_gradient(trained, name):
+def test_every_adapter_weight_gets_a_gradient(tiny_folder, name):
     """But those whose output the model discards; with true CFG in both forwards."""
-    latents, sigma = trained.initial_latents([1, 2], 32, 32), torch.tensor([0.9, 0.5])
-    trained.velocity(latents, sigma, trained.encode(items(name, *PROMPTS[:2])), 32, 32).square().mean().backward()
+    policy = trained(name, tiny_folder(name))
+    velocity_of(policy, name, *PROMPTS[:2]).square().mean().backward()
     silent, layers = set(), set()
-    for parameter_name, parameter in trained.transformer.named_parameters():
+    for parameter_name, parameter in policy.transformer.named_parameters():
         if parameter.requires_grad:
             layer = parameter_name.split(".lora_")[0]
             layers.add(layer)
@@ -179,16 +165,3 @@ def test_every_adapter_weight_gets_a_gradient(trained, name):
                 silent.add(layer)
     assert silent == {layer for layer in layers if re.fullmatch(FAMILIES[name].discarded, layer)}
     assert len(silent) < len(layers)
-
-
-def test_without_a_negative_prompt_there_is_no_cfg(tiny_folder, monkeypatch):
-    name = "qwen_image_edit"
-    policy = load(name, tiny_folder(name), negative_prompt=None, image_positions="stock")
-    assert not policy.pipeline_setup  # the installed pipeline as it is
-    chosen = items(name, "make it blue")
-    (latent,), forwards = sample(policy, chosen, [3])
-    assert forwards == [1] * STEPS
-    pipe = load_pipeline(policy, tiny_folder(name))
-    assert (latent - stock_image(pipe, policy, name, chosen[0], 3, monkeypatch, "latent")).abs().max() < 1e-4
-    guided, _ = sample(load(name, tiny_folder(name), image_positions="stock"), chosen, [3])
-    assert (latent - guided[0]).abs().max() > 1e-3

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,8 +23,9 @@ def klein(tiny_folder):
 def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
     processor = klein.pipeline.image_processor
     for shape, area in (((1000, 1500), (1024, 1024)), ((1000, 1500), (2048, 2048)), ((70, 69), (1024, 1024))):
-        image, item = picture(0, *shape), Item(0, "x", *area)
-        reference = klein._resized(image, item)
+        image = picture(0, *shape)
+        item = Item(0, "x", *area, image=image)
+        (reference,) = klein._read(item)
         small = processor._resize_to_target_area(image, 1024**2) if image.width * image.height > 1024**2 else image
         height, width = (side // 8 * 8 for side in (small.height, small.width))
         assert reference.size == klein.reference_size(image, item) == (height, width)
@@ -44,18 +44,6 @@ def test_the_first_reference_gives_an_edit_its_shape(klein):
     assert klein.reference_size(sized.image, sized) == (104, 72)  # of the generated area, 8064, in its shape
 
 
-def test_schedule(klein):
-    """μ depends on tokens and steps, and falls beyond 4300 tokens."""
-    for steps, rows, columns in ((4, 32, 32), (10, 32, 32), (50, 64, 64), (10, 68, 64)):
-        tokens = rows * columns
-        mu = 1.6927e-4 * tokens + 0.45666666
-        if tokens <= 4300:
-            mu += (8.73809524e-5 * tokens + 1.89833333 - mu) * (200 - steps) / 190
-        linear = np.linspace(1, 1 / steps, steps)
-        expected = [*(np.exp(mu) / (np.exp(mu) + 1 / linear - 1)), 0.0]
-        np.testing.assert_allclose(klein.sigmas(steps, 8 * rows, 8 * columns), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["flux2", KLEIN])
 def test_bfloat16_rounds_neither_the_time_nor_the_statistics(tiny_folder, name):
     policy = load(name, tiny_folder(name), dtype=torch.bfloat16)
@@ -68,7 +56,8 @@ def test_bfloat16_rounds_neither_the_time_nor_the_statistics(tiny_folder, name):
 
 
 def test_a_distilled_model_is_refused_guidance_before_its_weights_are_read(tmp_path):
-    folder = build_tiny_flux2(tmp_path / "whole", is_distilled=True)
+    folder = tmp_path / "whole"
+    build_tiny_flux2(is_distilled=True).save_pretrained(folder)
     (tmp_path / "model_index.json").write_text((folder / "model_index.json").read_text())
     assert json.loads((tmp_path / "model_index.json").read_text())["is_distilled"]
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.guidance_scale"):

@@ -1,13 +1,10 @@
 """Compiled blocks, attention backends and offloading compute the same numbers."""
 
-import shutil
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from tiny_pipelines import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load, trainable_parameters, velocity_of
 from torch._dynamo.utils import counters
 
@@ -52,21 +49,10 @@ def one_epoch(policy, name):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_equals_eager_up_to_rounding(tmp_path):
-    policy = ready("flux", build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=1), ["attn.to_q"])
-    expected = forward(policy, "flux", gradient=True)
-    torch._dynamo.reset()
-    compile_blocks(policy)
-    assert_close(forward(policy, "flux", gradient=True), expected)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing):
+def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir, checkpointing):
     """With dynamo alone (backend eager), which decides what is compiled again."""
-    folder = build_tiny_flux(tmp_path / "flux", double_blocks=1, single_blocks=2)
-    policy = ready("flux", folder, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
+    policy = ready("flux", tiny_flux_dir, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
     expected = one_epoch(policy, "flux")
     if checkpointing:
         policy.transformer.enable_gradient_checkpointing()
@@ -83,11 +69,11 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tmp_path, checkpointing
     assert not counters["graph_break"]
 
 
-def test_a_missing_attention_kernel_is_reported(tiny_folder):
+def test_a_missing_attention_kernel_is_reported(tiny_flux_dir):
     assert attention_problem("native") is None
     assert "_native_cudnn" in attention_problem("native_cudn") and "backward" in attention_problem("sage")
     with pytest.raises(ConfigError, match="'flash'"):  # no package
-        set_attention(load("flux", tiny_folder("flux")), "flash")
+        set_attention(load("flux", tiny_flux_dir), "flash")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,24 +93,15 @@ class Float32RMSNorm(torch.nn.RMSNorm):
         return super().forward(x.float())
 
 
-def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatch):
-    """Autocast casts the inputs of F.scaled_dot_product_attention alone."""
+def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir):
+    """Autocast casts the inputs of F.scaled_dot_product_attention alone, and flex refuses different types."""
     policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
     for module in policy.transformer.modules():
         if type(module) is torch.nn.RMSNorm:
             module.__class__ = Float32RMSNorm
     (expected,) = forward(policy, "flux")
     set_attention(policy, "flex")
-    backends, dtypes = _AttentionBackendRegistry._backends, []
-    compute = backends[AttentionBackendName("flex")]
-
-    def recorded(query, key, value, **others):
-        dtypes.extend((query.dtype, key.dtype, value.dtype))
-        return compute(query=query, key=key, value=value, **others)
-
-    monkeypatch.setitem(backends, AttentionBackendName("flex"), recorded)
     (found,) = forward(policy, "flux")
-    assert set(dtypes) == {torch.bfloat16}
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # it rounds elsewhere
 
 

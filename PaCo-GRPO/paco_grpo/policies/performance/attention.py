@@ -25,7 +25,7 @@ def attention_problem(name: str) -> str | None:
 
 
 def set_attention(policy: Policy, name: str) -> None:
-    """Compute every attention of the transformer with the backend ``name``. Raises a ``ConfigError`` without its package."""
+    """Compute every attention of the transformer with the backend ``name``; a ``ConfigError`` without its package."""
     transformer = unwrap(policy.transformer)
     try:
         with attention_backend(name):  # the default of all other models is restored: diffusers would change it, too

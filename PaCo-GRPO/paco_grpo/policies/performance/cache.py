@@ -14,11 +14,8 @@ class TensorCache:
         self.num_bytes = 0
         self._entries: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._entries
-
     def get(self, key: Hashable, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        """The tensors of ``key``; if they are not held, the result of ``compute`` is moved to the CPU and kept."""
+        """The tensors of ``key``: held ones, or the result of ``compute``, moved to the CPU."""
         if key in self._entries:
             self._entries.move_to_end(key)
             return self._entries[key]

@@ -12,13 +12,8 @@ _MAX_VARIANTS = 64
 def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     """``torch.compile`` each repeated block of the transformer in place.
 
-    Blocks of one class share their code, so compiling takes the time of one block. Sizes are symbolic from the start: a new
-    size or batch does not compile again (except a batch of one), and a resumed run uses the same kernels. Names of modules
-    and weights do not change. Each variant is compiled at its first forward.
-
-    Args:
-        policy: With its adapters in place.
-        backend: Backend of ``torch.compile``.
+    Blocks of one class share their code. Sizes are symbolic from the start: a new size or batch does not compile again
+    (except a batch of one), and a resumed run uses the same kernels. Names of weights do not change.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     unwrap(policy.transformer).compile_repeated_blocks(dynamic=True, backend=backend)

@@ -11,10 +11,6 @@ class Offloaded:
     """Keeps the weights of ``modules`` on the CPU, and copies them to ``device`` inside ``on_device``.
 
     The originals stay on the CPU, so leaving costs nothing and changes no bit.
-
-    Args:
-        modules: Frozen; their parameters and buffers are read once, here.
-        device: Where they compute.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -26,7 +22,7 @@ class Offloaded:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The modules are on the device inside; of nested blocks, the first one copies and the last one leaves."""
+        """Of nested blocks, the first one copies and the last one leaves."""
         if not self._users:
             for tensor, original in self._originals:
                 tensor.data = original.to(self.device, copy=True)

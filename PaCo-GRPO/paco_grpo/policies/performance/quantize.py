@@ -1,7 +1,7 @@
 """The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with bitsandbytes' layers.
 
-Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and it skips layers by the last part of
-their name, so that leaving out the transformer's ``proj_out`` leaves out the ones of all blocks (2.7 GB of FLUX.1-dev).
+Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and to leave out the transformer's
+``proj_out`` it leaves out those of all blocks (2.7 GB of FLUX.1-dev).
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from torch import nn
 
 
 def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers inside the blocks of ``module`` (its lists of modules), by name.
+    """The linear layers inside the blocks of ``module``, by name.
 
-    Embedders and the output projection are left out: they are small, and their errors would reach every token.
+    Embedders and the output projection are small, and their errors would reach every token.
     """
     for list_name, blocks in module.named_children():
         if isinstance(blocks, nn.ModuleList):
@@ -23,14 +23,9 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Replace every ``quantizable`` layer in place by one in nf4, moving one at a time to ``device``.
+    """Replace every ``quantizable`` layer in place by one in nf4 (4.13 bits a weight), moving one at a time to ``device``.
 
-    nf4 takes 4.13 bits per weight with doubly quantized scales.
-
-    Args:
-        module: Frozen, in ``dtype``, without adapters; may still be on the CPU.
-        dtype: Computing precision.
-        device: Where the layers go; full-size layers are never there together.
+    ``module`` is frozen, in ``dtype`` (the computing precision) and without adapters; it may still be on the CPU.
     """
     for name, layer in list(quantizable(module)):
         module.set_submodule(name, _quantized(layer, dtype).to(device))
@@ -52,7 +47,7 @@ def _quantized(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
 
 
 def _autocast_input(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Cast the input as autocast does for a linear layer: bitsandbytes computes in its input's precision."""
+    """As autocast casts for a linear layer: bitsandbytes computes in its input's precision."""
     x = inputs[0]
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
