@@ -48,8 +48,6 @@ class ToyPolicy(Policy):
     def __init__(self, dtype: torch.dtype = torch.float32, tokens: int = 6, channels: int = 4) -> None:
         self.dtype = dtype
         self.transformer = _Velocity(dtype)
-        self.base, self.old_parameters = self.transformer.base, self.transformer.old
-        self.slow_parameters = self.transformer.slow
         self.shape = (tokens, channels)
         self.calls: list[int] = []
 

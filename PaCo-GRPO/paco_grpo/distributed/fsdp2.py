@@ -18,9 +18,7 @@ class FSDP2(Replicated):
     """The transformer's weights are sharded over the processes, block by block.
 
     With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base, and stay whole on
-    every process, so optimizer, average, checkpoints and saved adapters are those of ``Replicated``. Without LoRA
-    everything is sharded (parameters, gradients and optimizer); checkpoints hold full tensors for any number of
-    processes.
+    every process. Without LoRA everything is (parameters, gradients and optimizer).
     """
 
     name = "fsdp2"
@@ -32,7 +30,7 @@ class FSDP2(Replicated):
         return torch.device("cpu")
 
     def place(self, policy: Policy) -> None:
-        """Shard the transformer block by block, so that a device never holds more than its share and one block."""
+        """A device never holds more than its share and one block."""
         device = self.accelerator.device
         policy.device = device
         policy.move_encoders(device)
@@ -60,7 +58,7 @@ class FSDP2(Replicated):
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
-    """Write ``transformer`` as diffusers reads it; without ``write``, this process only takes part in gathering."""
+    """Write ``transformer`` as diffusers reads it; without ``write``, only take part in gathering."""
     if not isinstance(transformer, FSDPModule):
         if write:
             transformer.save_pretrained(folder)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_processes(options: RunOptions) -> Replicated:
-    """The strategy over the processes that the launcher started. Raises as ``build_strategy``."""
+    """The strategy over the processes that the launcher started."""
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
     # Processes wait for each other's rewards, which may take longer than the default timeout.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
@@ -27,11 +27,7 @@ def start_processes(options: RunOptions) -> Replicated:
 
 
 def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
-    """The strategy that ``config.train.sharding`` names.
-
-    Raises:
-        ConfigError: accelerate was started with one of its own, or an option cannot be combined with sharding.
-    """
+    """The strategy that ``config.train.sharding`` names."""
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(f"accelerate was started with {kind}; use MULTI_GPU, and config.train.sharding='fsdp2' to shard")

@@ -1,4 +1,4 @@
-"""The processes of a run: communication between them, and the default way to share weights and gradients.
+"""Communication between the processes of a run, and the default way to share weights and gradients.
 
 Every function that takes an ``Accelerator`` is a collective operation: all processes call it.
 """
@@ -36,8 +36,7 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
     """What ``decide`` returns, or raises, on the main process, on every process.
 
-    For files that decide how a run goes on: on a network file system, processes may see different states of a folder, and
-    processes that decide differently wait for each other forever.
+    On a network file system, processes may see different states of a folder, and then wait for each other forever.
     """
     decision, problem = None, None
     if accelerator.is_main_process:
@@ -54,10 +53,7 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
 
 
 def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
-    """Rows of all processes in global order, when process r of P holds rows r, r + P, … of ``total``.
-
-    ``local`` is (n_r, columns), the result (total, columns) on every process.
-    """
+    """Rows (total, columns) of all processes in global order; ``local`` are rows r, r + P, … of process r of P."""
     everyone = gather_object([local])
     rows = np.empty((total, local.shape[1]))
     for rank, part in enumerate(everyone):
@@ -84,39 +80,30 @@ class Replicated:
 
     Losses are divided by the number of kept samples of all processes, so a strategy *sums* gradients. This one does it
     once per optimizer step: LoRA gradients are small, so one message costs less than hooks on every backward.
-
-    Attributes:
-        name: For the log and plan.json.
-        lockstep: A forward or backward is a collective operation, so every process must run equally many.
     """
 
-    name = "replicated"
-    lockstep = False
+    name = "replicated"  # in plan.json
+    lockstep = False  # a forward or backward is a collective operation, so every process must run equally many
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
 
     @property
     def loading_device(self) -> torch.device:
-        """Where the generator is loaded before ``place``."""
+        """Where the generator is before ``place``."""
         return self.accelerator.device
 
     def place(self, policy: Policy) -> None:
-        """Move a policy with its adapters from ``loading_device`` to where it computes."""
+        """Move a policy with its adapters to where it computes."""
 
     def synced_batches(
         self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Batch, bool]]:
         """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with the most has.
 
-        Args:
-            batches: This process's batches.
-            dummy: Yielded while only other processes have a batch; its result is to be dropped.
-            should_stop: Asked before each batch; None = never.
-
-        Raises:
-            Stopped: On every process, because one was asked to stop: in lockstep at the same batch, otherwise when each
-                has finished its own.
+        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped. ``should_stop`` is asked
+        before each batch. If it is true anywhere, every process raises ``Stopped``: in lockstep at the same batch, otherwise
+        when it has finished its own.
         """
         count, stop = len(batches), False
         if self.lockstep:
@@ -131,7 +118,7 @@ class Replicated:
             raise Stopped
 
     def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Sum the gradients of all processes in place, in one message, and clip them; returns the norm before (0-dim)."""
+        """Sum the gradients of all processes in place and clip them; returns the norm before (0-dim)."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective, with_kl
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.objectives.ppo import clipped_loss
 from paco_grpo.options.schema import TrainOptions
@@ -76,7 +76,4 @@ def awm(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     if train.awm_slow_beta != 0:
         metrics["slow_distance"] = mean_square(velocity - noised.velocity("slow"))
         loss = loss + train.awm_slow_beta * metrics["slow_distance"]
-    if train.beta != 0:
-        metrics["kl"] = mean_square(velocity - noised.reference)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))

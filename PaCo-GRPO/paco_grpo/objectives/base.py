@@ -6,8 +6,7 @@
         return LossOutput(loss, {"my_metric": value})      # per sample, (B,) each
 
 The trainer calls it once per step of a micro-batch and backpropagates immediately, so only one step's activations exist at a
-time. It divides by the global number of samples and by the number of steps, so neither the batch size nor the number of
-processes changes the mathematics.
+time. It divides by the number of samples of all processes and by the number of steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from paco_grpo.types import NoiseStep, Rollout, to_device
 
 @dataclass
 class LossOutput:
-    """What an objective returns: everything per sample."""
+    """What an objective returns."""
 
     loss: torch.Tensor  # (B,) float32
     # name → (B,), logged as the mean over samples and steps; of names that end in _max, the largest
@@ -45,8 +44,8 @@ class Step:
     index: int | float  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
     advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
     group_weights: torch.Tensor | None = None  # (B,) float32, from ``Objective.group_weights``
-    epoch_seed: int = 0  # ≥ 0, from the run's seed, the epoch and the inner epoch, for noise that samples share
-    inner_epoch: int = 0  # passes over the samples before this one, for noise of each sample's own
+    epoch_seed: int = 0  # ≥ 0, from seed, epoch and inner epoch, for noise that samples share
+    inner_epoch: int = 0  # passes over the samples before this one, for each sample's own noise
 
     @property
     def sigma(self) -> torch.Tensor:
@@ -63,42 +62,43 @@ class Step:
 
     @property
     def noise(self) -> NoiseStep:
-        """What the rollout recorded at this step."""
+        """The recorded step."""
         return self.rollout.noise_step(self.index)
 
     def transition(self, policy: Policy) -> Transition:
         """Distribution of x' at this noise step under the current weights."""
         return transition_at(policy, self.rollout, self.noise.latents, self.index)
 
+    def reference_kl(self, policy: Policy, transition: Transition) -> torch.Tensor:
+        """KL (B,) to the reference policy at this noise step: mean((μ − μ_ref)²)/(2s² + 1e-7) (Flow-GRPO, eq. 13)."""
+        with torch.no_grad(), lora.reference(policy):
+            reference = self.transition(policy)
+        return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained."""
 
-    name: str  # of the adapter (``lora.snapshot(policy, name)``) and of its file in checkpoints
+    name: str  # of the adapter and of its file in checkpoints; not default, trainable, ema, optimizer or start
     decay: Callable[[int, Any], float]  # (optimizer steps so far, ``options.train``) → decay in [0, 1]
     samples_from: int | None = None  # optimizer steps after which rollouts are sampled from it; None = never
     every_step: bool = False  # it follows after every optimizer step, not once per epoch
     needed: Callable[[Any], bool] = lambda train: True  # ``options.train`` → whether the run keeps it at all
 
-    def __post_init__(self) -> None:
-        if self.name in ("default", "trainable", "ema", "optimizer", lora.START):
-            raise ValueError(f"a snapshot cannot be called {self.name!r}: checkpoints have another file of that name")
-
 
 def recorded_steps(train: Any, rollout: Rollout, rng: np.random.Generator) -> list[int]:
-    """The noise steps that are trained on: those in ``config.train.timesteps``, or all of them."""
-    recorded = [step.index for step in rollout.noise_steps]
-    return recorded if train.timesteps is None else [index for index in recorded if index in train.timesteps]
+    """The noise steps, or those of them in ``config.train.timesteps``."""
+    return [s.index for s in rollout.noise_steps if train.timesteps is None or s.index in train.timesteps]
 
 
 def check_recorded_steps(options: Any) -> Iterable[str]:
-    """Problems of an objective that trains on noise steps, each beginning with the name of the option to change."""
+    """``Objective.check`` of one that trains on noise steps."""
     sample, train = options.sample, options.train
     if not sample.noise_steps:
-        yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on noise steps"
+        yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on them"
     if sample.noise_level == 0:
-        yield f"sample.noise_level=0 leaves nothing to train on with train.loss_type={train.loss_type!r}"
+        yield f"sample.noise_level=0, but train.loss_type={train.loss_type!r} trains on noise steps"
     for index in train.timesteps or ():
         if index not in sample.noise_steps:
             yield f"train.timesteps has step {index}, which is not among sample.noise_steps"
@@ -120,8 +120,8 @@ class Objective:
         function: (step, policy, ``options.train``) → ``LossOutput``.
         needs_noise_steps: It recomputes recorded noise steps (log-probabilities). False: clean latents suffice, and
             sampling without noise is allowed.
-        steps: (``options.train``, rollout, generator) → ``Step.index`` of each step, one call of ``function`` each. The
-            generator is seeded by run and epoch alone, so all processes and a resumed run sample the same steps.
+        steps: (``options.train``, rollout, generator) → ``Step.index`` of each step. The generator is seeded by run and
+            epoch alone, so all processes and a resumed run sample the same steps.
         snapshots: Adapters that the trainer keeps for it.
         gradient_steps: Optimizer steps an epoch where ``train.gradient_step_per_epoch`` is None.
         check: Options → problems, each beginning with the name of the option to change.
@@ -129,8 +129,8 @@ class Objective:
             optimizer step before its first backward; ``group_weights`` turns them into ``Step.group_weights``.
         group_weights: (values (n, steps), item_ids (n,), advantages (n,), ``options.train``) → (n, steps), over the
             samples of all processes. Groups are then never split over optimizer steps.
-        first_deviation: (step, policy, ``options.train``) → (B,): how far what is recomputed at a noise step lies from what
-            the rollout recorded. Above a mean of 1 before the first update, ``old_log_prob='auto'`` recomputes.
+        first_deviation: (step, policy, ``options.train``) → (B,): difference of a noise step from the recorded one. Above a
+            mean of 1 before the first update, ``old_log_prob='auto'`` recomputes.
     """
 
     function: Callable[[Step, Policy, Any], LossOutput]
@@ -147,33 +147,33 @@ class Objective:
         return self.function(step, policy, train)
 
     def for_run(self, train: Any) -> Objective:
-        """This objective with the snapshots that a run with ``options.train`` keeps."""
+        """With the snapshots that a run with ``options.train`` keeps."""
         return replace(self, snapshots=tuple(snapshot for snapshot in self.snapshots if snapshot.needed(train)))
 
     def sampling_snapshot(self, step: int) -> str | None:
         """Name of the snapshot that rollouts use after ``step`` optimizer steps; None = the trained weights."""
-        names = (s.name for s in self.snapshots if s.samples_from is not None and step >= s.samples_from)
-        return next(names, None)
+        return next((s.name for s in self.snapshots if s.samples_from is not None and step >= s.samples_from), None)
 
 
 def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], LossOutput]], Objective]:
-    """Decorator that makes an ``Objective`` of a function; ``needs`` are the attributes of ``Objective``."""
+    """Decorator that makes an ``Objective`` of a function, with these attributes."""
     return lambda function: Objective(function, **needs)
 
 
-def reference_kl(step: Step, policy: Policy, transition: Transition) -> torch.Tensor:
-    """KL (B,) to the reference policy at a noise step: mean((μ − μ_ref)²)/(2s² + 1e-7) (Flow-GRPO, eq. 13)."""
-    with torch.no_grad(), lora.reference(policy):
-        reference = step.transition(policy)
-    return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
+def with_kl(
+    loss: torch.Tensor, metrics: dict[str, torch.Tensor], weight: float, kl: Callable[[], torch.Tensor]
+) -> LossOutput:
+    """``loss`` + ``weight``·KL, all (B,); the reference forward in ``kl`` happens only if the weight is not 0."""
+    if weight != 0:
+        metrics["kl"] = kl()
+        loss = loss + weight * metrics["kl"]
+    return LossOutput(loss, metrics)
 
 
 def mean_square(values: torch.Tensor) -> torch.Tensor:
     """Mean square (B,) over all but the batch dimension."""
     return values.square().flatten(1).mean(1)
 
-
-# --- by name ----------------------------------------------------------------------------------------------------------------
 
 OBJECTIVES: dict[str, str] = {
     "ppo": "paco_grpo.objectives.ppo:ppo",
@@ -186,11 +186,7 @@ OBJECTIVES: dict[str, str] = {
 
 
 def get_objective(name: str) -> Objective:
-    """The objective called ``name``; a plain function is an objective that needs nothing special.
-
-    Raises:
-        ValueError: It is unknown or cannot be imported.
-    """
+    """The objective called ``name``, or ``package.module:name``; a plain function is one with the default attributes."""
     target = OBJECTIVES.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from paco_grpo.objectives.awm import slow_decay
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective, with_kl
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -39,7 +39,7 @@ def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tenso
 
 
 def group_weights(changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions) -> np.ndarray:
-    """sigmoid(s)·A_i (n, steps). Clipping, or leaving samples out, shifts a group's advantages: they are centered again."""
+    """sigmoid(s)·A_i (n, steps), A centered again after clipping and left-out samples."""
     weights = np.zeros_like(changes)
     clipped = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
     for item in np.unique(item_ids):
@@ -75,8 +75,7 @@ def _check(options: RunOptions) -> Iterator[str]:
     group_weights=group_weights,
 )
 def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
-    """sigmoid(s)·A·e + β·mean((v − v_ref)²). e has no gradient where the ratio has already moved further than ε in the
-    direction of A.
+    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.
 
     Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
     """
@@ -93,7 +92,4 @@ def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
         metrics |= {"masked_share": beyond.float(), "slow_distance": mean_square(velocity - slow)}
     loss = weight * trained
     metrics["policy_loss"] = loss
-    if train.beta != 0:
-        metrics["kl"] = mean_square(velocity - noised.reference)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))

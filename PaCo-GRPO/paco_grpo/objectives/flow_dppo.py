@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, reference_kl
+from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, with_kl
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 
@@ -61,7 +61,4 @@ def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
         "ratio_deviation": (ratio.detach() - 1).abs(),
         "policy_loss": loss,
     }
-    if train.beta != 0:
-        metrics["kl"] = reference_kl(step, policy, transition)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))

@@ -1,7 +1,4 @@
-"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and velocities at x_σ.
-
-They need clean latents alone, so images may be sampled without noise.
-"""
+"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and velocities at x_σ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -17,9 +14,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-# Offset of the noise of inner epoch n: (n + 1) times this, so that it differs from the rollout's noise and between inner
-# epochs.
-FRESH = 1 << 20
+FRESH = 1 << 20  # times (n + 1): offset of the noise of inner epoch n, away from the rollout's and other epochs'
 
 
 class Noised:
@@ -29,17 +24,11 @@ class Noised:
 
     Attributes:
         latents: x_σ (B, N, C) float32.
-        target: u = ε − x_0 (B, N, C) float32, what a perfect velocity would be on average.
+        target: u = ε − x_0 (B, N, C) float32.
     """
 
     def __init__(self, step: Step, policy: Policy, shared: bool = False, guided_reference: bool = False) -> None:
-        """
-        Args:
-            step: The samples and σ.
-            policy: For velocities.
-            shared: One ε for all samples of an item. Otherwise each sample's own seed makes it.
-            guided_reference: The reference is guided: what is learned is to do without guidance.
-        """
+        """``shared``: one ε for all samples of an item, not of each sample's own seed. ``guided_reference``: with true CFG."""
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
         own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
         seeds = [(step.epoch_seed << 32) + item for item in items] if shared else own
@@ -70,15 +59,11 @@ class Noised:
 def sample_sigmas(num_steps: int, count: int, fraction: float, with_one: bool, rng: np.random.Generator) -> list[int]:
     """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
 
-    The parts end at step floor(N·``fraction``), which is not sampled, and begin at step 0 (σ = 1) ``with_one``, else at 1.
+    The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else 1.
     """
-    first, end = _range(num_steps, fraction, with_one)
+    first, end = 1 - with_one, int(num_steps * fraction + 1e-9)
     bounds = [first + i * (end - first) // count for i in range(count + 1)]
     return [int(rng.integers(low, high)) for low, high in pairwise(bounds)]
-
-
-def _range(num_steps: int, fraction: float, with_one: bool) -> tuple[int, int]:
-    return (0 if with_one else 1), int(num_steps * fraction + 1e-9)
 
 
 def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
@@ -96,7 +81,7 @@ def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.ra
 
 
 def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[str]:
-    """Problems of the options that ``forward_steps`` reads."""
+    """``Objective.check`` for ``forward_steps``."""
     sample, train = options.sample, options.train
     for index in train.timesteps or ():
         if not 0 <= index < sample.num_steps:
@@ -106,14 +91,10 @@ def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[st
     count = train.num_sigmas or default
     if count is None:
         if not (sample.noise_steps and sample.noise_level):
-            yield (
-                "train.timesteps is None and sampling has no noise step: set it or train.num_sigmas, or there is no step "
-                "to train on"
-            )
+            yield "train.timesteps and train.num_sigmas are None and sampling has no noise step: set one of them"
         return
-    first, end = _range(sample.num_steps, train.sigma_fraction, train.sigma_one)
-    if count > end - first:
+    if count > (steps := int(sample.num_steps * train.sigma_fraction + 1e-9) - (not train.sigma_one)):
         yield (
-            f"train.num_sigmas={count} is more than the {max(0, end - first)} steps to sample from (sample.num_steps="
+            f"train.num_sigmas={count} is more than the {max(0, steps)} steps to sample from (sample.num_steps="
             f"{sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, train.sigma_one={train.sigma_one})"
         )

@@ -9,7 +9,7 @@
 
 from collections.abc import Iterator
 
-from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, reference_kl
+from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, with_kl
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -18,7 +18,6 @@ from paco_grpo.policies.base import Policy
 def _check(options: RunOptions) -> Iterator[str]:
     yield from check_recorded_steps(options)
     if options.sample.cps:
-        # A Flow-CPS log-probability has no normalizer for the guard to undo.
         yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
 
 
@@ -36,7 +35,4 @@ def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     ratio = guarded.exp()
     loss = clipped_loss(ratio, step.advantages, train.clip_range) / step.minus_dt
     metrics = ratio_metrics(ratio, guarded, train.clip_range) | {"policy_loss": loss, "guard_bias": bias}
-    if train.beta != 0:
-        metrics["kl"] = reference_kl(step, policy, transition)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective, with_kl
 from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
@@ -44,8 +44,6 @@ def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
         v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±;  e± = mean((x̂0± − x_0)²)
         w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
 
-    The reference forward happens only if the KL weight is not 0.
-
     Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and, with a KL weight, kl.
     """
     preference = (step.advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)
@@ -61,7 +59,4 @@ def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     negative = normalized_error((1 + beta) * old - beta * velocity)
     loss = (preference * positive + (1 - preference) * negative) / beta * train.adv_clip_max
     metrics = {"policy_loss": loss, "preference_mean": preference, "old_distance": mean_square(velocity - old)}
-    if train.beta != 0:
-        metrics["kl"] = mean_square(velocity - noised.reference)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))

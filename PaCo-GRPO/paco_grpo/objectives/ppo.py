@@ -11,14 +11,14 @@
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Step, objective, reference_kl
+from paco_grpo.objectives.base import LossOutput, Step, objective, with_kl
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
 
 @objective()
 def ppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
-    """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL; the reference forward happens only if β is not 0.
+    """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL.
 
     Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with β ≠ 0, kl.
     """
@@ -27,10 +27,7 @@ def ppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     ratio = log_ratio.exp()
     loss = clipped_loss(ratio, step.advantages, train.clip_range)
     metrics = ratio_metrics(ratio, log_ratio, train.clip_range) | {"policy_loss": loss}
-    if train.beta != 0:
-        metrics["kl"] = reference_kl(step, policy, transition)
-        loss = loss + train.beta * metrics["kl"]
-    return LossOutput(loss, metrics)
+    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

@@ -19,19 +19,15 @@ class Sampling:
     """How latents are denoised.
 
     The steps after the last noise step, the tail, enter no log-probability: an approximation there changes the images that
-    are scored (and x_0, which DiffusionNFT trains on), never a ratio. Without noise there is no tail.
-
-    The LoRA may be merged into the base weights for steps without noise: faster, equal up to rounding. Noise steps are never
-    merged, so that their log-probabilities are the ones that training computes.
+    are scored, never a ratio. Without noise there is no tail.
     """
 
     num_steps: int  # T
     noise_steps: Sequence[int] = ()  # ascending; () = deterministic sampling (evaluation)
     noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
     cps: bool = False  # Flow-CPS instead of Flow-SDE
-    merge_lora: bool = False
-    tail_steps: int | None = None  # at most; None = as in the schedule
-    tail_order: int = 1  # 1 = Euler; 2 = two-step Adams-Bashforth, which needs no additional forward pass
+    merge_lora: bool = False  # in steps without noise; those with noise must have the log-probabilities of training
+    tail_steps: int | None = None  # at most, of second order; None = the Euler steps of the schedule
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
         """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
@@ -44,10 +40,7 @@ class Sampling:
 def sample_noise_steps(
     noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """The noise steps of one epoch, ascending: all of ``noise_steps``, or ``num_noise_steps`` sampled from them.
-
-    MixGRPO (arXiv 2507.21802). ``seed`` and ``epoch`` alone decide, so every process makes the same choice.
-    """
+    """The noise steps of one epoch, ascending: all of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802)."""
     candidates = sorted(set(noise_steps))
     if num_noise_steps is None:
         return tuple(candidates)
@@ -69,22 +62,20 @@ def rollout(
     """Sample B images' latents (docs/method.md §4): Euler steps, with noise injected at the noise steps only.
 
     Args:
-        policy: The generator with the weights to sample from.
+        policy: With the weights to sample from.
         conditioning: len B, on the policy's device.
-        item_ids: (B,), stored in the result.
+        item_ids: (B,), for the result.
         seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never on the batch.
         height, width: Pixels, multiples of the policy's ``size_multiple``.
-        sampling: How to denoise.
         shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed (and item), the steps
-            before the first noise step are computed once. None = each sample's own seed.
+            before the first noise step are computed once. None = ``seeds``.
     """
     steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
     sigmas = policy.sigmas(sampling.num_steps, height, width)
 
-    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, order: int = 1) -> torch.Tensor:
-        """Deterministic steps from the first to the last of ``sigmas``."""
+    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, second: bool = False) -> torch.Tensor:
         with merged(policy) if sampling.merge_lora and len(sigmas) > 1 else nullcontext():
-            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, order)
+            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, second)
 
     with policy.autocast():  # around all forwards, so that the LoRA's weights are cast once for all of them
         first_sigmas = sigmas[: (steps[0] if steps else sampling.num_steps) + 1]
@@ -113,16 +104,16 @@ def rollout(
             result.noise_steps.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
             following = sigmas[i + 1 : until + 1]
             if until == sampling.num_steps:
-                x = denoise(next_x, conditioning, sampling.tail(following), sampling.tail_order)
+                x = denoise(next_x, conditioning, sampling.tail(following), sampling.tail_steps is not None)
             else:
                 x = denoise(next_x, conditioning, following)
     return dataclasses.replace(result, clean_latents=x)
 
 
 def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:
-    """Distribution of x' at noise step ``step`` under the policy's current weights, for x_t ``latents`` (B, N, C).
+    """Distribution of x' at noise step ``step`` under the current weights, for x_t ``latents`` (B, N, C).
 
-    Rollout and training both call this function, which is why the first ratio is 1.
+    Rollout and training both call it, which is why the first ratio is 1.
     """
     sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
     velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
@@ -133,8 +124,7 @@ def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step:
 def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
     """The rollout with ``mean`` and ``log_prob`` recomputed under the current weights (``old_log_prob='recompute'``).
 
-    In low precision, another batch size or kernel in training gives other numbers than the rollout did. ``as_trained``:
-    with gradients enabled, because compiled blocks have one graph with and another without them.
+    ``as_trained``: with gradients enabled, because compiled blocks have one graph with and another without them.
     """
     steps = []
     for step in rollout.noise_steps:
@@ -155,28 +145,28 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
 
 
 def integrate(
-    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, sigmas: torch.Tensor, order: int = 1
+    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    second_order: bool = False,
 ) -> torch.Tensor:
-    """dx/dσ = v(x, σ) from the first to the last of ``sigmas``.
+    """dx/dσ = v(x (B, N, C), σ (B,)) from the first to the last of ``sigmas``, by Euler steps.
 
-    Order 2 extrapolates the velocity to the middle of the step from its last two values (Adams-Bashforth with variable
-    step lengths: Hairer, Nørsett, Wanner, Solving Ordinary Differential Equations I, III.5); its first step is Euler's.
-    ``velocity`` is (x (B, N, C), σ (B,)) → (B, N, C), ``x`` is (B, N, C) at the first σ.
+    In second order, they extrapolate the velocity to the middle of the step from its last two values (Adams-Bashforth with
+    variable step lengths: Hairer, Nørsett, Wanner, Solving Ordinary Differential Equations I, III.5) after the first one.
     """
     last: tuple[torch.Tensor, float] | None = None
     for i in range(len(sigmas) - 1):
         sigma, sigma_next = _sigma_pair(sigmas, i, x)
-        slope = v = velocity(x, sigma)
-        if order == 2:
-            step = float(sigmas[i + 1] - sigmas[i])
-            if last is not None:
-                slope = v + step / (2 * last[1]) * (v - last[0])
+        v, step = velocity(x, sigma), float(sigmas[i + 1] - sigmas[i])
+        slope = v if last is None else v + step / (2 * last[1]) * (v - last[0])
+        if second_order:
             last = v, step
         x = euler_step(x, slope, sigma, sigma_next)
     return x
 
 
 def _sigma_pair(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """σ at ``step`` and at the next step, (B,) each, on the device of ``like`` (B, ...)."""
+    """σ at ``step`` and at the next one, (B,) each, on the device of ``like`` (B, ...)."""
     pair = to_device(sigmas[step : step + 2], like.device)
     return pair[0].expand(like.shape[0]), pair[1].expand(like.shape[0])

@@ -29,10 +29,10 @@ class Batch:
 
 
 def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
-    """``item`` with its sampled size in pixels, as ``Policy.encode`` and ``batch_key`` need it, and its images loaded.
+    """``item`` with its sampled size in pixels, and its images loaded.
 
-    Its own height and width count if it has them; an edit without a size takes its image's shape. ``resolution`` is the side
-    of a square of the wanted area, ``mode`` is ``config.item_size``.
+    An edit without a size takes its image's shape. ``resolution`` is the side of a square of the wanted area, ``mode`` is
+    ``config.item_size``.
     """
     item = dataclasses.replace(item)  # loads a lazy image once
     if item.num_images and (mode == "aspect" or item.height is None):
@@ -45,7 +45,7 @@ def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
 
 
 def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:
-    """Indices into ``keys`` in batches of equal key, keys in order of first appearance."""
+    """Indices into ``keys`` in batches of equal key."""
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)
@@ -66,7 +66,7 @@ def plan_batches(
 
 @cache
 def decoding_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream of the decoding thread: one for the process, because the memory pool of an unused stream is lost."""
+    """The stream of the decoding thread; one for the process, because the memory pool of an unused stream is lost."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -78,23 +78,15 @@ def sample_images(
     sampling: Sampling,
     overlap_decode: bool = False,
 ) -> Iterator[tuple[Batch, Rollout]]:
-    """Denoise, decode and deliver batch by batch.
-
-    With ``overlap_decode`` one thread decodes, on CUDA with its own stream: the next batch is denoised while the VAE runs,
-    pixels cross to the CPU, and statistics and rewards begin. On a CPU both would compete for the same cores. The images
-    are the same either way. At most one batch waits, so that latents and pixels do not pile up.
+    """Denoise, decode and deliver batch by batch; yields each batch with its rollout, after its decoding has begun.
 
     Args:
-        policy: With the weights to sample from.
         batches: (batch, is_dummy) as in ``Replicated.synced_batches``; the result of a dummy is dropped.
         inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and perhaps ``shared_seeds`` of ``rollout``.
-        deliver: Gets the PIL images of each batch, in order (None: its latents are not finite); in the thread that decoded
+        deliver: Gets the PIL images of each batch, in order (None: its latents are not finite), in the thread that decoded
             it. Its errors are raised here.
-        sampling: How to denoise.
-        overlap_decode: Decode a batch while the next one is denoised.
-
-    Yields:
-        Each batch with its rollout, after its decoding has begun.
+        overlap_decode: One thread decodes a batch, on CUDA with its own stream, while the next one is denoised. At most one
+            waits, so that latents do not pile up. On a CPU both would compete for the same cores.
     """
     stream = decoding_stream(policy.device) if overlap_decode else None
 

@@ -79,7 +79,7 @@ def cps_step(
         s = σ_{i+1}·sin(a·π/2);  x̂0 = x − σ_i v;  x̂1 = x + (1−σ_i) v
         mean = (1−σ_{i+1})·x̂0 + sqrt(σ_{i+1}² − s²)·x̂1;  std = s
 
-    ``sigma_first`` is not needed here; ``noise_level`` is in [0, 1].
+    ``sigma_first`` is not needed; ``noise_level`` is in [0, 1].
     """
     del sigma_first
     s = sigma_next * math.sin(noise_level * math.pi / 2)

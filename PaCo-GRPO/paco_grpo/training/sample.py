@@ -89,7 +89,6 @@ def sample_epoch(
         cps=sample.cps,
         merge_lora=merges_lora(options, policy.device),
         tail_steps=sample.tail_steps,
-        tail_order=1 if sample.tail_steps is None else 2,
     )
     synced = strategy.synced_batches(batches, batches[0], should_stop)
     sampled: list[Any] = [None] * len(positions)

@@ -40,10 +40,7 @@ def test_against_numpy(cps, noise_steps):
     policy = ToyPolicy()
     record = toy_rollout(policy, noise_steps=noise_steps, cps=cps)
     assert [step.index for step in record.noise_steps] == list(noise_steps)
-    for step in record.noise_steps:
-        assert step.latents.shape == step.next_latents.shape == step.mean.shape == (4, 6, 4)
-        assert step.log_prob.shape == (4,)
-    assert {t.dtype for t in (record.clean_latents, *(step.latents for step in record.noise_steps))} == {torch.float32}
+    assert record.clean_latents.dtype == torch.float32
     for b, seed in enumerate((10, 11, 12, 13)):
         direction = record.conditioning.direction[b].double().numpy()
         expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, cps)
