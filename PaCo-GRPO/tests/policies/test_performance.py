@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from tiny_policies import NAMES, disturb, items, load, trainable_parameters, velocity_of
 from torch._dynamo.utils import counters
 
@@ -93,15 +94,24 @@ class Float32RMSNorm(torch.nn.RMSNorm):
         return super().forward(x.float())
 
 
-def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir):
-    """Autocast casts the inputs of F.scaled_dot_product_attention alone, and flex refuses different types."""
+def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatch):
+    """Autocast casts the inputs of F.scaled_dot_product_attention alone."""
     policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
     for module in policy.transformer.modules():
         if type(module) is torch.nn.RMSNorm:
             module.__class__ = Float32RMSNorm
     (expected,) = forward(policy, "flux")
     set_attention(policy, "flex")
+    backends, dtypes = _AttentionBackendRegistry._backends, []
+    compute = backends[AttentionBackendName("flex")]
+
+    def recorded(query, key, value, **others):
+        dtypes.extend((query.dtype, key.dtype, value.dtype))
+        return compute(query=query, key=key, value=value, **others)
+
+    monkeypatch.setitem(backends, AttentionBackendName("flex"), recorded)
     (found,) = forward(policy, "flux")
+    assert set(dtypes) == {torch.bfloat16}
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # it rounds elsewhere
 
 
