@@ -72,7 +72,7 @@ def find_bench(dataset_dir: str | None) -> Path:
 
 
 def unpack_images(root: Path) -> None:
-    """Unpack ``images.zip`` to ``images/``, once; nothing is written outside (``zipfile`` drops .. and absolute paths)."""
+    """Unpack ``images.zip`` to ``images/``, once. ``zipfile`` drops .. and absolute paths."""
     archive, images = root / "images.zip", root / "images"
     if images.is_dir():
         return

@@ -1,8 +1,6 @@
-"""A table of the results of eval_vllm.py and eval.py: one row per model and prompt template, and per baseline.
+"""A table of the results of eval_vllm.py and eval.py: means over items, one row per model and prompt template.
 
 python print_eval_table.py --results_dir results --output_file results_summary.txt --output_format txt [--print_std]
-
-Means over items; with --print_std ± their standard deviation over items. LaTeX needs the package booktabs.
 """
 
 import argparse

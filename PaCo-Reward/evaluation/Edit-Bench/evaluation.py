@@ -35,8 +35,7 @@ from paco_judge.questions import EDITING, Question, editing_texts, load_editing_
 from paco_judge.verdict import Verdict, editing_score
 
 HUB_NAME = "EditScore/EditReward-Bench"
-TEXT_COLUMNS = ("key", "instruction", "task_type", "dimension")
-IMAGE_COLUMNS = ("input_image", "output_images")
+COLUMNS = ("key", "instruction", "task_type", "dimension"), ("input_image", "output_images")
 
 
 def load_bench(dataset: str | None, questions: Sequence[Question], resize_edits: bool = False) -> list[Item]:
@@ -45,7 +44,7 @@ def load_bench(dataset: str | None, questions: Sequence[Question], resize_edits:
     ``resize_edits``: every edit gets the size of its input image (Pillow's default resampling).
     """
     items = []
-    for index, (row, pictures) in enumerate(open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS)):
+    for index, (row, pictures) in enumerate(open_source(dataset, HUB_NAME, *COLUMNS)):
         fields = {"index": index, "key": row.get("key"), "dimension": row.get("dimension")}
         items.append(Item(fields, partial(prepare, row, pictures, questions, resize_edits)))
     return items
@@ -71,8 +70,8 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     text = f"hub name, folder or file; default: EditReward-Bench in ., .. or ../.., else {HUB_NAME}"
     parser.add_argument("--dataset", "--dataset_dir", "--benchmark_dir", help=text)
-    text = "shipped templates or text files: whether the rest is kept, and whether the instruction is followed; one "
-    text += "alone decides every dimension; default: " + " ".join(EDITING)
+    text = "shipped templates or text files: is the rest kept, is the instruction followed; one alone decides every "
+    text += "dimension; default: " + " ".join(EDITING)
     parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
     parser.add_argument("--resize_edits", action="store_true", help="show edits at the size of their input image")
     parser.add_argument("--output", default="results_summary", help="the tables: <output>.txt and <output>.tex")

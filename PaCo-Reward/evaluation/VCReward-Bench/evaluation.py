@@ -29,13 +29,12 @@ from paco_judge.questions import Question, load_question
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"
 QUESTION = "editing_consistency"
-TEXT_COLUMNS = ("key", "instruction", "winner", "task")
-IMAGE_COLUMNS = ("source_image", "edited_images")
+COLUMNS = ("key", "instruction", "winner", "task"), ("source_image", "edited_images")
 
 
 def load_bench(dataset: str | None, question: Question, compares: bool) -> list[Item]:
     """Read all rows but not their images (see ``open_source``)."""
-    source = open_source(dataset, HUB_NAME, TEXT_COLUMNS, IMAGE_COLUMNS)
+    source = open_source(dataset, HUB_NAME, *COLUMNS)
     from_one, items = any(str(row.get("winner")) == "2" for row, _ in source), []
     for index, (row, pictures) in enumerate(source):
         make = partial(prepare, row, pictures, question, compares, from_one)
@@ -44,7 +43,7 @@ def load_bench(dataset: str | None, question: Question, compares: bool) -> list[
 
 
 def winner_index(winner: Any, from_one: bool) -> int:
-    """0 or 1 for the ``winner`` of a row. Raises ValueError for anything else."""
+    """0 or 1 for the ``winner`` of a row."""
     names, given = "12AB" if from_one else "01AB", str(winner).strip().upper()
     if len(given) != 1 or given not in names:
         raise ValueError(f"winner must be one of {', '.join(names)}, not {winner!r}")

@@ -17,7 +17,6 @@ BASELINES = {  # --scorer -> its exact name, for the rows of a results file
 }
 CLIP = ("ViT-H-14", "laion2b_s32b_b79k")  # OpenCLIP's names of architecture and weights
 DREAMSIM_TYPE = "ensemble"
-HISTOGRAM_BINS = 8
 
 
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
@@ -38,7 +37,7 @@ def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
 def histograms(images: Sequence[Image.Image]) -> np.ndarray:
     """Share of pixels in each of 8 x 8 x 8 RGB cells, (n, 512); rows sum to 1."""
     pixels = [np.asarray(image.convert("RGB")).reshape(-1, 3) for image in images]
-    rows = [np.histogramdd(rgb, HISTOGRAM_BINS, [(0, 256)] * 3)[0].ravel() / len(rgb) for rgb in pixels]
+    rows = [np.histogramdd(rgb, 8, [(0, 256)] * 3)[0].ravel() / len(rgb) for rgb in pixels]
     return np.stack(rows)
 
 

@@ -23,7 +23,6 @@ VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-VLLM_REMEDY = "use .venv-vllm/bin/python (bash setup.sh --vllm), or choose --engine transformers, or --server URL"
 
 
 def make_engine(args: argparse.Namespace) -> ScorePairs:
@@ -66,14 +65,14 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {VLLM_REMEDY}") from error
+        remedy = "use .venv-vllm/bin/python (bash setup.sh --vllm), or --engine transformers, or --server URL"
+        raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {remedy}") from error
     text = AutoConfig.from_pretrained(model).get_text_config()
     on_cpu = {}
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import everything again
         # vLLM has Qwen3.5's linear attention in bfloat16 alone there.
         on_cpu = {"enforce_eager": True, "dtype": "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"}
-    print(f"loading {model} in vLLM (a minute or more)", file=sys.stderr, flush=True)
     llm = LLM(
         model=model,
         tensor_parallel_size=tensor_parallel_size,

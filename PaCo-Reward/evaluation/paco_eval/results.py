@@ -101,10 +101,7 @@ def fingerprint(*places: str | Path) -> str | None:
 
 
 def read_results(results_dir: Path, columns: Callable[[Row], Row]) -> pd.DataFrame:
-    """``columns`` of each line of a folder's results files, and ``model``, the file's name without ``.jsonl``.
-
-    Raises BenchError: No results, or a line for which ``columns`` raises ValueError, KeyError or TypeError.
-    """
+    """``columns`` of each line of a folder's results files, and ``model``, the file's name without ``.jsonl``."""
     files = sorted(results_dir.glob("*.jsonl"))
     found = [{"model": file.stem} | row for file in files for row in read_rows(file, columns)]
     if not found:

@@ -78,8 +78,7 @@ def run_benchmark(
 def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | str]]:
     """Every item with its row, or with the reason why it has none.
 
-    Items are collected until they hold ``batch_size`` pairs, which the engine gets at once. If the engine fails on a
-    batch, each of its items is tried alone. When it failed on ``GIVE_UP_AFTER`` items in a row, BenchError is raised.
+    The engine gets ``batch_size`` pairs or more at once. If it fails on a batch, each of the items is tried alone.
     """
     batch: list[tuple[Item, Prepared]] = []
     failures = 0
@@ -101,7 +100,7 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
 
 
 def _score(batch: list[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | str]:
-    """The verdicts of each item's pairs, or why the engine has none."""
+    """The verdicts of each item's pairs, or why there are none."""
     try:
         verdicts = iter(engine([pair for pairs in batch for pair in pairs]) if batch else ())
         return [[next(verdicts) for _ in pairs] for pairs in batch]
