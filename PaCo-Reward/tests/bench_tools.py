@@ -1,4 +1,4 @@
-"""Small versions of the two benchmarks, a judge that compares brightness, and the commands as users type them."""
+"""Small benchmarks, a judge that compares brightness, and the commands as users type them."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ class BrightnessJudge:
 
 
 class BenchCommand:
-    """A benchmark command in this process: ``command(judge, "--flag", …)`` -> exit status."""
+    """A benchmark in this process: ``command(judge, "--flag", …)`` -> exit status."""
 
     def __init__(self, script, data, out, arguments, results="judge-v3"):
         self.script, self.data, self.out, self.arguments = script, data, out, arguments
@@ -100,7 +100,7 @@ def rank(bench, tmp_path):
 
 
 def edit_examples(count):
-    """Rows of EditReward-Bench with images in memory; rows 3n, 3n+1, 3n+2 have the same edits."""
+    """Rows of EditReward-Bench; rows 3n, 3n+1, 3n+2 have the same edits."""
     rows = []
     for index in range(count):
         seed = 10 * (index // 3)

@@ -1,4 +1,4 @@
-"""vLLM, transformers and a vLLM server give the same scores, with the real vLLM in its own environment."""
+"""vLLM, transformers and a vLLM server give the same scores."""
 
 import json
 import os
@@ -25,7 +25,6 @@ TOLERANCE = {"qwen3_5": 5e-2}
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def judge(request, answering_judge, tiny, tmp_path):
-    """The toy judge, and random ones of the newer families."""
     if request.param == "qwen2_5_vl":
         return answering_judge
     random = tiny.save_new_judge(tmp_path / "random", request.param)
@@ -49,7 +48,6 @@ def server(judge):
 
 
 def test_three_engines_agree(judge, bench, tmp_path, server):
-    """ConsistencyRank candidate by candidate."""
     tolerance = TOLERANCE.get(json.loads((judge / "config.json").read_text())["model_type"], 1e-3)
     scores = {}
     for name, python, options in (

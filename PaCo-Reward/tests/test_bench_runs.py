@@ -1,4 +1,4 @@
-"""What the two benchmark commands share: batches, resuming, results files, failing engines, progress."""
+"""What the benchmarks share: batches, resuming, results files, engines that fail."""
 
 import subprocess
 import sys
@@ -62,12 +62,10 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path,
     assert rank(BrightnessJudge()) == 0 and rank.file.read_bytes().startswith(before)
 
 
-@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"[1]", b"{"])
-def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path, line):
-    file = tmp_path / "m.jsonl"
-    file.write_bytes(b'{"model": "m", "index": 0}\n' + line + b"\n")
+def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path):
+    (file := tmp_path / "m.jsonl").write_text('{"model": "m", "index": 0}\n[1]\n')
     with pytest.raises(BenchError, match=r"m.jsonl line 2"):
-        read_rows(file)  # results and benchmarks are read by it
+        read_rows(file)
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):
@@ -85,13 +83,11 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
 
 def test_an_engine_that_always_fails_ends_the_run():
     def engine(pairs):
-        nonlocal calls
-        calls += 1
-        if calls == 10:
+        if len(found) == 9:
             return [Verdict(0.5)] * len(pairs)
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
-    calls, found = 0, []
+    found = []
     items = [Item({"index": index}, lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {})) for index in range(99)]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
         found.extend(score_items(items, engine, 1))
@@ -129,9 +125,7 @@ def test_a_server_and_one_that_goes_away(edits):
         assert edits.main("--server", judge.url) == 0
         engine = server_engine(judge.url, "PaCo-Reward-7B", RequestForm(), deadline_s=0.5)
     edits.file = edits.file.with_name("PaCo-Reward-7B.jsonl")
-    rows = edits.rows
-    assert len(rows) == 20
-    assert all(row["scores"] == pytest.approx([0.75, 0.75]) for row in rows)
+    assert [row["scores"] for row in edits.rows] == [pytest.approx([0.75, 0.75])] * 20
     with pytest.raises(JudgeError, match=judge.url):
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
 

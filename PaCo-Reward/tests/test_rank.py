@@ -105,12 +105,11 @@ def test_what_a_run_asks_and_in_which_form_is_recorded(rank, tmp_path, capsys):
 
 
 def test_images_are_unpacked_once(rank, capsys):
-    """With a hostile name in the archive."""
     images, archive = rank.data / "images", rank.data / "images.zip"
     with ZipFile(archive, "w") as packed:
         for file in images.rglob("*.png"):
             packed.write(file, file.relative_to(rank.data))
-        packed.writestr("../../evil.png", b"")
+        packed.writestr("../../evil.png", b"")  # a hostile name
     shutil.rmtree(images)
     assert rank(BrightnessJudge()) == 0 and len(list(images.glob("*/*.png"))) == 20
     assert all(rank.data in file.parents for file in rank.out.rglob("evil.png"))
@@ -126,7 +125,6 @@ def test_rows_and_tables(rank, tmp_path):
     assert [row["folder"] for row in rank.rows] == [f"{i:04d}" for i in range(5)]
     for row in rank.rows:
         assert row["metrics"] == rank_metrics(row["scores"], [row["comp_images"].index(n) for n in row["rank_images"]])
-        assert len(set(row["scores"])) == 3 and row["model"] == "some/judge"
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output), "--print_std"]
     assert print_eval_table.main(base) == 0

@@ -52,7 +52,7 @@ def test_clip_i_is_the_cosine_of_image_features(evaluate, bench, tmp_path, monke
 
 @pytest.mark.long
 def test_dreamsim_is_its_distance(evaluate, bench, tmp_path, monkeypatch):
-    """The package's smaller model (ViT-B/32) with random weights in the release's format."""
+    """A smaller model with random weights in the release's format."""
     from dreamsim import dreamsim
     from dreamsim.feature_extraction.vision_transformer import vit_base
     from peft import LoraConfig, get_peft_model
@@ -77,4 +77,4 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path, monkeypatch):
         with torch.no_grad():
             distances = [model(reference, candidate).item() for candidate in candidates]
         assert row["scores"] == pytest.approx([1 - distance / 2 for distance in distances], abs=1e-5)
-    assert len(rows) == 5 and len({score for row in rows for score in row["scores"]}) == 15
+    assert len({score for row in rows for score in row["scores"]}) == 15
