@@ -442,7 +442,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     }
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch ({plan.prompts} prompts x {plan.images_per_prompt}), "
-        f"sampled {batch} and trained {plan.train_batch_size} at a time"
+        f"sampled {batch} and trained {train.batch_size} at a time"
     )
     return Estimate(title, {"an epoch": work, "an evaluation": evaluation}, resident, adds, notes, plan)
 

@@ -101,12 +101,10 @@ _METHODS = {
     "write": (ckpt, "save_tensors"),
     "begin": (ckpt, "begin"),
     "commit": (ckpt, "commit"),
-    "find": (ckpt, "find_checkpoint"),
 }
 
 
 def injected(fault: Fault):
-    """A context in which ``fault`` happens."""
     owner, name = _METHODS[fault.method]
     original, calls = getattr(owner, name), []
 
@@ -172,7 +170,6 @@ def run(
 
 
 def run_to_end(flux: Path, folder: Path, processes: int = 1, **options) -> None:
-    """``run``, which must succeed."""
     status = run(flux, folder, processes, **options)
     assert status == [0] * processes, [path.read_text()[-2000:] for path in folder.glob("stderr_*")]
 
@@ -207,12 +204,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def observed(folder: Path, rank: int = 0) -> dict:
-    """What ``observe`` wrote."""
     return json.loads((folder / f"observed_{rank}.json").read_text())
 
 
 def message(folder: Path, rank: int = 0) -> str:
-    """The error with which a process ended."""
     return (folder / f"message_{rank}").read_text()
 
 
@@ -222,7 +217,6 @@ def images_scored(folder: Path, rank: int | str = "*") -> int:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Everything in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "runs" / "run" / "checkpoints").iterdir())
 
 

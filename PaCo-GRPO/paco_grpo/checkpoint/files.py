@@ -1,6 +1,5 @@
 """The run's folder: who may write to it, its checkpoints by epoch, and weights as safetensors."""
 
-import logging
 import os
 import re
 import shutil
@@ -14,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from paco_grpo.distributed.processes import full_tensor, shard_like
 from paco_grpo.options import ConfigError
 
-logger = logging.getLogger(__name__)
-
 LOCK_FILE = ".lock"
 
 
@@ -24,13 +21,9 @@ class CheckpointError(RuntimeError):
 
 
 def lock_folder(folder: Path) -> FileLock:
-    """An exclusive lock on a run folder, so that two trainers never share one.
-
-    Raises:
-        ConfigError: Another trainer holds it, or the lock file is a link, which would be written through.
-    """
+    """An exclusive lock on a run folder, so that two trainers never share one, else a ``ConfigError``."""
     lock = FileLock(folder / LOCK_FILE)
-    if (folder / LOCK_FILE).is_symlink():
+    if (folder / LOCK_FILE).is_symlink():  # its target would be overwritten
         raise ConfigError(f"{folder / LOCK_FILE} is a link; remove it")
     try:
         lock.acquire(blocking=False)
@@ -40,7 +33,7 @@ def lock_folder(folder: Path) -> FileLock:
 
 
 def checkpoint_name(epoch: int) -> str:
-    """Folder name of the checkpoint after ``epoch`` epochs."""
+    """Folder name after ``epoch`` epochs."""
     return f"epoch_{epoch:04d}"
 
 
@@ -56,29 +49,21 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
-    """The checkpoint that ``config.resume_from`` means.
+    """The checkpoint that ``config.resume_from`` means: ``latest`` (in ``run_dir``), or a checkpoint's or run's path.
 
-    Args:
-        resume_from: ``latest`` (in ``run_dir``), a checkpoint folder, or a run folder.
-        run_dir: This run's folder.
-
-    Returns:
-        None for ``latest`` when this run has no checkpoint yet.
-
-    Raises:
-        CheckpointError: A path that holds no checkpoint.
+    Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a ``CheckpointError``.
     """
     path = run_dir if resume_from == "latest" else Path(resume_from).expanduser()
     if (path / "state" / "trainer.json").is_file():
         return path
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found and resume_from != "latest":
-        raise CheckpointError(f"config.resume_from={resume_from!r} holds no checkpoint (a folder with state/trainer.json)")
+        raise CheckpointError(f"config.resume_from={resume_from!r} holds no checkpoint")
     return found[-1] if found else None
 
 
 def begin(partial: Path) -> None:
-    """Make the hidden folder that a checkpoint is written to."""
+    """Make the hidden folder to write to."""
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "state").mkdir(parents=True)
 
@@ -93,19 +78,17 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def archive_superseded(folder: Path, epoch: int) -> None:
-    """Rename what is later than ``epoch``, where a run resumes, so that 'latest' never means the abandoned course."""
+    """Rename what is later than ``epoch``, where a run resumes: 'latest' must not mean the abandoned course."""
     for number, path in _by_epoch(folder):
         if number > epoch:
             target = path.with_name(f"replaced_{path.name}")
             shutil.rmtree(target, ignore_errors=True)
             path.rename(target)
-            logger.info("%s is later than the resumed checkpoint; it is now %s", path, target.name)
 
 
 def prune(root: Path, limit: int) -> None:
     """Remove the oldest checkpoints beyond ``limit``."""
     for path in list_checkpoints(root)[:-limit]:
-        logger.info("removing old checkpoint %s (config.num_checkpoint_limit=%d)", path.name, limit)
         shutil.rmtree(path)
 
 
@@ -122,11 +105,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool) -
 
 @torch.no_grad()
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy saved weights into ``tensors``, sharded or not.
-
-    Raises:
-        ValueError: Names or shapes differ.
-    """
+    """Copy saved weights into ``tensors``, sharded or not."""
     saved = load_file(path)
     if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(t.shape) for n, t in tensors.items()}:
         raise ValueError(f"{path.name} holds other weights than this run trains")

@@ -20,13 +20,14 @@ def write_model_card(folder: Path, options: RunOptions, policy: Policy, epochs: 
     }
     use = [
         "import torch\nfrom diffusers import DiffusionPipeline",
-        *(["from peft import PeftModel"] if peft else []),
         f"\npipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to('cuda')",
-        "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
-        if peft
-        else "pipe.load_lora_weights('FOLDER OF THIS FILE')",
-        *([f"\n\n{policy.pipeline_setup}"] if policy.pipeline_setup else []),
+        "pipe.load_lora_weights('FOLDER OF THIS FILE')",
     ]
+    if peft:
+        use[-1] = "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
+        use.insert(1, "from peft import PeftModel")
+    if policy.pipeline_setup:
+        use.append(f"\n\n{policy.pipeline_setup}")
     guidance = f"guidance {options.sample.guidance_scale:g}" if policy.samples_guided else "no guidance"
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,13 @@ from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = ("epoch", "train_seconds", "step", "recompute_old")  # of ``TrainState``, in trainer.json
+
 
 class EMA:
     """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s), decay).
 
     s counts optimizer steps; the average moves at every ``update_interval``-th of them (docs/method.md §6).
-
-    Args:
-        parameters: Name → trainable parameter.
-        decay: Upper bound of d, in [0, 1).
-        update_interval: Optimizer steps between two moves.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float, update_interval: int) -> None:
@@ -69,14 +66,6 @@ class EMA:
 
 
 @dataclass
-class Progress:
-    """How far a run is."""
-
-    epoch: int = 0  # finished epochs
-    train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
-
-
-@dataclass
 class TrainState:
     """Everything that training changes."""
 
@@ -89,15 +78,16 @@ class TrainState:
     sampler: GroupSampler
     step: int = 0  # optimizer steps taken
     recompute_old: bool | None = None  # old log-probabilities before training; None = not decided yet
-    progress: Progress = field(default_factory=Progress)
+    epoch: int = 0  # finished epochs
+    train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
 
     def averaged(self) -> contextlib.AbstractContextManager:
-        """The averaged weights, which evaluation and saved adapters use, are in place inside the block."""
+        """The averaged weights are in place inside the block."""
         return self.ema.applied() if self.ema else contextlib.nullcontext()
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of each parameter as ``number.entry``; what options give (learning rate, betas) is not saved."""
+    """The state of each parameter as ``number.entry``; learning rate, betas … come from the options."""
     parameters = optimizer.param_groups[0]["params"]
     return {
         f"{number}.{entry}": torch.as_tensor(value)
@@ -122,13 +112,7 @@ def _load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Te
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: The run's folder; checkpoints are in its ``checkpoints/``.
-        options: The run's.
-        state: What is saved and restored.
-    """
+    """The checkpoints of the run in ``folder``."""
 
     def __init__(self, folder: Path, options: RunOptions, state: TrainState) -> None:
         self.root, self.options, self.state = folder / "checkpoints", options, state
@@ -137,17 +121,14 @@ class Checkpoints:
     def save(self, name: str | None = None) -> Path:
         """Write a checkpoint into a hidden folder that is renamed when complete; a collective operation.
 
-        Args:
-            name: Folder name; default by the epoch, and then old checkpoints beyond the limit are removed.
-
-        Raises:
-            CheckpointError: On every process, when one could not write; the earlier checkpoints are intact.
+        Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed. When one process could
+        not write, every process raises a ``CheckpointError``; the earlier checkpoints are intact.
         """
         state, is_main = self.state, self.accelerator.is_main_process
-        final = self.root / (name or files.checkpoint_name(state.progress.epoch))
+        final = self.root / (name or files.checkpoint_name(state.epoch))
         folder = self.root / f".{final.name}.partial"
-        numbers = {"progress": asdict(state.progress), "step": state.step, "recompute": state.recompute_old}
-        text = json.dumps(numbers | {"sampler": state.sampler.state_dict()}, indent=1)
+        numbers = {name: getattr(state, name) for name in _NUMBERS} | {"sampler": state.sampler.state_dict()}
+        text = json.dumps(numbers, indent=1)
         steps = [
             lambda: is_main and files.begin(folder),
             *(
@@ -167,11 +148,9 @@ class Checkpoints:
             if any_process(self.accelerator, problem is not None):
                 if is_main:
                     shutil.rmtree(folder, ignore_errors=True)
-                finished = [f"{path.name} is intact" for path in files.list_checkpoints(self.root)[-1:]]
                 raise files.CheckpointError(
-                    f"checkpoint {final} could not be written ({problem or 'another process failed'}); "
-                    f"{finished[0] if finished else 'there is no earlier one'}. "
-                    "Free some space (config.num_checkpoint_limit keeps fewer), then resume with --config.resume_from=latest"
+                    f"checkpoint {final} could not be written ({problem or 'another process failed'}); earlier ones "
+                    "are intact. Free some space, then resume with --config.resume_from=latest"
                 ) from problem
         if name is None and is_main:
             files.prune(self.root, self.options.num_checkpoint_limit)
@@ -179,25 +158,20 @@ class Checkpoints:
         return final
 
     def load(self, folder: Path) -> None:
-        """Restore everything that ``save`` wrote.
-
-        Raises:
-            CheckpointError: A file is missing or damaged, or belongs to another model or rank.
-        """
+        """Restore what ``save`` wrote. A ``CheckpointError``: a file is missing or damaged, or of another model."""
         state, saved = self.state, folder / "state"
         try:
             for part, tensors in self._weights().items():
                 files.load_into(saved / f"{part}.safetensors", tensors)
             _load_moments(state.optimizer, load_file(saved / "optimizer.safetensors"))
             numbers = json.loads((saved / "trainer.json").read_text(encoding="utf-8"))
-            state.progress = Progress(**numbers["progress"])
-            state.step, state.recompute_old = numbers["step"], numbers["recompute"]
+            for name in _NUMBERS:
+                setattr(state, name, numbers[name])
             state.sampler.load_state_dict(numbers["sampler"])
         except Exception as error:
             raise files.CheckpointError(f"cannot resume from {folder} ({type(error).__name__}: {error})") from error
 
     def _weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
-        """File → weights."""
         ema = {"ema": self.state.ema.shadow} if self.state.ema else {}
         return {"trainable": self.state.parameters, **self.state.snapshots, **ema}
 
@@ -210,4 +184,4 @@ class Checkpoints:
             elif is_main:
                 for save, name in ((save_peft, "adapter"), (save_diffusers, "diffusers")):
                     save(policy, folder / name)
-                    write_model_card(folder / name, self.options, policy, self.state.progress.epoch)
+                    write_model_card(folder / name, self.options, policy, self.state.epoch)

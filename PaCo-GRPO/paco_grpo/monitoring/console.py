@@ -16,10 +16,7 @@ def epoch_metrics(
     health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
-    """The numbers of one training epoch by ``group/name``; values that are missing or not finite are left out.
-
-    Of each reward (all processes, NaN = missing): mean, std (without Bessel's correction) and cv = std / |mean|.
-    """
+    """The finite numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std / |mean|."""
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():
         present = values[~np.isnan(values)]
@@ -37,23 +34,15 @@ def epoch_metrics(
 
 
 def epoch_line(metrics: Mapping[str, float]) -> str:
-    """The log line of an epoch."""
-    rewards = ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, "reward/").items())
-    return (
-        f"{rewards}; loss {metrics.get('train/loss', math.nan):.2e}, gradient norm "
-        f"{metrics.get('train/grad_norm', math.nan):.3g}; {metrics['time/epoch_s']:.1f} s (sampling "
-        f"{metrics['time/sample_s']:.1f}, waiting for rewards {metrics['time/reward_wait_s']:.1f}, training "
-        f"{metrics['time/train_s']:.1f})"
-    )
+    """The log line of an epoch: rewards, gradient norm, seconds."""
+    phases = ", ".join(f"{name} {metrics[f'time/{name}_s']:.1f}" for name in ("sample", "reward_wait", "train"))
+    norm = metrics.get("train/grad_norm", math.nan)
+    return f"{rewards_line(metrics, 'reward/')}; gradient norm {norm:.3g}; {metrics['time/epoch_s']:.1f} s ({phases})"
 
 
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """The log line of an evaluation."""
-    parts = [
-        f"{name} {value:.4f} ± {metrics.get(f'eval/{name}_stderr', math.nan):.4f}"
-        for name, value in means(metrics, "eval/").items()
-    ]
-    return f"{metrics['eval/num_images']:.0f} images in {metrics['time/eval_s']:.0f} s: {', '.join(parts)}"
+def rewards_line(metrics: Mapping[str, float], group: str) -> str:
+    """``means`` in one line."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, group).items())
 
 
 def means(metrics: Mapping[str, float], group: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from paco_grpo.monitoring.console import means
 
-_TREND, _RISE = 5, 0.05  # epochs at the start and end whose mean κ is compared, and the rise of w from which it counts
+_TREND, _RISE = 5, 0.05  # epochs at start and end whose mean κ is compared; rise of w from which it counts
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
@@ -28,8 +28,7 @@ class Finding:
 
 
 _TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
-# Metric, test, message, likely cause, whether the generator is damaged. These are the signs that fired on planted hacks and not in
-# healthy runs (docs/recovery.md).
+# metric, test, message, likely cause, whether the generator is damaged; chosen on planted hacks (docs/recovery.md)
 _SIGNS = (
     ("health/velocity_change", lambda x: x > 0.75,
      "the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's", _TOO_FAST, True),
@@ -44,13 +43,13 @@ _SIGNS = (
 
 
 def against_first(metrics: Row, first: Row) -> dict[str, float]:
-    """``health/latent_std_vs_first`` and ``health/distinctness_vs_first``: ratios to the first epoch."""
+    """``health/*_vs_first``: ratios to the first epoch."""
     pairs = {key: (metrics.get(key), first.get(key)) for key in ("health/latent_std", "health/distinctness")}
     return {f"{key}_vs_first": now / then for key, (now, then) in pairs.items() if now is not None and then}
 
 
 def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
-    """Findings on the last of ``rows``, training epochs in order as in metrics.jsonl."""
+    """Findings on the last of ``rows``, all training epochs of metrics.jsonl."""
     values = dict(rows[-1])
     values.pop("reward/kappa", None)
     measured = [(row["reward/within"], row["reward/kappa"]) for row in rows if "reward/kappa" in row]
@@ -78,8 +77,8 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
         Finding(
             f"eval/{name}_mean",
             f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
-            f"standard errors. Likely cause: the trained reward is being exploited; look at the images, give {name} a weight "
-            "in config.train.reward_fn, or use config.train.beta > 0",
+            "standard errors. Likely cause: the trained reward is being exploited; look at the images, give it a "
+            "weight in config.train.reward_fn, or use config.train.beta > 0",
         )
         for name, gain in gains.items()
         if risen and name not in trained and gain < -_DIVERGENCE

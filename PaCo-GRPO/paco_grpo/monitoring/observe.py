@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +21,8 @@ _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
-def distinctness(thumbnails: np.ndarray, item_ids: np.ndarray) -> float:
-    """How much images of one prompt differ: standard deviation of a pixel of ``thumbnails`` (n, d) within a group, over
-    pixels and groups of at least two; NaN without such a group."""
-    groups = [thumbnails[item_ids == item] for item in np.unique(item_ids)]
-    variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
-    return math.sqrt(np.mean(variances)) if variances else math.nan
-
-
 class SampleObserver:
-    """Collects the statistics of one process's samples while they are sampled; images themselves are not kept."""
+    """Collects the statistics of one process's samples while they are sampled; images are not kept."""
 
     def __init__(self) -> None:
         self._rows: dict[int, np.ndarray] = {}
@@ -37,43 +30,39 @@ class SampleObserver:
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
         """The images of the samples ``numbers``; with None, the epoch's distinctness is NaN."""
         for number, image in zip(numbers, images, strict=True):
-            if image is None:
-                self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
-            else:
+            self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
+            if image is not None:
                 small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
                 self._rows[number] = np.asarray(small, dtype=np.float64).ravel() / 255
 
     def metrics(self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray) -> dict[str, float]:
         """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
-        Args:
-            clean_latents: (1, N, C) of each sample of this process; sizes may differ.
-            item_ids: (N,) of the samples of all processes, by global position.
+        Distinctness is the standard deviation of a pixel within the images of a prompt; NaN where no prompt has two.
+        ``clean_latents`` are (1, N, C) of this process's samples, ``item_ids`` (N,) of all, by global position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
         everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
-        return {
-            "health/latent_std": float(everyone[:, 0].mean()),
-            "health/distinctness": distinctness(everyone[:, 1:], item_ids),
-        }
+        groups = [everyone[item_ids == item, 1:] for item in np.unique(item_ids)]
+        variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
+        distinctness = math.sqrt(np.mean(variances)) if variances else math.nan
+        return {"health/latent_std": float(everyone[:, 0].mean()), "health/distinctness": distinctness}
 
 
 class BaseProbe:
     """How far the trained generator is from its base model, on a few test items with fixed noise.
 
-    The base model denoises once up to the first noise step; its velocity there is stored, and each ``measure`` costs one
-    forward per item. Nothing is stored in checkpoints: a resumed run computes the same states again.
+    The base model denoises once up to the first noise step; a resumed run computes the same states again.
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
         self.policy, self.items, self.options = policy, list(items), options
-        # of each item: (x, σ) → velocity; x (1, N, C), σ (1,), and the base model's velocity there, on the CPU
+        # of each item: (x, σ) → velocity; x (1, N, C), σ (1,), and the base model's velocity there
         self._states: list[tuple[Callable, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Compute the base model's states, unless they are known; otherwise ``measure`` does it."""
         if self._states:
             return
         options, policy = self.options, self.policy
@@ -82,22 +71,19 @@ class BaseProbe:
             for number, item in enumerate(self.items):
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width
-                velocity = partial(self._velocity, (policy.encode([sized]), *size))
+                velocity = partial(self._velocity, policy.encode([sized]), size)
                 word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(1, np.uint64)[0]
                 sigmas = policy.sigmas(options.sample.num_steps, *size)
                 latents = integrate(velocity, policy.initial_latents([int(word >> np.uint64(1))], *size), sigmas[: step + 1])
                 sigma = sigmas[step].to(latents.device).expand(1)
-                self._states.append((velocity, latents.cpu(), sigma.cpu(), velocity(latents, sigma).cpu()))
+                self._states.append((velocity, latents, sigma, velocity(latents, sigma)))
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
         self.prepare()
-        changes = []
-        for velocity, *tensors in self._states:
-            latents, sigma, base = (tensor.to(self.policy.device) for tensor in tensors)
-            changes.append(float((velocity(latents, sigma) - base).norm() / base.norm()))
+        changes = [float((velocity(x, sigma) - base).norm() / base.norm()) for velocity, x, sigma, base in self._states]
         return {"health/velocity_change": float(np.mean(changes))}
 
-    def _velocity(self, others: tuple, latents: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        return self.policy.velocity(latents, sigma, *others)
+    def _velocity(self, conditioning: Any, size: tuple[int, int], x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return self.policy.velocity(x, sigma, conditioning, *size)

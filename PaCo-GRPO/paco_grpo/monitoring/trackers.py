@@ -17,7 +17,7 @@ class TrackingError(RuntimeError):
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line; a resumed run continues after its earlier lines."""
+    """metrics.jsonl: one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class MetricsFile:
             file.write(json.dumps(row) + "\n")
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows so far, of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped."""
+        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped."""
         *lines, _ = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
         return [row for row in map(json.loads, lines) if phase in (None, row["phase"])]
 
@@ -42,11 +42,7 @@ class MetricsFile:
 
 
 class Tracker:
-    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing.
-
-    Raises:
-        TrackingError: It does not start: its package is not installed, or nobody is logged in.
-    """
+    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing."""
 
     def __init__(self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
         self.name, self.tracker = name, None
@@ -56,7 +52,7 @@ class Tracker:
             elif name == "wandb":  # continued under the run's name when the run resumes
                 place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
                 self.tracker = WandBTracker(project, config=config, **place)
-            elif name == "swanlab":  # a resumed run is a new experiment there: SwanLab continues an old one only online
+            elif name == "swanlab":  # a resumed run is a new experiment: SwanLab continues an old one only online
                 place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
                 self.tracker = SwanLabTracker(project, config=config, **place)
             if self.tracker is not None:
@@ -64,8 +60,8 @@ class Tracker:
         except Exception as error:  # each tracker raises different errors
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise TrackingError(
-                f"config.logging_platform={name!r} could not be started ({cause}): pip install {name}, log in with "
-                f"`{name} login`, or log offline with {name.upper()}_MODE=offline"
+                f"config.logging_platform={name!r} could not be started ({cause}): pip install {name}, and "
+                f"`{name} login` or {name.upper()}_MODE=offline"
             ) from error
         if name == "wandb":
             # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again.

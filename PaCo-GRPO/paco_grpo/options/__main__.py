@@ -27,8 +27,7 @@ bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=A
 A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`, `train.aggregate_fn`,
 rewards and the `reader` of the reward `ocr`. Read a configuration that you did not write before you use it.
 
-An unknown option, a wrong type, a value out of range or a combination that cannot work is an error before any model is
-loaded. `None` on the command line gives None where that is allowed.
+Wrong options are an error before any model is loaded. `None` on the command line gives None where that is allowed.
 """
 _TYPES = {int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -26,11 +26,11 @@ _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it ru
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the option and what to do."""
+    """A configuration that cannot be used; the message names the option."""
 
 
 class _Config(ConfigDict):
-    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths). Types are checked when it is read."""
+    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths), without checks of types."""
 
     def __init__(self, entries: Mapping[str, Any] = {}) -> None:
         super().__init__(type_safe=False, allow_dotted_keys=True)
@@ -85,9 +85,6 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
         source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
             that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
         overrides: Pairs of dotted name and text, as on the command line, of an option or of an entry of a table.
-
-    Raises:
-        ConfigError: There is no such file or name, an option is unknown, or a value has the wrong type.
     """
     file, _, name = str(source).partition(":")
     path = Path(file)

@@ -44,15 +44,12 @@ from paco_judge.client import JudgeError
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-USER_ERRORS = (
-    ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError,
-    files.CheckpointError,
-)  # fmt: skip
+USER_ERRORS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, files.CheckpointError)
 
 
 @dataclass(frozen=True)
 class RewardSets:
-    """Short name → reward; one that several sets share is built once."""
+    """Short name → reward."""
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
@@ -93,11 +90,7 @@ class Run:
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
-    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model.
-
-    Raises:
-        USER_ERRORS: One clear message each.
-    """
+    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model."""
     objective = checks.check_run(options)
     described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
     options = dataclasses.replace(options, train=dataclasses.replace(options.train, aggregate_fn=described))
@@ -177,11 +170,8 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
     return run
 
 
-# --- rewards ------------------------------------------------------------------------------------------------------------
-
-
 def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
-    """Name → arguments of the test rewards; those that are not given there are as in training."""
+    """Of the test rewards; what ``test`` leaves out is as in training."""
     train, test = options.train, options.test
     names = test.reward_fn or train.reward_fn
     return {name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {})) for name in names}
@@ -198,10 +188,9 @@ def _reward_sets(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     reward_weights(options.test.reward_fn)  # no two of one name
-    built: dict[str, Reward] = {}
+    built: dict[str, Reward] = {}  # the same one for training and test is loaded once
 
     def build(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Reward]:
-        """Short name → reward; the same one for training and test is loaded once."""
         rewards = {}
         for name, kwargs in arguments.items():
             identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
@@ -216,8 +205,8 @@ def _reward_sets(
         reward.check()
     if "between_images" in weights and not any(item.metadata.get("open") for item in items["train"]):
         raise ConfigError(
-            f"config.train.reward_fn has between_images, but no training prompt of {options.dataset} is open, so it would be 1 "
-            "for every image; `python dataset/fetch.py t2is --open_twins` makes open prompts"
+            f"config.train.reward_fn has between_images, but no training prompt of {options.dataset} is open; "
+            "`python dataset/fetch.py t2is --open_twins` makes open prompts"
         )
     for rewards, split in ((trained, "train"), (tested, "test")):
         for reward in rewards.values():
@@ -226,9 +215,6 @@ def _reward_sets(
         others = {f"test {name}": reward for name, reward in tested.items() if reward is not trained.get(name)}
         write_records(trained | others, folder)
     return RewardSets(trained, tested, weights, aggregate_fn)
-
-
-# --- the generator ------------------------------------------------------------------------------------------------------
 
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
@@ -248,30 +234,25 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
 
 
 def find_adapter(place: str | Path) -> Path:
-    """The folder of the adapter at ``place``: a checkpoint of ours, a folder in PEFT or diffusers format, or a hub name.
-
-    Raises:
-        PolicyLoadError: It is none of these.
-    """
+    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the hub."""
     adapter = Path(place).expanduser() / "adapter"
     return find_lora(adapter if adapter.is_dir() else place)
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:
-    """Set attention back end, compilation and offloading on ``policy``, which has its adapters and is placed."""
+    """``config.speed``, for a policy that has its adapters and is placed."""
     speed = options.speed
     if speed.attention is not None:
         set_attention(policy, speed.attention)
     if speed.compile:
         compile_blocks(policy)
-        logger.info("transformer blocks are compiled at their first forward of each kind, which takes minutes")
     policy.offload(text_encoders=policy.device.type == "cuda", vae=speed.offload_vae)
 
 
 def _make_trainable(
     policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
-    """Attach the LoRA and the objective's snapshots, and place the policy; returns the parameters of both by name."""
+    """Attach the LoRA and the objective's snapshots, place the policy; returns the parameters of both by name."""
     set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
         train = options.train
@@ -301,18 +282,11 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
 
 
 def _log_start(run: Run, prompts: str) -> None:
-    """Write config.yaml and plan.json, and log what will be done (main process)."""
-    plan, strategy, text = run.plan, run.state.strategy, options_to_yaml(run.options)
-    (run.folder / "config.yaml").write_text(text, encoding="utf-8")
-    more = {"threads_per_process": torch.get_num_threads(), "engine": strategy.name, "prompts": prompts}
-    (run.folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan) | more, indent=1), encoding="utf-8")
-    logger.info("configuration:\n%s", text)
-    for note in plan.notes:
+    """Write config.yaml and plan.json, and log both (main process)."""
+    found = {"device": str(run.accelerator.device), "engine": run.state.strategy.name, "prompts": prompts}
+    plan = json.dumps(dataclasses.asdict(run.plan) | found, indent=1)
+    for name, text in (("config.yaml", options_to_yaml(run.options)), ("plan.json", plan)):
+        (run.folder / name).write_text(text, encoding="utf-8")
+        logger.info("%s:\n%s", run.folder / name, text)
+    for note in run.plan.notes:
         logger.warning("%s", note)
-    logger.info(
-        "%d process(es) on %s, %s; %d train and %d test items; %d prompts x %d images an epoch in batches of %d; "
-        "%.2f M trainable parameters; run folder %s",
-        plan.num_processes, run.accelerator.device.type, strategy.name, len(run.train_items), len(run.test_items),
-        plan.prompts, plan.images_per_prompt, plan.sample_batch_size,
-        sum(p.numel() for p in run.state.parameters.values()) / 1e6, run.folder,
-    )  # fmt: skip

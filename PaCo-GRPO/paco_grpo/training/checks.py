@@ -34,23 +34,18 @@ _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide
 
 
 def raise_if_any(problems: Iterable[str]) -> None:
-    """Raise a ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
+    """A ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
     if lines := [f"config.{problem}" for problem in problems]:
         raise ConfigError("\n".join(lines))
 
 
 def check_run(options: RunOptions) -> Objective:
-    """Refuse options that contradict each other, the objective, the rewards or the model; returns the objective.
-
-    Raises:
-        ConfigError: All problems found, one line each; every line names the option to change.
-        PolicyLoadError: The model or LoRA does not exist or cannot be reached.
-    """
-    train, quantize, problems, objective = options.train, options.pretrained.quantize, contradictions(options), None
-    needed = {"train.use_8bit_adam": ("adam8bit", train.use_8bit_adam), "pretrained.quantize": ("quantize", quantize)}
-    for name, (extra, value) in needed.items():
+    """Refuse options that contradict each other, the objective, the rewards or the model; returns the objective."""
+    train, problems, objective = options.train, contradictions(options), None
+    for name in ("train.use_8bit_adam", "pretrained.quantize"):
+        value = attrgetter(name)(options)
         if value and importlib.util.find_spec("bitsandbytes") is None:
-            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[{extra}]'")
+            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'")
     if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
         problems.append(f"speed.attention={problem}")
     try:
@@ -71,7 +66,7 @@ def check_run(options: RunOptions) -> Objective:
 
 
 def contradictions(options: RunOptions) -> list[str]:
-    """Options that contradict each other: a line for each, beginning with the option's name."""
+    """A line for each contradiction, beginning with an option's name."""
     sample, train, kind = options.sample, options.train, options.pretrained.quantize
     steps, group, latents = sample.noise_steps, sample.num_images_per_prompt, sample.latents_per_prompt
     rules = (
@@ -91,27 +86,20 @@ def contradictions(options: RunOptions) -> list[str]:
         (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
     )  # fmt: skip
     rewards = {**train.reward_fn, **options.test.reward_fn}
-    names = (
-        ("train.reward_fn_kwargs", train.reward_fn_kwargs, rewards),
-        ("test.reward_fn_kwargs", options.test.reward_fn_kwargs, rewards),
-    )  # fmt: skip
     unknown = [
-        f"{option} has {name!r}, which is not a reward of this run.{did_you_mean(name, known)}"
-        for option, given, known in names
-        for name in given
-        if name not in known
+        f"{split}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{did_you_mean(name, rewards)}"
+        for split in ("train", "test")
+        for name in getattr(options, split).reward_fn_kwargs
+        if name not in rewards
     ]
     return [problem for applies, problem in rules if applies] + unknown
 
 
 def check_model(options: RunOptions) -> None:
-    """Refuse what the model cannot do; only its small configuration files are read. Raises as ``check_run``."""
+    """Refuse what the model cannot do; only its small configuration files are read."""
     model, sample, problems = options.pretrained.model, options.sample, []
     if not samples_guided(options) and not policy_class(model).would_guide(sample.guidance_scale, sample.negative_prompt):
-        problems.append(
-            "train.dgpo_reference='guided' needs a model with true CFG, which sample.guidance_scale and "
-            "sample.negative_prompt turn on"
-        )
+        problems.append("train.dgpo_reference='guided' needs true CFG: sample.guidance_scale, sample.negative_prompt")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
@@ -125,11 +113,7 @@ def check_model(options: RunOptions) -> None:
 
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:
-    """Refuse a machine with GPUs that torch does not see, usually because the driver is older than torch's CUDA.
-
-    Raises:
-        ConfigError: It is so, and ``ACCELERATE_USE_CPU`` is not true.
-    """
+    """Refuse a machine whose GPUs torch does not see (often an old driver), unless ``ACCELERATE_USE_CPU`` is set."""
     if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -144,36 +128,31 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
-    """An editor needs items with reference images, any other generator items without; sizes must hold a token.
-
-    Raises:
-        DataError: It is otherwise.
-    """
+    """A ``DataError`` unless an editor's items have reference images, any other's none, and all sizes hold a token."""
     model, policy = options.pretrained.model, policy_class(options.pretrained.model)
     for split, items in splits.items():
-        where, problem = f"the {split} items", None
+        where = f"the {split} items"
         fewest, most = (count(item.num_images for item in items) for count in (min, max))
-        if policy.needs_image and not fewest:
-            problem = f"edits images, but {where} have none: config.prompt_fn 'geneval_image' and 'arrow_editing' read images"
-        elif most and not policy.edits_images:
-            problem = f"generates from text alone, but {where} have reference images: use an editing model"
-        elif most > 1 and not policy.several_images:
-            problem = f"edits one image, but {where} have up to {most}: Qwen/Qwen-Image-Edit-2511 takes several"
-        if problem:
-            raise DataError(f"config.pretrained.model={model} {problem}")
+        for applies, problem in (
+            (policy.needs_image and not fewest, "edits images, but {} have none (prompt_fn 'geneval_image' has them)"),
+            (most and not policy.edits_images, "generates from text alone, but {} have reference images"),
+            (most > 1 and not policy.several_images, "edits one image, but {} have several"),
+        ):
+            if applies:
+                raise DataError(f"config.pretrained.model={model} {problem.format(where)}")
         sized = [item for item in items if item.height is not None]
         multiple = size_multiple(model) if sized else 0
         if sized and options.item_size == "aspect":
             logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
         elif small := [item for item in sized if min(item.height, item.width) < multiple]:
             raise DataError(
-                f"item {small[0].item_id} of {where} has the size {small[0].height}x{small[0].width}, but both sides need at "
-                f"least {multiple} pixels (config.item_size='exact')"
+                f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: with config.item_size="
+                f"'exact', both sides need at least {multiple} pixels"
             )
 
 
 def check_writable(folder: Path, needed_bytes: int = 0) -> None:
-    """Make ``folder``. Raises a ``ConfigError`` if it cannot be written to or lacks space."""
+    """Make ``folder``, or a ``ConfigError`` if it cannot be written to or lacks space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -181,10 +160,8 @@ def check_writable(folder: Path, needed_bytes: int = 0) -> None:
         raise ConfigError(f"cannot write to {folder} ({error.strerror}); set config.save_dir to another folder") from error
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise ConfigError(
-            f"{folder} has {free / 2**20:.0f} MiB free, but checkpoints of this run need about "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or set config.save_dir elsewhere"
-        )
+        sizes = f"{free / 2**20:.0f} MiB free, but checkpoints need about {needed_bytes / 2**20:.0f} MiB"
+        raise ConfigError(f"{folder} has {sizes}; free some or change config.save_dir")
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -195,10 +172,7 @@ def is_disk_full(error: OSError) -> bool:
 def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
 
-    Prompts that will be truncated are counted in a warning: two that differ only there are the same to the generator.
-
-    Raises:
-        ConfigError: It is more than the model supports.
+    A warning counts the prompts that will be truncated: two that differ only there are the same to the generator.
     """
     model, length = options.pretrained.model, options.max_sequence_length
     policy = policy_class(model)
@@ -206,16 +180,12 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
         raise ConfigError(f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed")
     tokenizer, prompts = load_tokenizer(model), {item.prompt for item in items}
     lengths = [len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids) for prompt in prompts]
-    longest = max(lengths, default=1)
     if length == 0:
-        length = min(policy.text_limit, -(-longest // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
-        logger.info("max_sequence_length: %d text tokens for prompts of at most %d tokens", length, longest)
+        length = min(policy.text_limit, -(-max(lengths, default=1) // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
     truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
     if truncated:
-        logger.warning(
-            "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated (the longest has %d)",
-            truncated, len(lengths), length, longest,
-        )  # fmt: skip
+        message = "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated"
+        logger.warning(message, truncated, len(lengths), length)
     return length
 
 
@@ -227,8 +197,6 @@ def load_tokenizer(model: str) -> Any:
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
     return AutoTokenizer.from_pretrained(local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder)
 
-
-# --- resuming -----------------------------------------------------------------------------------------------------------
 
 # A checkpoint continues what these made; with other values its weights mean something else.
 _BOUND = (
@@ -242,18 +210,12 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
     """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
 
     Every option that differs from the saved configuration is logged; those of ``_BOUND``, and other training prompts
-    (``items``), are refused unless ``config.resume_changed`` is set.
-
-    Returns:
-        A hash of the training prompts, for plan.json.
+    (``items``), are refused unless ``config.resume_changed`` is set. Returns a hash of the prompts, for plan.json.
     """
     prompts = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
     if not options.resume_from:
         if (folder / "metrics.jsonl").is_file():
-            raise ConfigError(
-                f"{folder} already holds a run; continue it with --config.resume_from=latest, or choose another "
-                "--config.run_name"
-            )
+            raise ConfigError(f"{folder} already holds a run: give --config.resume_from=latest or another run_name")
         return prompts
     checkpoint = find_checkpoint(options.resume_from, folder)
     earlier = folder if checkpoint is None else checkpoint.parents[1]
@@ -268,8 +230,5 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
     if (earlier / "plan.json").is_file() and json.loads((earlier / "plan.json").read_text()).get("prompts", prompts) != prompts:
         bound.append(f"config.dataset ({options.dataset} holds other training prompts)")
     if bound and not options.resume_changed:
-        raise ConfigError(
-            f"{earlier} was trained with other values of {', '.join(bound)}. Resume with the earlier values, or set "
-            "--config.resume_changed=True"
-        )
+        raise ConfigError(f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True")
     return prompts

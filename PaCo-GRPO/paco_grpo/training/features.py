@@ -12,19 +12,14 @@ from paco_grpo.rewards.clip import ClipScore
 
 
 class GroupFeatures:
-    """``train.diversity_features`` of the images that this process samples.
-
-    Args:
-        options: ``config.train``.
-        device: Of the CLIP model; loaded here, so that a missing one is found before training.
-    """
+    """``train.diversity_features`` of the images that this process samples."""
 
     def __init__(self, options: TrainOptions, device: torch.device) -> None:
         self._rows: dict[int, np.ndarray] = {}
         self.clip = None
         if options.diversity_features != "latents":
             self.clip = ClipScore(options.diversity_features, device=device)
-            self.clip.load()
+            self.clip.load()  # a missing one is found before training
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
         """The images of the samples ``numbers``. Features of None, which has no reward, are NaN."""

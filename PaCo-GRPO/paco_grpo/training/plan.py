@@ -1,4 +1,4 @@
-"""What follows from the options, the model and the real number of processes; computed after all overrides."""
+"""What follows from the options and the real number of processes."""
 
 import math
 from dataclasses import dataclass
@@ -21,15 +21,14 @@ class Plan:
     sample_batch_size: int  # images per rollout batch on each process
     rollout_batches: int  # an epoch on each process, when all images have one size
     gradient_steps: int  # optimizer steps in one pass over the epoch's samples
-    train_batch_size: int  # images per training forward on each process
     notes: tuple[str, ...] = ()  # where the plan departs from the options, for the log
 
 
 def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> Plan:
     """Derive the plan. m is raised until m·k divides evenly over processes and batches (docs/method.md §4).
 
-    A batch larger than a process's share of the epoch is first reduced to that share, so that adding processes does
-    not change how many prompts an epoch has where it need not. ``gradient_steps`` is the objective's default.
+    A batch larger than a process's share is first reduced to it, so that more processes need not mean more prompts.
+    ``gradient_steps`` is the objective's default.
     """
     sample, train = options.sample, options.train
     asked, wanted, k = sample.batch_size, sample.unique_sample_num_per_epoch, sample.num_images_per_prompt
@@ -55,21 +54,20 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         sample_batch_size=batch,
         rollout_batches=share // batch,
         gradient_steps=train.gradient_step_per_epoch or gradient_steps,
-        train_batch_size=train.batch_size,
         notes=tuple(notes),
     )
 
 
 def samples_guided(options: RunOptions) -> bool:
-    """Whether images are sampled with true CFG, where the model has it; a guided reference teaches the model to do without."""
+    """Whether images are sampled with true CFG; a guided reference teaches the model to do without."""
     train = options.train
     return train.dgpo_reference != "guided" or get_objective(train.loss_type).group_weights is None
 
 
 def merges_lora(options: RunOptions, device: torch.device) -> bool:
-    """Whether steps without noise run with the LoRA merged into the base weights: where it is equal to float32 rounding.
+    """Whether steps without noise run with the LoRA merged into the base weights.
 
-    bfloat16 would round most of a small update away, and on a GPU TF32 rounds more and the copy of the weights takes memory.
+    bfloat16 would round most of a small update away; on a GPU, TF32 rounds more and a copy of the weights takes memory.
     """
     exact = options.mixed_precision == "no" and device.type == "cpu" and options.pretrained.quantize is None
     return exact and options.use_lora

@@ -54,10 +54,7 @@ def sample_epoch(
     """Sample this process's share of an epoch: row i of ``queue``'s result is sample i of this process.
 
     ``on_images`` is called with the images of each batch and their numbers, in another thread where decoding overlaps.
-    ``should_stop`` is asked before each batch.
-
-    Raises:
-        Stopped: A process asked to stop.
+    ``should_stop`` is asked before each batch, and then raises ``Stopped`` on every process.
     """
     accelerator, sample = strategy.accelerator, options.sample
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)

@@ -15,7 +15,6 @@ from accelerate.utils import set_seed
 
 from paco_grpo.advantages import AdvantageResult, compute_advantages
 from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.state import Progress
 from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
@@ -23,7 +22,7 @@ from paco_grpo.evaluation.agreement import of_epoch
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
-from paco_grpo.monitoring.console import epoch_line, epoch_metrics, evaluation_line
+from paco_grpo.monitoring.console import epoch_line, epoch_metrics, rewards_line
 from paco_grpo.monitoring.observe import SampleObserver
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
@@ -38,21 +37,17 @@ _GLOBAL = 18  # first word of the seeds of the global generators
 
 
 class TrainingStopped(RuntimeError):
-    """The run ended early with its state saved; the message says why and how to resume.
-
-    Attributes:
-        signal_number: The signal that asked for it, else None.
-    """
+    """The run ended early with its state saved; the message says why and how to resume."""
 
     def __init__(self, message: str, signal_number: int | None = None) -> None:
         super().__init__(message)
-        self.signal_number = signal_number
+        self.signal_number = signal_number  # that asked for it
 
 
 class Trainer:
     """One run, from its first epoch or from a checkpoint to its end.
 
-    ``progress.epoch`` counts finished epochs; rows of metrics.jsonl, evaluations and checkpoints carry that number.
+    Rows of metrics.jsonl, evaluations and checkpoints carry the number of finished epochs.
     """
 
     def __init__(self, run: Run) -> None:
@@ -62,25 +57,15 @@ class Trainer:
         self.saved_epoch: int | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # of each phase of the current epoch
 
-    @property
-    def progress(self) -> Progress:
-        """How far the run is."""
-        return self.state.progress
-
     def fit(self) -> None:
-        """Run to the end.
-
-        Raises:
-            TrainingStopped: A signal, missing rewards or a non-finite number ended it early; the state is saved.
-            CheckpointError: State could not be saved or found.
-        """
+        """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that is not finite."""
         try:
             with self.signals.listening(), self._stopping():
                 self._resume()
                 while not self._finished():
                     self._evaluate_if_due()
                     self.epoch()
-                    if self.options.save_freq and self.progress.epoch % self.options.save_freq == 0:
+                    if self.options.save_freq and self.state.epoch % self.options.save_freq == 0:
                         self._save()
                     if any_process(self.accelerator, self._signaled()):
                         raise Stopped
@@ -89,11 +74,10 @@ class Trainer:
             self.accelerator.end_training()
         finally:
             self.run.close()
-        logger.info("finished after %d epochs: %s", self.progress.epoch, self.run.folder)
+        logger.info("finished after %d epochs: %s", self.state.epoch, self.run.folder)
 
     def epoch(self) -> None:
-        """Sample groups of images, score them, turn the scores into advantages, update the weights, log."""
-        run, state, progress = self.run, self.state, self.progress
+        run, state = self.run, self.state
         self.seconds, started = defaultdict(float), time.perf_counter()
         self._seed_everything()
         samples, observer = state.sampler.samples(), SampleObserver()
@@ -106,28 +90,25 @@ class Trainer:
             scores = self._scores(queue, len(samples.item_ids))
         result = self._advantages(scores, rollouts)
         with self._timed("train"):
-            losses = run.updater.run(rollouts, result.advantages, result.kept, progress.epoch, self._signaled)
+            losses = run.updater.run(rollouts, result.advantages, result.kept, state.epoch, self._signaled)
         with self._timed("health"):
             observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
             observed |= run.probe.measure() if run.probe else {}
         observed |= of_epoch(scores, samples.item_ids, [bool(item.metadata.get("open")) for item in run.train_items])
         self.seconds["epoch"] = time.perf_counter() - started
-        progress.train_seconds += self.seconds["epoch"]
-        progress.epoch += 1
+        state.train_seconds += self.seconds["epoch"]
+        state.epoch += 1
         self.epochs_trained += 1
         state.sampler.advance()
         self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
 
-    # --- parts of an epoch ----------------------------------------------------------------------------------------------
-
     def _seed_everything(self) -> None:
-        """Nothing of ours uses the global generators, but a user's reward may: a resumed run finds them as they were."""
-        words = [_GLOBAL, self.options.seed, self.progress.epoch, self.accelerator.process_index]
+        """Nothing of ours uses the global generators, but a user's reward may."""
+        words = [_GLOBAL, self.options.seed, self.state.epoch, self.accelerator.process_index]
         set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds inside the block to ``phase``."""
         started = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started
@@ -159,15 +140,13 @@ class Trainer:
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
-        """Advantages from the rewards that have a weight; the others are only monitored."""
         train, trained, features = self.options.train, {name: scores[name] for name in self.run.rewards.weights}, None
         share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
         if share > train.max_missing_reward_fraction:
             each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items())
             self._stop(
-                f"{share:.0%} of the images of epoch {self.progress.epoch + 1} have no score ({each}), more than "
-                f"config.train.max_missing_reward_fraction={train.max_missing_reward_fraction:g} allows; look at the log of "
-                "the reward server"
+                f"{share:.0%} of the images of epoch {self.state.epoch + 1} have no score ({each}), more than "
+                f"config.train.max_missing_reward_fraction={train.max_missing_reward_fraction:g} allows"
             )
         if self.run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
@@ -187,20 +166,16 @@ class Trainer:
                 nearest_neighbor=train.neighbor_factor,
             )
         except ValueError as error:  # from the aggregation, about these scores
-            self._stop(f"config.train.aggregate_fn failed in epoch {self.progress.epoch + 1} ({error})")
+            self._stop(f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})")
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
-        """Write and log the epoch's numbers, and look for signs of collapse."""
-        findings, epoch = [], self.progress.epoch
+        findings, epoch = [], self.state.epoch
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("train")
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
             findings = health.judge_epoch([*rows, metrics])
         self._write("train", metrics)
-        left = self.progress.train_seconds / epoch * (self.options.num_epochs - epoch)
-        if self.options.max_train_minutes is not None:
-            left = max(0.0, min(left, 60 * self.options.max_train_minutes - self.progress.train_seconds))
-        logger.info("epoch %d/%d: %s; %.1f min left", epoch, self.options.num_epochs, epoch_line(metrics), left / 60)
+        logger.info("epoch %d/%d: %s", epoch, self.options.num_epochs, epoch_line(metrics))
         for finding in findings:
             logger.warning("after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign)
         collapsed = [finding.message for finding in findings if finding.collapse]
@@ -208,10 +183,8 @@ class Trainer:
             why = collapsed[0] if collapsed else "see the message of the main process"
             self._stop(f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better")
 
-    # --- evaluation -----------------------------------------------------------------------------------------------------
-
     def _evaluate_if_due(self, finished: bool = False) -> None:
-        epoch, frequency = self.progress.epoch, self.options.eval_freq
+        epoch, frequency = self.state.epoch, self.options.eval_freq
         due = finished or frequency > 0 and epoch % frequency == 0
         evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
         if not due or epoch in evaluated:
@@ -238,9 +211,7 @@ class Trainer:
             for finding in health.judge_evaluation(rows, self.run.rewards.weights):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch)
-        logger.info("evaluation after epoch %d: %s", epoch, evaluation_line(metrics))
-
-    # --- resuming and stopping ------------------------------------------------------------------------------------------
+        logger.info("evaluation after epoch %d: %s", epoch, rewards_line(metrics, "eval/"))
 
     def _resume(self) -> None:
         if not self.options.resume_from:
@@ -252,37 +223,36 @@ class Trainer:
         else:
             self.run.checkpoints.load(found)
             if found.parent.parent == folder:
-                self.saved_epoch = self.progress.epoch
-            logger.info("resumed from %s after %d epochs", found, self.progress.epoch)
+                self.saved_epoch = self.state.epoch
+            logger.info("resumed from %s after %d epochs", found, self.state.epoch)
         if self.accelerator.is_main_process:
             for name in ("checkpoints", "eval") if found else ():
-                files.archive_superseded(folder / name, self.progress.epoch)
-            self.run.metrics.keep_until(self.progress.epoch if found else -1)
+                files.archive_superseded(folder / name, self.state.epoch)
+            self.run.metrics.keep_until(self.state.epoch if found else -1)
         self.accelerator.wait_for_everyone()
 
     def _finished(self) -> bool:
         limit = self.options.max_train_minutes
-        over = limit is not None and self.progress.train_seconds >= 60 * limit
+        over = limit is not None and self.state.train_seconds >= 60 * limit
         # Clocks differ between processes, so one process's clock decides for all.
         over = any_process(self.accelerator, over and self.accelerator.is_main_process)
-        return over or self.progress.epoch >= self.options.num_epochs
+        return over or self.state.epoch >= self.options.num_epochs
 
     def _signaled(self) -> bool:
         return self.signals.received is not None
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
-        """What ends a run early, on every process."""
         try:
             yield
         except Stopped:
             self._stop("by a signal", self.signals.received)
         except ScoringError as error:
-            self._stop(f"a reward failed after {self.progress.epoch} finished epochs ({error})")
+            self._stop(f"a reward failed after {self.state.epoch} finished epochs ({error})")
         except NonFiniteError as error:
             if error.weights_changed:
                 self._stop(str(error), save=False)
-            folder = self.run.checkpoints.save(f"stopped_{files.checkpoint_name(self.progress.epoch + 1)}")
+            folder = self.run.checkpoints.save(f"stopped_{files.checkpoint_name(self.state.epoch + 1)}")
             self._stop(f"{error} State at that point: {folder}", save=False)
 
     def _stop(self, why: str, signal_number: int | None = None, save: bool = True) -> NoReturn:
@@ -293,15 +263,13 @@ class Trainer:
         raise TrainingStopped(f"{why}. To resume: {resume}", signal_number)
 
     def _save(self) -> None:
-        """Save a checkpoint of the last finished epoch, unless there is one already."""
-        if self.saved_epoch != self.progress.epoch:
+        if self.saved_epoch != self.state.epoch:
             self.run.checkpoints.save()
-            self.saved_epoch = self.progress.epoch
+            self.saved_epoch = self.state.epoch
 
     def _write(self, phase: str, metrics: Mapping[str, float]) -> None:
-        """A row of metrics.jsonl, and the same numbers for the tracker."""
         if self.accelerator.is_main_process:
-            epoch, seconds = self.progress.epoch, self.progress.train_seconds
+            epoch, seconds = self.state.epoch, self.state.train_seconds
             head = {"epoch": epoch, "step": self.state.step, "train_time": seconds, "phase": phase}
             self.run.metrics.write(head | dict(metrics))
             self.run.tracker.log(metrics, epoch)

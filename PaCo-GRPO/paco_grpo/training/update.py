@@ -28,7 +28,7 @@ _MAX = "_max"  # metrics of which the largest is reported, not the mean
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite, found before the optimizer changes anything, or (``weights_changed``) a weight."""
+    """A loss or gradient is not finite, before the optimizer step, or (``weights_changed``) a weight after it."""
 
     def __init__(self, message: str, weights_changed: bool = False) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class Pass:
 
 @dataclass
 class Updater:
-    """One process's part in the optimizer steps of an epoch; the numbers do not depend on how many processes there are."""
+    """One process's part in the optimizer steps of an epoch."""
 
     state: TrainState  # its parameters, optimizer and counters change
     objective: Objective
@@ -55,8 +55,7 @@ class Updater:
     gradient_steps: int  # optimizer steps per pass over the samples
 
     def prepare(self, rollouts: Rollouts) -> None:
-        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1; needs no
-        scores (docs/method.md §6)."""
+        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1."""
         state, mode, size = self.state, self.options.train.old_log_prob, self.options.train.batch_size
         if not self.objective.needs_noise_steps or mode == "rollout":
             return
@@ -72,7 +71,7 @@ class Updater:
                 rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
 
     def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether the micro-batch ``numbers`` recomputes to something else than was recorded, by the objective's limit."""
+        """Whether what the micro-batch ``numbers`` recomputes is off by more than the objective's limit."""
         policy, options = self.state.policy, self.options
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
@@ -81,11 +80,11 @@ class Updater:
             each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
         deviation = torch.stack(each, dim=1).mean().item()
         off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
-        logger.log(
-            logging.WARNING if off else logging.INFO,
-            "what training recomputes of the first samples is off by %.1e of the limit (config.train.old_log_prob): old "
-            "log-probabilities are %s", deviation, "recomputed before each update" if off else "those of the rollout",
-        )  # fmt: skip
+        if off:
+            logger.warning(
+                "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
+                "recomputed, those of the first samples are off by %.1e of the limit", deviation,
+            )  # fmt: skip
         return off
 
     def run(
@@ -102,13 +101,8 @@ class Updater:
             rollouts: What this process sampled, after ``prepare``.
             advantages: (N,) over all processes, by global position.
             kept: (N,) bool; the others are left out, the loss is divided by the global number kept.
-            epoch: For random streams and messages.
-            should_stop: Asked before each micro-batch of the first optimizer step; after it, weights are no longer those
-                of a finished epoch, and the epoch is finished.
-
-        Raises:
-            Stopped: On every process, before the weights changed.
-            NonFiniteError: On every process.
+            epoch: For random streams.
+            should_stop: Asked before each micro-batch of the first optimizer step; later the epoch is finished.
         """
         local = {int(position): number for number, position in enumerate(rollouts.positions)}
         collected: list[dict[str, float]] = []
@@ -138,17 +132,13 @@ class Updater:
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
         finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
-            raise NonFiniteError(
-                f"trained weights are not finite after optimizer step {self.state.step}: the optimizer's moments or "
-                "config.train.learning_rate are the cause. Nothing of this epoch is saved",
-                weights_changed=True,
-            )
+            message = f"trained weights are not finite after optimizer step {self.state.step}; this epoch is not saved"
+            raise NonFiniteError(message, weights_changed=True)
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
 
-        The epoch's order is already shuffled, so the first pass takes it as it is (every process then has its equal
-        share of every step); further passes shuffle again.
+        The epoch's order is shuffled; the first pass takes it as it is, so that every process has an equal share.
         """
         order = np.arange(len(item_ids))
         if inner > 0:
@@ -159,8 +149,7 @@ class Updater:
         return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
 
     def _steps(self, data: Pass, numbers: np.ndarray) -> list[Step]:
-        """The training steps of the micro-batch of samples ``numbers``; σ and noise are drawn again in each inner
-        epoch, as the authors of DGPO do (arXiv 2510.08425)."""
+        """The training steps of the micro-batch ``numbers``; each inner epoch draws σ and noise again, as in DGPO."""
         rollout, train = data.rollouts.stack(numbers), self.options.train
         values = torch.as_tensor(data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32)
         clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
@@ -175,9 +164,9 @@ class Updater:
     def _backward(
         self, data: Pass, batches: list[np.ndarray], kept: int, should_stop: Callable[[], bool] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Gradients of all micro-batches, one step of the schedule at a time.
+        """Gradients of all micro-batches, one step of the schedule at a time; ``kept`` is the global number of samples.
 
-        Returns the sums of the loss and of this process's metrics / ``kept`` (maxima of ``*_max``), 0-dim each.
+        Returns this process's part of the means of loss and metrics (maxima of ``*_max``), 0-dim each.
         """
         sums: dict[str, torch.Tensor] = {}
         weights = self._group_weights(data, batches) if self.objective.group_weights else {}
@@ -219,7 +208,7 @@ class Updater:
         return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
 
     def _optimizer_step(self, sums: Mapping[str, torch.Tensor], epoch: int) -> dict[str, float]:
-        """Step, unless the loss or the gradient is not finite on any process; returns this process's ``sums``."""
+        """Step, unless the gradient is not finite; returns this process's ``sums`` and the norm of the gradient."""
         state, train, strategy = self.state, self.options.train, self.state.strategy
         norm = strategy.finish_gradients(list(state.parameters.values()), train.max_grad_norm)
         # one transfer from the device

@@ -47,7 +47,6 @@ def kill_in(phase: str, processes: int) -> Fault:
 
 
 def assert_resumes(flux: Path, folder: Path, expected: Path, processes: int = 1) -> None:
-    """The resumed run ends with the bits of an uninterrupted one."""
     run_to_end(flux, folder, processes, resume_from="latest")
     assert state(folder, 3) == state(expected, 3)
     assert rows(folder) == rows(expected)
@@ -79,23 +78,11 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
 
 
-def stale(*_) -> None:
-    raise AssertionError("only the main process may look")
-
-
-@pytest.mark.slow
-def test_only_the_main_process_reads_what_decides(uninterrupted, tiny_flux_dir, tmp_path):
-    """On a network file system another process may see an older state of the run's folder."""
-    run_to_end(tiny_flux_dir, tmp_path, 2, num_epochs=2)
-    run_to_end(tiny_flux_dir, tmp_path, 2, fault=Fault("find", 1, stale, rank=1), resume_from="latest")
-    assert state(tmp_path, 3) == state(uninterrupted(2), 3)
-
-
 @pytest.mark.slow
 def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_path):
     """The system refuses writes beyond a size, in the middle of the second checkpoint."""
     assert run(tiny_flux_dir, tmp_path, 1, Fault("begin", 2, fill_disk, after=True)) == [FAILED]
-    assert "epoch_0002" in message(tmp_path) and "epoch_0001 is intact" in message(tmp_path)
+    assert "epoch_0002" in message(tmp_path)
     assert checkpoints(tmp_path) == ["epoch_0001"]
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(1))
 

@@ -60,15 +60,6 @@ def test_finding_a_checkpoint(tmp_path):
         ckpt.find_checkpoint(str(tmp_path / "nothing"), run)
 
 
-def test_an_epoch_written_again_replaces_the_old_one(tmp_path):
-    for text in ("old", "new"):
-        ckpt.begin(tmp_path / ".epoch_0001.partial")
-        (tmp_path / ".epoch_0001.partial" / "state" / "trainer.json").write_text(text)
-        ckpt.commit(tmp_path / ".epoch_0001.partial", tmp_path / "epoch_0001")
-    assert (tmp_path / "epoch_0001" / "state" / "trainer.json").read_text() == "new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_0001"]
-
-
 def test_other_weights_are_not_loaded(tmp_path):
     ckpt.save_tensors(tmp_path / "ema.safetensors", {"w": torch.ones(1, 2)}, write=True)
     for tensors in ({"w": torch.zeros(2, 2)}, {}):  # the first would be broadcast

@@ -1,7 +1,7 @@
 """Named configurations hold the values of docs/method.md §7."""
 
 import pytest
-from named import NAMES, load
+from named import load
 
 FLUX = "black-forest-labs/FLUX.1-dev"
 PUBLISHED = {
@@ -65,11 +65,3 @@ def test_named_configuration_is_the_published_table(name, expected):
     for option, value in expected.items():
         group, _, field = option.rpartition(".")
         assert getattr(getattr(options, group) if group else options, field) == value, option
-
-
-def test_recipes_shorten_the_tail_of_training_alone():
-    """Four second-order steps after the noise; the evaluation keeps the steps of the configuration."""
-    for name in [name for name in NAMES if name.endswith("gb")]:
-        options, full = load(name), load(name.rpartition("_")[0])
-        assert options.sample.tail_steps == 4
-        assert (options.sample.num_steps, options.test.num_steps) == (full.sample.num_steps, full.test.num_steps)

@@ -1,27 +1,21 @@
 """Options from configuration files, the command line and saved runs."""
 
-import copy
 import shutil
 import textwrap
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import yaml
 from named import CONFIG, load
 
-from paco_grpo.options import ConfigError, RunOptions, config_dict, load_options, make_options, options_to_yaml
+from paco_grpo.options import ConfigError, RunOptions, load_options, make_options, options_to_yaml
 from paco_grpo.options.parse import parse_command_line
-
-
-def value_of(options, name):
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
 
 
 @pytest.fixture
 def load_file(tmp_path):
-    """Loads a configuration file that changes ``config``, the options with their defaults."""
+    """Loads a configuration file that changes ``config``."""
 
     def load_lines(lines, *overrides):
         file = tmp_path / "my_config.py"
@@ -70,7 +64,7 @@ VALUES = {
 def test_values_take_the_type_of_the_option():
     for name, texts in VALUES.items():
         for text, value in texts.items():
-            result = value_of(load("toy_t2is", (name, text)), name)
+            result = attrgetter(name)(load("toy_t2is", (name, text)))
             assert result == value and type(result) is type(value), name
 
 
@@ -78,12 +72,10 @@ def test_values_take_the_type_of_the_option():
     ("name", "text", "named"),
     [
         ("train.learning_rate", "none", "train.learning_rate"),
-        ("sample.cps", "perhaps", "sample.cps"),
         ("seed", "None", "seed"),
         ("train", "1", "train"),
         ("seed.x", "1", "seed"),
         ("train.reward_fn", "3", "train.reward_fn"),
-        ("train.resoluton", "1", r"train.resoluton.*config\.train\.resolution"),
         ("num_steps", "1", "num_steps.*config.test.num_steps or .*config.sample.num_steps"),
     ],
 )
@@ -92,11 +84,8 @@ def test_a_wrong_value_or_name_is_named(name, text, named):
         load("toy_t2is", (name, text))
 
 
-def test_a_file_that_changes_nothing_has_the_defaults(load_file):
-    assert load_file("") == make_options({}) == RunOptions()
-
-
 def test_tables_in_a_file(load_file):
+    assert load_file("") == make_options({}) == RunOptions()
     options = load_file(
         """
         config.train.reward_fn = {"pkg.mod:factory": 1.0, "ocr": 1}
@@ -152,32 +141,16 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
             load_options(f"{tmp_path}/grpo.py:{wrong}")
 
 
-def test_options_do_not_change_after_parsing():
-    options, again = RunOptions(), RunOptions()
-    with pytest.raises(FrozenInstanceError):
-        options.train.resolution = 64
-    options.train.reward_fn["x"] = 1.0
-    assert again.train.reward_fn == make_options({}).train.reward_fn == {}
-    copied = copy.deepcopy(config_dict())  # as configuration files do
-    copied.train.reward_fn = {"package.module:factory": 1.0}
-    assert make_options(copied.to_dict()).train.reward_fn == {"package.module:factory": 1.0}
-    config_dict().train.reward_fn["x"] = 1.0
-    assert config_dict().train.reward_fn.to_dict() == {}
-
-
-@pytest.mark.parametrize("name", ["t2is_24gb", "qwen_editing_2511", "sd3_ocr_nft", "toy_kontext"])
-def test_a_saved_run_loads_to_equal_options(name, tmp_path):
-    options = load(name, ("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"))
-    (tmp_path / "config.yaml").write_text(options_to_yaml(options))
+def test_a_saved_run_loads_to_equal_options(tmp_path):
     source = str(tmp_path / "config.yaml")
-    assert load_options(source) == options
-    assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
-
-
-def test_a_wrong_saved_run_names_the_option(tmp_path):
-    for text, named in (("- 3", "config"), ("train: {ema: maybe}", "config.train.ema"), ("train: {emma: 1}", "config.train.ema")):
+    for name in ("t2is_24gb", "toy_kontext"):
+        options = load(name, ("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"))
+        (tmp_path / "config.yaml").write_text(options_to_yaml(options))
+        assert load_options(source) == options
+        assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
+    (tmp_path / "config.yaml").write_text("train: {reward_fn: }")
+    assert load_options(source) == RunOptions()
+    for text, named in (("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ConfigError, match=named):
-            load_options(str(tmp_path / "config.yaml"))
-    (tmp_path / "config.yaml").write_text("train: {reward_fn: }")
-    assert load_options(str(tmp_path / "config.yaml")) == RunOptions()
+            load_options(source)

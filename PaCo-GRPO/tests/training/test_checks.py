@@ -30,11 +30,11 @@ def test_contradiction_names_the_option(overrides, named):
     assert named in str(caught.value) and str(caught.value).startswith("config.")
 
 
-@pytest.mark.parametrize("overrides", [{"sample.num_images_per_prompt": "1", "sample.latents_per_prompt": "1"}, {"train.learning_rate": "0"}])
-def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog, overrides):
-    model = {"pretrained.model": str(tiny_flux_dir), "test.reward_fn": "", "train.reward_fn": "{'ocr': 1}", "train.reward_fn_kwargs": ""}
-    check_run(load_named("toy_t2is", *(model | overrides).items()))
-    assert next(iter(overrides)) in caplog.text
+def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
+    changes = {"sample.num_images_per_prompt": "1", "sample.latents_per_prompt": "1", "train.learning_rate": "0"}
+    changes |= {"pretrained.model": str(tiny_flux_dir), "test.reward_fn": "", "train.reward_fn_kwargs": ""}
+    check_run(load_named("toy_t2is", *changes.items()))
+    assert "sample.num_images_per_prompt" in caplog.text and "train.learning_rate" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["kontext_editing", "ocr"])
@@ -69,8 +69,7 @@ def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, ca
 def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
     folder = tiny_folder(name)
     policy, fewest = load(name, folder), fewest_steps(folder)
-    assert size_multiple(folder) == policy.size_multiple
-    assert len(policy.sigmas(fewest, 32, 32)) == fewest + 1
+    assert size_multiple(folder) == policy.size_multiple and len(policy.sigmas(fewest, 32, 32)) == fewest + 1
     changes = {"pretrained.model": str(folder), "test.num_steps": "1", "train.resolution": "60"}
     with pytest.raises(ConfigError, match="config.train.resolution=60 ") as caught:
         check_model(load_named("toy_t2is", *changes.items()))

@@ -20,7 +20,6 @@ from paco_grpo.training.checks import require_promised_gpu
     ("changes", "named"),
     [
         ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution?"),
-        ({"pretrained__model": "/no/such/model"}, "/no/such/model"),
         (
             {
                 "train__reward_fn": "{'consistency_score': 1}",
@@ -29,7 +28,7 @@ from paco_grpo.training.checks import require_promised_gpu
             "vllm_server/launch.sh",
         ),
     ],
-    ids=["option", "model", "judge"],
+    ids=["option", "judge"],
 )
 def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, named):
     options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))

@@ -36,7 +36,6 @@ def config_for(name, folder, model, **changes):
 
 
 def cases():
-    """Every family with every objective; three of them without --all."""
     for name, loss_type in itertools.product(FAMILIES, OBJECTIVES):
         quick = (name, loss_type) in (("flux", "ppo"), ("flux_kontext", "guard_grpo"), ("qwen_image_edit", "nft"))
         yield pytest.param(name, loss_type, marks=() if quick else pytest.mark.long)
@@ -54,7 +53,6 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     assert row.get("train/ratio_deviation", 0) == 0  # float32, first update
     moved = [n for n, p in run.state.parameters.items() if not torch.equal(p, before[n])]
     assert len(moved) > len(before) // 3
-    assert (run.folder / "eval" / "epoch_0001" / "00000.png").is_file()
     assert (run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
 
 

@@ -71,7 +71,7 @@ def dgpo_run(tiny_flux_dir, tmp_path):
 
 
 def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
-    """With σ between the steps of the schedule, as an objective of the user's may choose them."""
+    """With σ between the steps of the schedule."""
     run = dgpo_run
     run.updater.objective = dataclasses.replace(run.updater.objective, steps=lambda *_: [0.3, 0.8])
     with torch.no_grad():

@@ -37,7 +37,6 @@ def test_sampling_does_not_depend_on_the_batch(make):
 
 
 def one_epoch(run):
-    """Train one epoch, without evaluation and checkpoint; returns the run."""
     Trainer(run).epoch()
     return run
 
@@ -128,8 +127,7 @@ def test_options_that_must_not_change_the_update(weights_after):
 def test_steps_without_noise_are_merged_where_that_only_rounds(make):
     options, cpu = make().options, torch.device("cpu")
     assert merges_lora(options, cpu) and not merges_lora(options, torch.device("cuda"))
-    for changes in ({"mixed_precision": "bf16"}, {"use_lora": False}):
-        assert not merges_lora(dataclasses.replace(options, **changes), cpu)
+    assert not merges_lora(dataclasses.replace(options, mixed_precision="bf16"), cpu)
 
 
 def test_lora_size_and_start(make):
@@ -171,16 +169,14 @@ def test_ema_and_8_bit_adam(make, monkeypatch):
 
 
 def test_test_rewards_may_differ(make):
-    run = make(
-        num_epochs=0,
-        train__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 2.0}}",
-        test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}",
-        test__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 5.0}}",
-    )
-    assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
-    assert run.rewards.test["brightness"] is not run.rewards.train["brightness"]
-    same = make(test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}")
-    assert same.rewards.test["brightness"] is same.rewards.train["brightness"]
+    for scale in (1.0, 5.0):  # brightness is loaded once where training and test agree
+        run = make(
+            test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}",
+            test__reward_fn_kwargs=f"{{'tiny_run:brightness': {{'scale': {scale}}}}}",
+            train__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 1.0}}",
+        )
+        assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
+        assert (run.rewards.test["brightness"] is run.rewards.train["brightness"]) == (scale == 1.0)
 
 
 def test_item_size(make, tmp_path):
@@ -221,12 +217,6 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
     changes = {"pretrained__image_positions": "mrope", "health__probe_images": 0}
     run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes))
     assert run.state.policy.pipeline_setup
-    options = dataclasses.replace(run.options, resume_from="latest")
-    run.close()
-    build_run(options).close()
-    stock = dataclasses.replace(run.options.pretrained, image_positions="stock")
-    with pytest.raises(ConfigError, match=r"config\.pretrained\.image_positions"):
-        build_run(dataclasses.replace(options, pretrained=stock))
 
 
 def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):

@@ -1,6 +1,5 @@
 """Whole runs on tiny weights: what is written, what stops them, and that resuming changes nothing."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.objectives import LossOutput
 from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer, TrainingStopped
@@ -30,7 +28,7 @@ def folder_of(config) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tiny_flux_dir, tmp_path_factory):
-    """Three epochs without interruption, with evaluations; used by several tests, read only."""
+    """Three epochs without interruption, with evaluations; read only."""
     folder = tmp_path_factory.mktemp("finished")
     config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, **THREE_EPOCHS)
     train(config)
@@ -43,17 +41,13 @@ def test_what_a_run_writes(finished):
     assert [(row["phase"], row["epoch"], row["step"]) for row in rows] == [
         ("eval", 0, 0), ("train", 1, 2), ("train", 2, 4), ("eval", 2, 4), ("train", 3, 6), ("eval", 3, 6),
     ]  # fmt: skip
-    names = "train/loss train/ratio_mean train/clip_share train/grad_norm reward/brightness_mean reward/brightness_std "
-    names += "reward/missing_share advantage/zero_std_share time/sample_s time/reward_wait_s time/train_s time/epoch_s"
+    names = "train/loss train/ratio_mean train/grad_norm reward/brightness_cv reward/missing_share time/epoch_s"
     assert all(isinstance(rows[1][name], float) for name in names.split())
     assert {"eval/brightness_mean", "eval/brightness_stderr", "eval/num_images", "time/eval_s"} <= rows[0].keys()
     for epoch in (0, 2, 3):
-        evaluation = folder / "eval" / ckpt.checkpoint_name(epoch)
-        assert sorted(path.name for path in evaluation.glob("0*.png")) == [f"{i:05d}.png" for i in range(5)]
-        assert (evaluation / "sheet.png").is_file()
-    checkpoint = folder / "checkpoints" / "epoch_0003"
-    assert (checkpoint / "adapter" / "adapter_config.json").is_file()
-    assert (checkpoint / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
+        names = {path.name for path in (folder / "eval" / ckpt.checkpoint_name(epoch)).glob("*.png")}
+        assert names == {"sheet.png", *(f"{i:05d}.png" for i in range(5))}
+    assert (folder / "checkpoints" / "epoch_0003" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
     assert list((folder / "tensorboard").iterdir())
     assert load_options(str(folder / "config.yaml")) == finished
 
@@ -65,7 +59,6 @@ def test_evaluation_rows_are_the_scores_of_the_images(finished):
     assert rows[3]["idx"] == "000" and rows[3]["category"] == "even"
     for row in rows:
         with Image.open(folder / row["file"]) as image:
-            assert image.size == (32, 32)
             pixels = np.asarray(image, dtype=np.float64) / 255
         assert row["rewards"]["brightness"] == pytest.approx((pixels[..., 0].mean() - pixels[..., 2].mean()) * 100)
     last = rows_of(finished, "eval")[-1]
@@ -115,11 +108,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
 
 
 def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(tiny_flux_dir, tmp_path, caplog):
-    config = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", num_epochs=3, num_checkpoint_limit=2)
+    config = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", num_checkpoint_limit=1)
     train(config)
     assert "has no checkpoint" in caplog.text
-    assert [row["epoch"] for row in rows_of(config, "train")] == [1, 2, 3]
-    assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002", "epoch_0003"]
+    assert [row["epoch"] for row in rows_of(config, "train")] == [1, 2]
+    assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002"]
 
 
 def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
@@ -139,21 +132,12 @@ def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
     assert np.isfinite(row["reward/missing_mean"]) and row["train/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path, what):
+def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path):
     config = tiny_options(tiny_flux_dir, tmp_path)
     run = build_run(config)
-    objective, before = run.updater.objective, {n: p.detach().clone() for n, p in run.state.parameters.items()}
-
-    def nan_loss(step, policy, train):
-        terms = objective(step, policy, train)
-        return LossOutput(terms.loss * float("nan"), terms.metrics)
-
-    if what == "loss":
-        run.updater.objective = dataclasses.replace(objective, function=nan_loss)
-    else:
-        next(iter(run.state.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(TrainingStopped, match=f"the {what} is .*epoch 1 before optimizer step 1"):
+    before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
+    next(iter(run.state.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(TrainingStopped, match="the gradient is .*epoch 1 before optimizer step 1"):
         Trainer(run).fit()
     assert all(torch.equal(before[n], p) for n, p in run.state.parameters.items())
     assert (folder_of(config) / "checkpoints" / "stopped_epoch_0001" / "state").is_dir()
@@ -162,16 +146,14 @@ def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path, what
 
 def test_weights_that_are_not_finite_are_not_saved(tiny_flux_dir, tmp_path):
     """The gradients are finite, but the second epoch's weights are not, because of Adam's moments."""
-    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=3, save_freq=1)
+    config = tiny_options(tiny_flux_dir, tmp_path)
     run = build_run(config)
 
     def spoil(*_) -> None:
-        if run.state.progress.epoch == 1:
+        if run.state.epoch == 1:
             next(iter(run.state.optimizer.state.values()))["exp_avg"].fill_(float("nan"))
 
     next(iter(run.state.parameters.values())).register_hook(spoil)
     with pytest.raises(TrainingStopped, match="not finite after optimizer step"):
         Trainer(run).fit()
-    folder = folder_of(config) / "checkpoints"
-    assert [path.name for path in folder.iterdir()] == ["epoch_0001"]
-    assert load_file(folder / "epoch_0001" / "state" / "trainable.safetensors")
+    assert [path.name for path in (folder_of(config) / "checkpoints").iterdir()] == ["epoch_0001"]

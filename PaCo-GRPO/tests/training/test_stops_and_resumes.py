@@ -54,9 +54,8 @@ def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
 
 def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
     runs = tmp_path / "runs"
+    (runs / "mine" / "notes").mkdir(parents=True)
     for name in ("", "run", "run", "mine"):  # the second time, the first one's lock is gone
-        if name == "mine":
-            (runs / "mine" / "notes").mkdir(parents=True)
         with pytest.raises(Exception, match="nowhere"):
             build_run(tiny_options(tiny_flux_dir, tmp_path, save_dir=runs, run_name=name, dataset=tmp_path / "nowhere"))
     assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
@@ -84,7 +83,7 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
 
 
 def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_dir, tmp_path):
-    """Before the first update, the KL term and the distance to the reference are 0 with it, and not with the base."""
+    """Before the first update, the distance to the reference is 0 with it, and not with the base."""
     first = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__learning_rate=0.1)
     train(first)
     adapter = tmp_path / "runs/run/checkpoints/epoch_0001/adapter"
@@ -94,10 +93,6 @@ def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_di
                                train__reference=reference, train__beta=0.1)  # fmt: skip
         run = build_run(options)
         found[reference] = run.probe.measure()["health/velocity_change"]
-        names = set(run.state.policy.transformer.peft_config)
-        assert (lora.START in names) == (reference == "start")
         assert not any(f".{lora.START}." in name for name in run.state.parameters)
         run.close()
     assert found["start"] == 0 and found["base"] > 0
-    with pytest.raises(ConfigError, match="lora_path"):
-        build_run(tiny_options(tiny_flux_dir, tmp_path, train__reference="start"))
