@@ -36,8 +36,8 @@ RUN = {
     "num_epochs": 3, "save_freq": 1, "train__gradient_step_per_epoch": 2, "sample__num_images_per_prompt": 8,
     "train__reward_fn": "{'forked_runs:counted': 1}", "sample__reward_batch_size": 4,
 }  # fmt: skip
-# For comparing numbers of processes. Adam's epsilon is large, because with a tiny one the first step is the sign of the
-# gradient, and rounding of gradients near 0 then shows at full size. Weights move by about 1e-4 a step.
+# With a tiny epsilon of Adam, the first step is the gradient's sign, and rounding near 0 shows at full size. Weights move by
+# about 1e-4 a step.
 COMPARABLE = {
     "num_epochs": 2, "save_freq": 2, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2, "test__num_images": 5,
     "train__max_missing_reward_fraction": 1,
@@ -72,7 +72,7 @@ def terminate(*_) -> None:
 
 
 def fill_disk(*_) -> None:
-    """From now on no file can grow beyond 4 KiB: the system refuses the write, as on a full disk."""
+    """From now on the system refuses to write beyond 4 KiB of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -143,10 +143,7 @@ def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, change
 def run(
     flux: Path, folder: Path, processes: int = 1, fault: Fault | None = None, without: str = "", **changes
 ) -> list[int]:
-    """Exit status of each process; when one is killed, so are the others, as by a launcher.
-
-    Prompts that begin with ``without`` get no score.
-    """
+    """Exit status of each process; when one is killed, so are the others, as by a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
     kwargs = {"forked_runs:counted": {"folder": str(folder), "without": without}}
@@ -175,7 +172,6 @@ def run_to_end(flux: Path, folder: Path, processes: int = 1, **options) -> None:
 
 
 def observe(trainer, folder: Path) -> None:
-    """Write down how much of the transformer this process holds, and the advantages of every epoch."""
     updater, rank = trainer.run.updater, trainer.accelerator.process_index
     named = list(trainer.state.policy.transformer.named_parameters())
     base = [p for name, p in named if "lora_" not in name]
@@ -212,7 +208,7 @@ def message(folder: Path, rank: int = 0) -> str:
 
 
 def images_scored(folder: Path, rank: int | str = "*") -> int:
-    """Images that the reward was asked for, over all runs in ``folder``."""
+    """Over all runs in ``folder``."""
     return sum(int(line) for path in folder.glob(f"scored_{rank}") for line in path.read_text().splitlines())
 
 
@@ -231,7 +227,6 @@ def state(folder: Path, epoch: int) -> dict[str, bytes]:
 
 
 def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, torch.Tensor]:
-    """Of a checkpoint; ``name`` may be "ema", too."""
     return load_file(_state_folder(folder, epoch) / f"{name}.safetensors")
 
 

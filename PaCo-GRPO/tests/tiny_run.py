@@ -107,7 +107,6 @@ def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str
 
 
 def as_arguments(overrides: dict[str, str]) -> list[str]:
-    """Options of a command line."""
     return [f"--config.{key}={value}" for key, value in overrides.items()]
 
 
@@ -123,7 +122,6 @@ def tiny_edit_options(name: str, model: Path, folder: Path, references: int = 1,
 
 
 def train(options: RunOptions) -> Trainer:
-    """Run to the end."""
     trainer = Trainer(build_run(options))
     trainer.fit()
     return trainer
@@ -141,7 +139,6 @@ def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Te
 
 
 def load_script(name: str) -> ModuleType:
-    """A program in scripts/ as a module."""
     spec = importlib.util.spec_from_file_location(f"paco_grpo_{name}", ROOT / "scripts" / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -149,7 +146,6 @@ def load_script(name: str) -> ModuleType:
 
 
 def rows_of(options: RunOptions, phase: str | None = None) -> list[dict]:
-    """Rows of metrics.jsonl."""
     path = Path(options.save_dir) / options.run_name / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if phase in (None, row["phase"])]
@@ -169,8 +165,6 @@ def brightness(scale: float = 1.0):
 
 
 def redness():
-    """Mean red, in [0, 1]."""
-
     def score(images, items):
         return np.array([np.asarray(image, dtype=np.float64)[..., 0].mean() / 255 for image in images])
 
@@ -184,6 +178,5 @@ def missing():
 
 
 def reversed_aggregate(**grouped_rewards):
-    """A user's aggregation: the first reward, negated."""
     first = next(iter(grouped_rewards.values()))
     return {key: -values for key, values in first.items()}

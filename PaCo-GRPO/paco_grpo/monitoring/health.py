@@ -1,7 +1,4 @@
-"""Detects collapse during training: each row of metrics.jsonl is compared with earlier rows.
-
-The rules are pure functions of the rows, so a resumed run judges as if it had never stopped.
-"""
+"""Detects collapse: rules over the rows of metrics.jsonl, so a resumed run judges as if it had never stopped."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +19,7 @@ Row = Mapping[str, Any]
 class Finding:
     """One sign that a run is going wrong."""
 
-    sign: str  # the metric that is beyond its limit
+    sign: str  # a metric
     message: str
     collapse: bool = False  # the generator itself is damaged: stops the run with ``train.stop_on_collapse``
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class TrackingError(RuntimeError):
-    """A tracker cannot be used."""
+    """A tracker cannot start."""
 
 
 class MetricsFile:
@@ -23,7 +23,7 @@ class MetricsFile:
         self.path = path
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; numbers that are not finite are left out."""
+        """Append the finite numbers of ``row``."""
         row = {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -69,14 +69,12 @@ class Tracker:
             self.tracker.run.define_metric("*", step_metric="epoch")
 
     def log(self, metrics: Mapping[str, Any], epoch: int) -> None:
-        """Log the numbers of one epoch."""
         if self.name == "wandb":
             self.tracker.log({**metrics, "epoch": epoch})
         elif self.tracker is not None:
             self.tracker.log(dict(metrics), step=epoch)
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
-        """Log pictures with their captions."""
         if self.name == "tensorboard":
             for number, (image, caption) in enumerate(images):
                 tag = f"{name}/{number}" if len(images) > 1 else name
@@ -87,6 +85,5 @@ class Tracker:
             self.log({name: [package.Image(image, caption=caption) for image, caption in images]}, epoch)
 
     def close(self) -> None:
-        """Flush and end."""
         if self.tracker is not None:
             self.tracker.finish()

@@ -206,5 +206,4 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
 
 
 def options_to_yaml(options: RunOptions) -> str:
-    """The text of a run's config.yaml."""
     return yaml.safe_dump(options_to_dict(options), sort_keys=True)

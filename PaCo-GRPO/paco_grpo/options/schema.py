@@ -1,6 +1,5 @@
 """Every option of a run, each declared once: type, range, default and meaning.
 
-The field names are the names that users type (``config.train.learning_rate`` is ``RunOptions.train.learning_rate``).
 Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is validated again.
 """
 
@@ -26,7 +25,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _as_steps(value: Any) -> Any:
-    """One step alone is a list of one; nothing is an empty list."""
     return [value] if isinstance(value, int) else value or ()
 
 
@@ -37,7 +35,6 @@ def _as_names(value: Any) -> Any:
 
 
 def _folder_name(name: str) -> str:
-    """A run's name is a folder in ``save_dir``: nothing leads out of it."""
     if not name.isprintable() or name.startswith(("/", "~")) or ".." in name.split("/"):
         raise ValueError("must be a printable name of a folder inside save_dir")
     return name
@@ -51,7 +48,6 @@ Arguments = Annotated[dict[str, JsonValue], Table]
 
 
 def option(default: Any, meaning: str) -> Any:
-    """A field that is an option: its default and one line on its meaning."""
     if isinstance(default, dict):
         return Field(default_factory=dict, description=meaning)
     return Field(default=default, description=meaning)

@@ -1,4 +1,4 @@
-"""Checks before weights are loaded: of mistakes that otherwise end, or spoil, a run after hours."""
+"""Checks before weights are loaded: mistakes that otherwise end, or spoil, a run after hours."""
 
 import errno
 import hashlib
@@ -190,7 +190,7 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer whose length limits the prompts of ``model``."""
+    """The one that limits the prompts of ``model``."""
     from transformers import AutoTokenizer
 
     folder = policy_class(model).tokenizer_folder

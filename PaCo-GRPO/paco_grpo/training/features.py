@@ -22,16 +22,16 @@ class GroupFeatures:
             self.clip.load()  # a missing one is found before training
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """The images of the samples ``numbers``. Features of None, which has no reward, are NaN."""
+        """The images of the samples ``numbers``; of None, features are NaN."""
         present = [(n, image) for n, image in zip(numbers, images, strict=True) if image is not None]
         if self.clip is not None and present:
             features = self.clip.images([image for _, image in present], len(present))
             self._rows |= {n: row.double().cpu().numpy() for (n, _), row in zip(present, features, strict=True)}
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:
-        """(total, d) float64 of all processes by global position; a collective operation. Forgets the epoch's images.
+        """(total, d) float64 of all processes by global position, a collective operation; shorter rows end in 0.
 
-        ``clean_latents`` are (1, N, C) of each sample of this process. Sizes may differ: shorter rows end in 0.
+        ``clean_latents`` are (1, N, C) of each sample of this process.
         """
         rows, self._rows = self._rows, {}
         if self.clip is None:

@@ -31,15 +31,13 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     ``gradient_steps`` is the objective's default.
     """
     sample, train = options.sample, options.train
-    asked, wanted, k = sample.batch_size, sample.unique_sample_num_per_epoch, sample.num_images_per_prompt
-    batch = min(asked, max(1, wanted * k // num_processes))
+    wanted, k = sample.unique_sample_num_per_epoch, sample.num_images_per_prompt
+    batch = min(sample.batch_size, max(1, wanted * k // num_processes))
     unit = num_processes * batch
     step = unit // math.gcd(unit, k)
     prompts = math.ceil(wanted / step) * step
     share = prompts * k // num_processes
     notes = []
-    if batch != asked:
-        notes.append(f"sample.batch_size {asked} exceeds a process's share; {batch} is used")
     if prompts != wanted:
         notes.append(
             f"sample.unique_sample_num_per_epoch raised from {wanted} to {prompts}, so that {k} images each divide "

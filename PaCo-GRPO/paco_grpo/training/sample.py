@@ -29,7 +29,7 @@ class Rollouts:
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
 
     def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
-        """The samples ``numbers`` in micro-batches of at most ``size``, each of one key; order is kept within a key."""
+        """The samples ``numbers`` in micro-batches of at most ``size``, each of one key, in order."""
         batches = batches_by_key([self.keys[number] for number in numbers], size)
         return [np.asarray(numbers)[batch] for batch in batches]
 

@@ -1,7 +1,4 @@
-"""The loop: sample groups of images, score them in the background, turn scores into advantages, update.
-
-``Trainer.fit`` and ``Trainer.epoch`` read top to bottom.
-"""
+"""The loop: sample groups of images, score them in the background, turn scores into advantages, update."""
 
 import contextlib
 import logging
@@ -219,12 +216,12 @@ class Trainer:
         wanted, folder = self.options.resume_from, self.run.folder
         found = main_decides(self.accelerator, lambda: files.find_checkpoint(wanted, folder))
         if found is None:
-            logger.warning("config.resume_from=latest: %s has no checkpoint, starting from the beginning", folder)
+            logger.warning("%s has no checkpoint, starting from the beginning", folder)
         else:
             self.run.checkpoints.load(found)
             if found.parent.parent == folder:
                 self.saved_epoch = self.state.epoch
-            logger.info("resumed from %s after %d epochs", found, self.state.epoch)
+            logger.info("resumed from %s", found)
         if self.accelerator.is_main_process:
             for name in ("checkpoints", "eval") if found else ():
                 files.archive_superseded(folder / name, self.state.epoch)

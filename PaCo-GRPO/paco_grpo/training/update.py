@@ -128,7 +128,7 @@ class Updater:
                 lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
 
     def _check_weights(self) -> None:
-        """A finite gradient can still give weights that are not, from the optimizer's moments."""
+        """A finite gradient can still give other weights, by the optimizer's moments."""
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
         finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
         if any_process(self.state.strategy.accelerator, not finite):

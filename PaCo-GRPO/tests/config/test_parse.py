@@ -9,6 +9,7 @@ import pytest
 import yaml
 from named import CONFIG, load
 
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.options import ConfigError, RunOptions, load_options, make_options, options_to_yaml
 from paco_grpo.options.parse import parse_command_line
 
@@ -109,7 +110,6 @@ def test_tables_in_a_file(load_file):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("config.train.resoluton = 64", "config.train.resoluton.*config.train.resolution"),
         ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
         ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
     ],
@@ -133,8 +133,10 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
     for file in CONFIG.glob("*.py"):
         shutil.copy(file, tmp_path)
     with (tmp_path / "grpo.py").open("a") as file:
-        file.write("\n\ndef my_set() -> ConfigDict:\n    config = t2is()\n    config.seed = 7\n    return config\n")
-    assert load_options(f"{tmp_path}/grpo.py:my_set").seed == 7
+        file.write("\n\ndef negated(**rewards):\n    return {k: -r for k, r in next(iter(rewards.values())).items()}\n")
+        file.write("\n\ndef my_set():\n    config = t2is()\n    config.train.aggregate_fn = negated\n    return config\n")
+    saved = describe(load_options(f"{tmp_path}/grpo.py:my_set").train.aggregate_fn)  # as in a run's config.yaml
+    assert saved == f"{tmp_path}/grpo.py:negated" and get_aggregate_fn(saved)(r={"a": 1}) == {"a": -1}
     assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
     for wrong in ("np", "did_you_mean", "_changed", "get_config", "my_sett"):
         with pytest.raises(ConfigError):

@@ -15,19 +15,10 @@ from paco_grpo.training.checks import check_items, check_model, check_run, check
 from paco_grpo.types import Item
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        ({"sample.noise_level": "0"}, "sample.noise_level=0"),  # an objective's own check
-        ({"use_lora": "0", "train.loss_type": "nft"}, "use_lora=False"),
-        ({"train.loss_type": "pppo"}, "train.loss_type='pppo' is unknown. Did you mean 'ppo'"),
-    ],
-)
-def test_contradiction_names_the_option(overrides, named):
-    options = load_named("toy_t2is", ("test.reward_fn", ""), *overrides.items())
-    with pytest.raises(ConfigError) as caught:
+def test_contradiction_names_the_option():
+    options = load_named("toy_t2is", ("test.reward_fn", ""), ("use_lora", "0"), ("train.loss_type", "nft"))
+    with pytest.raises(ConfigError, match="^config.use_lora=False"):
         check_run(options)
-    assert named in str(caught.value) and str(caught.value).startswith("config.")
 
 
 def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):

@@ -19,7 +19,7 @@ from paco_grpo.training.checks import require_promised_gpu
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution?"),
+        ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution"),
         (
             {
                 "train__reward_fn": "{'consistency_score': 1}",

@@ -69,7 +69,7 @@ def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
     whole.state.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
     Trainer(whole).fit()
     if FAMILIES[name].references:
-        assert len({size[:2] for size in sizes[:2]}) == 2 and [size[2] for size in sizes[:2]] == [4, 4]
+        assert len({size[:2] for size in sizes[:2]}) == 2
     Trainer(build(run_name="again", num_epochs=1)).fit()
     resumed = build(run_name="again", resume_from="latest")
     Trainer(resumed).fit()

@@ -20,8 +20,6 @@ from paco_grpo.training.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def make(tiny_flux_dir, tmp_path_factory):
-    """Builds a run with changed options, without starting it."""
-
     def build(**changes):
         changes = {"health__probe_images": 0} | changes
         return build_run(tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("options"), **changes))
@@ -43,7 +41,7 @@ def one_epoch(run):
 
 @pytest.fixture(scope="module")
 def weights_after(make):
-    """The trained weights after an epoch with changed options, in one vector; each set of options runs once."""
+    """The trained weights after an epoch with changed options; each set of options runs once."""
 
     @functools.cache
     def weights(changes: tuple) -> torch.Tensor:
@@ -90,8 +88,6 @@ SUM = {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"reward_weig
         ({"sample__tail_steps": 1}, {"sample__num_steps": 6} | FLAT),
         ({"per_prompt_stat_tracking": False}, {}),
         ({"max_sequence_length": 8}, {}),
-        ({"train__loss_type": "guard_grpo"}, {}),
-        ({"train__loss_type": "nft"}, {}),
         ({"train__nft_beta": 0.1}, {"train__loss_type": "nft"} | TWO_STEPS),
         ({"train__timesteps": "2"}, {"train__loss_type": "nft"}),
         ({"train__reward_fn_kwargs": "{'tiny_run:brightness': {'scale': -1.0}}"}, {}),
@@ -108,7 +104,6 @@ def test_option_changes_the_update(weights_after, changes, others):
 
 
 def test_options_that_must_not_change_the_update(weights_after):
-    """One step of Adam that is as large as the gradient; half of the scores are missing."""
     common = {
         "train__adam_epsilon": 1.0, "train__learning_rate": 1.0, "sample__unique_sample_num_per_epoch": 4,
         "train__reward_fn": "{'reward_factories:gaps': 1}", "train__max_missing_reward_fraction": 0.5,
@@ -192,11 +187,8 @@ def test_item_size(make, tmp_path):
 
 @pytest.mark.slow
 def test_low_precision_recomputes_old_values_where_it_must(make):
-    """bf16 on the CPU: the training batch differs from the sampling batch, so 'auto' measures and decides."""
-    run = one_epoch(make(mixed_precision="bf16", train__clip_range=1e-12))
-    assert run.state.policy.dtype == torch.bfloat16 and run.state.recompute_old in (True, False)
     run = one_epoch(make(mixed_precision="bf16", train__old_log_prob="recompute"))
-    assert run.state.recompute_old is True
+    assert run.state.policy.dtype == torch.bfloat16 and run.state.recompute_old is True
     assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 
