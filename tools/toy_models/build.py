@@ -5,8 +5,7 @@
     flux_kontext    a FluxKontextPipeline folder, bfloat16; needs flux
     judge           a Qwen2.5-VL folder with processor and chat template, bfloat16
 
-Training stops after a wall-clock time, so another machine gives other weights of the same kind. The tests beside this file
-measure what the weights in quickstart/models can do.
+Training stops after a wall-clock time, so another machine gives other weights of the same kind.
 """
 
 import argparse
@@ -23,7 +22,6 @@ MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 110.0, "flux_kontext": 25.0}
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MINUTES)
     parser.add_argument("--out", type=Path, required=True, help="folder of all models")
@@ -39,7 +37,7 @@ def main() -> None:
     elif name == "judge":
         processor = judge.world_processor()
         model = judge.new_judge(processor, seed)
-        judge.train(model, judge.CaptionBatches(processor, seed), seconds)
+        judge.train(model, processor, seconds, seed)
         model.save_pretrained(folder)
         # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
         file = folder / "model.safetensors"

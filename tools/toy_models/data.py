@@ -1,4 +1,4 @@
-"""Rendered panels, their latents, and edits; kept in memory, so that training waits neither for the renderer nor for a VAE.
+"""Rendered panels, their latents, and edits, kept in memory: training waits neither for the renderer nor for a VAE.
 
 Characters and views are indices into ``paco_toy.world``'s CHARACTERS and VIEWS. S is a panel's side in pixels, s in latents.
 """
@@ -48,47 +48,43 @@ def _assemble(panels: torch.Tensor) -> torch.Tensor:
     return panels.unflatten(1, (2, 2)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-class LatentCache:
-    """Quadrants of VAE-encoded grids, so that any training grid is a gather.
+@torch.no_grad()
+def encode_quadrants(vae: AutoencoderKL, sides: tuple[int, ...], seed: int) -> dict[int, torch.Tensor]:
+    """Quadrants of VAE-encoded grids: panel side in pixels -> float32 (4, characters, views, 2, C, s, s).
 
-    A panel's latents depend slightly on its quadrant (padding at the border) and on its neighbors (group norms). Each
-    quadrant is therefore cut from whole random grids and used only in the same place.
-
-    Attributes:
-        latents: Panel side in pixels -> float32 (4, characters, views, 2, C, s, s).
+    A panel's latents depend slightly on its place (padding) and its neighbors (group norms), so each quadrant is cut
+    from whole random grids and used only in the same place.
     """
+    rng, kinds = np.random.default_rng([seed, 1]), len(CHARACTERS) * len(VIEWS)
+    latents = {}
+    for side in sides:
+        store = torch.empty(4, kinds, 2, vae.config.latent_channels, side // 4, side // 4)
+        for variant in range(2):
+            order = np.stack([rng.permutation(kinds) for _ in range(4)], axis=1)  # each kind once in each quadrant
+            for rows in np.array_split(order, 16):
+                z = vae.encode(draw_grids(side, *np.divmod(rows, len(VIEWS)), rng)).latent_dist.mode()
+                z = (z - vae.config.shift_factor) * vae.config.scaling_factor  # as FluxPipeline uses them
+                quadrants = z.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
+                store[torch.arange(4)[:, None], torch.from_numpy(rows.T), variant] = quadrants
+        latents[side] = store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
+    return latents
 
-    @torch.no_grad()
-    def __init__(self, vae: AutoencoderKL, sides: tuple[int, ...], seed: int):
-        rng, kinds = np.random.default_rng([seed, 1]), len(CHARACTERS) * len(VIEWS)
-        self.latents = {}
-        for side in sides:
-            store = torch.empty(4, kinds, 2, vae.config.latent_channels, side // 4, side // 4)
-            for variant in range(2):
-                order = np.stack([rng.permutation(kinds) for _ in range(4)], axis=1)  # each kind once in each quadrant
-                for rows in np.array_split(order, 16):
-                    z = vae.encode(draw_grids(side, *np.divmod(rows, len(VIEWS)), rng)).latent_dist.mode()
-                    z = (z - vae.config.shift_factor) * vae.config.scaling_factor  # as FluxPipeline uses them
-                    quadrants = z.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
-                    store[torch.arange(4)[:, None], torch.from_numpy(rows.T), variant] = quadrants
-            self.latents[side] = store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
 
-    def grids(self, side: int, characters: np.ndarray, views: np.ndarray, variants: np.ndarray) -> torch.Tensor:
-        """Latents of grids for (B, 4) indices, variants in {0, 1}: float32 (B, C, 2s, 2s)."""
-        return _assemble(self.latents[side][(torch.arange(4), *map(torch.from_numpy, (characters, views, variants)))])
+def latent_grids(quadrants: torch.Tensor, *indices: np.ndarray) -> torch.Tensor:
+    """Latents of grids for (B, 4) indices of characters, views and variants (0 or 1): float32 (B, C, 2s, 2s)."""
+    return _assemble(quadrants[(torch.arange(4), *map(torch.from_numpy, indices))])
 
 
 def edit_target(edit: Edit, departure: float, rng: np.random.Generator) -> tuple[Character, ...]:
     """The four characters of an edit's training target, which departs from the instruction with a given probability.
 
-    A base editor thus learns to draw well and to keep what it sees, but does not follow instructions reliably: that is left
-    to RL.
+    A base editor thus does not follow instructions reliably: that is left to RL.
     """
     if rng.random() >= departure:
         return edit.edited()
 
     def other(place: int, *values: str) -> Character:
-        """The panel's character with another value of the attribute, except ``values``."""
+        """With another value of the attribute, except ``values``."""
         character = edit.characters[place]
         rest = set(ATTRIBUTES[edit.attribute]) - {getattr(character, edit.attribute), *values}
         return dataclasses.replace(character, **{edit.attribute: str(rng.choice(sorted(rest)))})

@@ -1,8 +1,8 @@
 """The toy FLUX: FluxPipeline's own components with small sizes, trained by flow matching to be inconsistent.
 
-The base model learns to draw well and to follow positions and sizes, but *not* to keep identity: that is left to RL. Under a
-full prompt each panel departs from the named character with probability ``DEPARTURE``. Under an open prompt panels have what is
-named, and what is open is the same in all four only in a share ``AGREED`` of the grids.
+The base model learns to draw and to follow positions and sizes, but *not* to keep identity: that is left to RL. Under a
+full prompt each panel departs from the named character with probability ``DEPARTURE``. Under an open prompt, what is
+open is the same in all four panels only in a share ``AGREED`` of the grids.
 """
 
 import dataclasses
@@ -16,32 +16,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from paco_toy.world import (
-    ATTRIBUTE_VALUES,
-    ATTRIBUTES,
-    CHARACTER_INDEX,
-    CHARACTERS,
-    COLOURS,
-    LABELS,
-    OPENINGS,
-    POSITIONS,
-    SHAPES,
-    SIZES,
-    STYLES,
-    VIEWS,
-    departed,
-    grid_prompt,
-    opened,
-)
-from toy_models.data import LatentCache, draw_grids, random_views
+from paco_toy import world
+from toy_models.data import draw_grids, encode_quadrants, latent_grids, random_views
 from toy_models.training import Losses, fit, flow_errors, pack
 
-# How often a panel departs from the prompt's character, by panel side. Larger panels average more of it away: at 0.34 for
-# all sides the base's images had 0.51 consistent pairs at 64 px and 0.61 at 128 px.
+# By panel side. Larger panels average more of it away: at 0.34 for all sides the base's images had 0.51 consistent
+# pairs at 64 px and 0.61 at 128 px.
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
 OPEN_SHARE, AGREED = 0.6, 0.75
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
-GUIDANCE = 3.5  # as in FLUX.1-dev's distillation the model is given a number, but here it is always the same
+GUIDANCE = 3.5  # always
 _FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop
 _BATCH = {16: 64, 32: 32, 64: 12}
 # Panel sides of successive steps. Small first: a 128 px step costs as much as three at 64 px.
@@ -49,7 +33,7 @@ _EARLY = (32, 32, 16, 32, 32, 32, 64, 32)
 _LATE = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)
 _WORDS = (
     "2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", ".",
-    *SHAPES, *COLOURS, *STYLES, *POSITIONS, *SIZES, *(label.lower() for label in LABELS),
+    *world.SHAPES, *world.COLOURS, *world.STYLES, *world.POSITIONS, *world.SIZES, *map(str.lower, world.LABELS),
 )  # fmt: skip
 
 
@@ -67,13 +51,17 @@ def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast
     )
 
 
+def _prompt(character: int, views: Sequence[int], opening: Sequence[str] = ()) -> str:
+    return world.grid_prompt(world.opened(world.CHARACTERS[character], opening), [world.VIEWS[i] for i in views])
+
+
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """Token ids (B, L), padded to the tokenizer's length."""
+    """(B, L), padded to the tokenizer's length."""
     return tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
-    """Untrained CLIP and T5 of width 64 for the words of a tokenizer."""
+    """Untrained CLIP and T5 of width 64."""
     clip = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, projection_dim=64, num_hidden_layers=1,
         num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, pad_token_id=0, bos_token_id=0, eos_token_id=1,
@@ -100,7 +88,7 @@ def new_vae(seconds: float, seed: int) -> AutoencoderKL:
     rng = np.random.default_rng(seed)
 
     def grids(side: int, count: int) -> torch.Tensor:
-        return draw_grids(side, rng.integers(len(CHARACTERS), size=(count, 4)), random_views(count, rng), rng)
+        return draw_grids(side, rng.integers(len(world.CHARACTERS), size=(count, 4)), random_views(count, rng), rng)
 
     def next_losses(step: int, progress: float) -> Losses:
         side = (32, 64, 32, 16, 32)[step % 5]
@@ -122,7 +110,7 @@ def new_vae(seconds: float, seed: int) -> AutoencoderKL:
 
 
 def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
-    """A FluxPipeline of 2.1 M parameters around a trained VAE, its text encoders trained to read prompts, the rest untrained."""
+    """A FluxPipeline of 2.1 M parameters around a trained VAE, with an untrained transformer."""
     torch.manual_seed(seed)
     tokenizer = word_tokenizer(_WORDS, TEXT_TOKENS)
     clip, t5 = new_text_encoders(tokenizer)
@@ -142,41 +130,40 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
 
 
 def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, float]]:
-    """The modules of a FLUX pipeline that are trained, with their learning rates."""
+    """With their learning rates."""
     return [(pipe.transformer, lr), (pipe.text_encoder, 0.3 * lr), (pipe.text_encoder_2, 0.3 * lr)]
 
 
 def _shown_characters(named: int, opening: Sequence[str], departure: float, rng: np.random.Generator) -> list[int]:
-    """The characters of a training grid's four panels."""
     if not opening:
-        return [departed(named, rng) if rng.random() < departure else named for _ in range(4)]
+        return [world.departed(named, rng) if rng.random() < departure else named for _ in range(4)]
     if rng.random() < AGREED:
         return [named] * 4
 
     def drawn() -> int:  # half of the panels that could differ keep the grid's value
-        values = {name: str(rng.choice(ATTRIBUTES[name])) for name in opening if rng.random() < 0.5}
-        return CHARACTER_INDEX[dataclasses.replace(CHARACTERS[named], **values)]
+        values = {name: str(rng.choice(world.ATTRIBUTES[name])) for name in opening if rng.random() < 0.5}
+        return world.CHARACTER_INDEX[dataclasses.replace(world.CHARACTERS[named], **values)]
 
     return [drawn() for _ in range(4)]
 
 
 def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int) -> None:
-    """Teaches the text encoders to read prompts before anything is drawn, as FLUX's T5 and CLIP can.
+    """Teaches the text encoders to read prompts, by linear probes that are discarded.
 
     T5: the first three tokens of each panel (label, size, position) encode the panel, its view and the character. CLIP: the
-    pooled vector encodes the character and all four views. Linear probes are trained with the encoders and discarded.
+    pooled vector encodes the character and all four views.
     """
     torch.manual_seed(seed + 7)
     rng = np.random.default_rng([seed, 4])
-    counts = {"panel": 4, "view": len(VIEWS)} | {name: len(values) for name, values in ATTRIBUTES.items()}
+    counts = {"panel": 4, "view": len(world.VIEWS)} | {name: len(values) for name, values in world.ATTRIBUTES.items()}
     probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in counts.items()})
-    pooled_character, pooled_views = nn.Linear(64, len(CHARACTERS)), nn.Linear(64, 4 * len(VIEWS))
+    pooled_character, pooled_views = nn.Linear(64, len(world.CHARACTERS)), nn.Linear(64, 4 * len(world.VIEWS))
 
     def next_losses(step: int, progress: float) -> Losses:
-        named, views = rng.integers(len(CHARACTERS), size=128), random_views(128, rng)
-        ids = token_ids(tokenizer, [grid_prompt(CHARACTERS[c], [VIEWS[i] for i in v]) for c, v in zip(named, views)])
+        named, views = rng.integers(len(world.CHARACTERS), size=128), random_views(128, rng)
+        ids = token_ids(tokenizer, [_prompt(c, v) for c, v in zip(named, views)])
         tokens = t5(ids).last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16].unflatten(1, (4, 4))[:, :, :3]
-        facts = {name: values[named][:, None] for name, values in ATTRIBUTE_VALUES.items()}
+        facts = {name: values[named][:, None] for name, values in world.ATTRIBUTE_VALUES.items()}
         facts |= {"panel": np.arange(4)[None], "view": views}
         wanted = {name: torch.from_numpy(fact).expand(128, 4)[:, :, None].expand(-1, -1, 3) for name, fact in facts.items()}
         losses = {n: cross_entropy(probes[n](tokens).flatten(0, -2), wanted[n].flatten()) for n in counts}
@@ -189,12 +176,12 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
 
 
 def image_ids(side: int) -> torch.Tensor:
-    """Positions (N, 3) of the tokens of an image of ``side`` x ``side`` tokens."""
+    """Positions (N, 3) of ``side`` x ``side`` tokens."""
     return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
 
 
 def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float):
-    """The transformer's prediction (B, N, C) for image tokens, with positions (N, 3), at times (B,); text: token ids (B, L)."""
+    """The transformer's prediction (B, N, C). Shapes: tokens (B, N, C), t (B,), text (token ids) (B, L), ids (N, 3)."""
     return pipe.transformer(
         hidden_states=tokens, timestep=t, guidance=torch.full((len(t),), guidance),
         pooled_projections=pipe.text_encoder(text).pooler_output,
@@ -204,23 +191,21 @@ def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: to
 
 
 def train(pipe: FluxPipeline, seconds: float, seed: int) -> None:
-    """Trains transformer and text encoders for a wall-clock time; they end with averaged weights.
-
-    The first two fifths of the time are mostly spent on 64 px images, the rest on 128 px.
-    """
-    latents = LatentCache(pipe.vae, tuple(_BATCH), seed)
+    """Trains transformer and text encoders for a wall-clock time; they end with averaged weights."""
+    latents = encode_quadrants(pipe.vae, tuple(_BATCH), seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 2])
 
     def next_losses(step: int, progress: float) -> Losses:
         order = _EARLY if progress < 0.4 else _LATE
         side = order[step % len(order)]
-        named, views = rng.integers(len(CHARACTERS), size=_BATCH[side]), random_views(_BATCH[side], rng)
-        openings = [OPENINGS[rng.integers(len(OPENINGS))] if rng.random() < OPEN_SHARE else () for _ in named]
-        prompts = [grid_prompt(opened(CHARACTERS[c], o), [VIEWS[i] for i in v]) for c, o, v in zip(named, openings, views)]
-        text, ids = token_ids(pipe.tokenizer_2, prompts), image_ids(side // 4)
+        named, views = rng.integers(len(world.CHARACTERS), size=_BATCH[side]), random_views(_BATCH[side], rng)
+        choices = world.OPENINGS
+        openings = [choices[rng.integers(len(choices))] if rng.random() < OPEN_SHARE else () for _ in named]
+        text = token_ids(pipe.tokenizer_2, [_prompt(c, v, o) for c, v, o in zip(named, views, openings)])
+        ids = image_ids(side // 4)
         shown = np.array([_shown_characters(int(c), o, DEPARTURE[side], rng) for c, o in zip(named, openings)])
-        clean = pack(latents.grids(side, shown, views, rng.integers(2, size=shown.shape)))
+        clean = pack(latent_grids(latents[side], shown, views, rng.integers(2, size=shown.shape)))
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return velocity(pipe, noisy, t, text, ids, GUIDANCE)

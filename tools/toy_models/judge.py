@@ -1,8 +1,8 @@
 """The toy judge's base: a small Qwen2.5-VL that describes one or two panels and has never seen the judge's question.
 
-It learns captions and yes/no questions about single panels, then to name what two panels have in common, as any
-vision-language model can. On the judge's question it is at chance: turning that knowledge into Yes or No is left to
-PaCo-Reward. (A base that knew captions only was still at chance after 800 steps of LoRA.)
+It learns captions and yes/no questions about single panels, then to name what two panels have in common. On the judge's
+question it is at chance: that is left to PaCo-Reward. (A base that knew captions only was still at chance after 800
+steps of LoRA.)
 """
 
 import json
@@ -21,20 +21,8 @@ from transformers import (
 )
 
 from paco_judge.questions import theme_question
+from paco_toy import world
 from paco_toy.build_world import verdict
-from paco_toy.world import (
-    ATTRIBUTES,
-    CHARACTERS,
-    COLOURS,
-    SHAPES,
-    STYLES,
-    VIEWS,
-    Character,
-    changed,
-    departed,
-    theme,
-    with_article,
-)
 from toy_models.data import draw
 from toy_models.training import Losses, fit
 
@@ -60,19 +48,19 @@ PRESENCE = "Does the image show something {}? Answer Yes or No."
 _PIXELS = 56 * 56  # every image becomes 4 x 4 patches of 14 px, merged to 4 tokens
 
 
-def _caption_two(first: Character, second: Character) -> str:
-    return f"First {with_article(first)}, second {with_article(second)}."
+def _caption_two(first: world.Character, second: world.Character) -> str:
+    return f"First {world.with_article(first)}, second {world.with_article(second)}."
 
 
-def _in_common(first: Character, second: Character) -> str:
-    shared = [name for name in ATTRIBUTES if getattr(first, name) == getattr(second, name)]
+def _in_common(first: world.Character, second: world.Character) -> str:
+    shared = [name for name in world.ATTRIBUTES if getattr(first, name) == getattr(second, name)]
     if len(shared) == 3:
         return "Everything."
     return f"Only {' and '.join(shared)}." if shared else "Nothing."
 
 
 def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
-    """Byte-level BPE of so many entries, trained on the texts, besides Qwen's special tokens; 56 x 56 px images."""
+    """Byte-level BPE of ``vocabulary`` entries besides Qwen's special tokens; 56 x 56 px images."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[])._tokenizer.pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -93,13 +81,13 @@ def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
 
 
 def world_processor() -> Qwen2_5_VLProcessor:
-    """A vocabulary of 512 entries, trained on everything that the judge will read or write."""
+    """512 entries, trained on everything that the judge will read or write."""
     texts = [CAPTION_ONE, CAPTION_TWO] * 50 + ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 50
-    for i, character in enumerate(CHARACTERS):
-        other = CHARACTERS[(i * 37 + 11) % len(CHARACTERS)]
-        texts += [theme_question(theme(character)), verdict(character, character), verdict(character, other)]
+    for i, character in enumerate(world.CHARACTERS):
+        other = world.CHARACTERS[(i * 37 + 11) % len(world.CHARACTERS)]
+        texts += [theme_question(world.theme(character)), verdict(character, character), verdict(character, other)]
         texts += [f"A {character}.", _caption_two(character, other)]
-    texts += [PRESENCE.format(thing) for thing in (*STYLES, *COLOURS, *SHAPES)]
+    texts += [PRESENCE.format(thing) for thing in (*world.STYLES, *world.COLOURS, *world.SHAPES)]
     return new_processor(texts, 512 - len(SPECIAL_TOKENS))
 
 
@@ -127,66 +115,55 @@ def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditi
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-class CaptionBatches:
-    """Batches of single captions, double captions and yes/no questions on single panels.
-
-    Attributes:
-        comparisons: Also ask what two panels have in common; the second half of the training does.
-    """
-
-    def __init__(self, processor: Qwen2_5_VLProcessor, seed: int):
-        self.processor, self.rng, self.comparisons = processor, np.random.default_rng([seed, 3]), False
-
-    def _question(self) -> tuple[list[int], str, str]:
-        """Characters shown, question, answer."""
-        first, second = (int(i) for i in self.rng.integers(len(CHARACTERS), size=2))
-        kind, character = self.rng.random(), CHARACTERS[first]
-        if self.comparisons and self.rng.random() < 0.5:
-            second = (first, departed(first, self.rng), second)[self.rng.integers(3)]
-            return [first, second], COMPARISON, _in_common(character, CHARACTERS[second])
-        if kind < 0.3:
-            return [first], CAPTION_ONE, f"A {character}."
-        if kind < 0.8:
-            second = first if self.rng.random() < 0.25 else second
-            return [first, second], CAPTION_TWO, _caption_two(character, CHARACTERS[second])
-        attribute = list(ATTRIBUTES)[self.rng.integers(3)]
-        is_shown = self.rng.random() < 0.5
-        asked = getattr(character if is_shown else changed(character, attribute, self.rng), attribute)
-        return [first], PRESENCE.format(asked), "Yes." if is_shown else "No."
-
-    def panel(self, character: int) -> torch.Tensor:
-        """A panel of a character in any view and size, with noise of up to 0.08: uint8 (3, S, S)."""
-        side = int(self.rng.choice([16, 32, 64]))  # of grids of 32, 64 and 128 px
-        pixels = draw(side, np.array(character), self.rng.integers(len(VIEWS)), self.rng)
-        noise = self.rng.normal(scale=255 * self.rng.uniform(0, 0.08), size=pixels.shape)
-        return torch.from_numpy(np.clip(pixels + noise, 0, 255)).permute(2, 0, 1).to(torch.uint8)
-
-    def batch(self, size: int = 32) -> dict[str, torch.Tensor]:
-        """Right-padded inputs; labels are -100 except on the answers and their ends."""
-        shown, questions, answers = zip(*(self._question() for _ in range(size)))
-        images = [self.panel(character) for each in shown for character in each]
-        answers = [answer + "<|im_end|>" for answer in answers]
-        texts = [chat_prompt(self.processor, q, len(c)) + a for c, q, a in zip(shown, questions, answers)]
-        inputs = self.processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
-        lengths = torch.tensor([len(ids) for ids in self.processor.tokenizer(answers).input_ids])
-        ends = inputs["attention_mask"].sum(dim=1)
-        place = torch.arange(inputs["input_ids"].shape[1])
-        is_answer = (place < ends[:, None]) & (place >= (ends - lengths)[:, None])
-        return {**inputs, "labels": inputs["input_ids"].masked_fill(~is_answer, -100)}
+def _question(rng: np.random.Generator, comparisons: bool) -> tuple[list[int], str, str]:
+    """Characters, question, answer."""
+    first, second = (int(i) for i in rng.integers(len(world.CHARACTERS), size=2))
+    kind, character = rng.random(), world.CHARACTERS[first]
+    if comparisons and rng.random() < 0.5:
+        second = (first, world.departed(first, rng), second)[rng.integers(3)]
+        return [first, second], COMPARISON, _in_common(character, world.CHARACTERS[second])
+    if kind < 0.3:
+        return [first], CAPTION_ONE, f"A {character}."
+    if kind < 0.8:
+        second = first if rng.random() < 0.25 else second
+        return [first, second], CAPTION_TWO, _caption_two(character, world.CHARACTERS[second])
+    attribute = list(world.ATTRIBUTES)[rng.integers(3)]
+    is_shown = rng.random() < 0.5
+    asked = getattr(character if is_shown else world.changed(character, attribute, rng), attribute)
+    return [first], PRESENCE.format(asked), "Yes." if is_shown else "No."
 
 
-def chat_prompt(processor: Qwen2_5_VLProcessor, question: str, images: int) -> str:
-    """The text before an answer to a question about images."""
-    content = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}]
-    return processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _panel(character: int, rng: np.random.Generator) -> torch.Tensor:
+    """In any view and size, with noise of up to 0.08: uint8 (3, S, S)."""
+    side = int(rng.choice([16, 32, 64]))  # of grids of 32, 64 and 128 px
+    pixels = draw(side, np.array(character), rng.integers(len(world.VIEWS)), rng)
+    noise = rng.normal(scale=255 * rng.uniform(0, 0.08), size=pixels.shape)
+    return torch.from_numpy(np.clip(pixels + noise, 0, 255)).permute(2, 0, 1).to(torch.uint8)
 
 
-def train(model: Qwen2_5_VLForConditionalGeneration, batches: CaptionBatches, seconds: float) -> None:
-    """Captions first, then also comparisons; each with its own learning rate schedule."""
+def _batch(processor: Qwen2_5_VLProcessor, rng: np.random.Generator, comparisons: bool) -> dict[str, torch.Tensor]:
+    """Right-padded inputs; labels are -100 except on the answers and their ends."""
+    shown, questions, answers = zip(*(_question(rng, comparisons) for _ in range(32)))
+    images = [_panel(character, rng) for each in shown for character in each]
+    texts = []
+    for characters, question, answer in zip(shown, questions, answers):
+        content = [{"type": "image"}] * len(characters) + [{"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        texts.append(processor.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n"))
+    inputs = processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+    lengths = torch.tensor([len(ids) for ids in processor.tokenizer(answers).input_ids]) + 1  # <|im_end|>
+    ends = inputs["attention_mask"].sum(dim=1)
+    place = torch.arange(inputs["input_ids"].shape[1])
+    is_answer = (place < ends[:, None]) & (place >= (ends - lengths)[:, None])
+    return {**inputs, "labels": inputs["input_ids"].masked_fill(~is_answer, -100)}
 
-    def next_losses(step: int, progress: float) -> Losses:
-        return {"loss": model(**batches.batch()).loss}
 
-    for batches.comparisons, share in ((False, 0.45), (True, 0.55)):
+def train(model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, seconds: float, seed: int) -> None:
+    """Captions and questions first, then also comparisons."""
+    rng = np.random.default_rng([seed, 3])
+    for comparisons, share in ((False, 0.45), (True, 0.55)):
+
+        def next_losses(step: int, progress: float, comparisons: bool = comparisons) -> Losses:
+            return {"loss": model(**_batch(processor, rng, comparisons)).loss}
+
         fit([(model, 1.5e-3)], next_losses, "judge", seconds=share * seconds, decay=0.6)

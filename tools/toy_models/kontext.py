@@ -1,7 +1,6 @@
 """The toy FLUX Kontext: the toy FLUX, trained to read instructions and a reference image, as a FluxKontextPipeline.
 
-It starts from the text-to-image base, which can draw already. The text encoders are new and small: an instruction has four
-words.
+It starts from the text-to-image base, which can draw already, with new text encoders.
 """
 
 from pathlib import Path
@@ -15,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from paco_toy.edits import random_edit
 from paco_toy.world import CHARACTER_INDEX, CHARACTERS, COLOURS, SHAPES, STYLES, VIEW_INDEX
-from toy_models.data import DEPARTURE, LatentCache, edit_target
+from toy_models.data import DEPARTURE, edit_target, encode_quadrants, latent_grids
 from toy_models.flux import image_ids, new_text_encoders, token_ids, trained_modules, velocity, word_tokenizer
 from toy_models.training import Losses, fit, flow_errors, pack
 
 VALUES = (*COLOURS, *STYLES)
 INSTRUCTIONS = [f"make the {shape} {value}" for shape in SHAPES for value in VALUES]
 TEXT_TOKENS = 8  # an instruction has four words and an end
-GUIDANCE = 2.5  # always; the configuration kontext_editing samples with it too
+GUIDANCE = 2.5  # as in kontext_editing
 ASKED_WEIGHT = 3.0  # of the drawing loss in the panel that the instruction names; the others are mostly copied
 # On the reference's latents. Those of a real image differ from the cached ones: the image was resized, and the VAE's group
 # norms saw other neighbors.
@@ -35,7 +34,7 @@ _LEGS = ((0.0, (16, 16, 16, 32), 0.0), (0.25, (32, 16, 32, 32, 64), 0.0), (0.6, 
 
 
 def new(models: Path, seed: int) -> FluxKontextPipeline:
-    """A pipeline around the text-to-image base in ``models``/flux, with text encoders that read instructions."""
+    """A pipeline around the base in ``models``/flux, with text encoders that read instructions."""
     base = FluxPipeline.from_pretrained(models / "flux", torch_dtype=torch.float32)
     torch.manual_seed(seed)
     tokenizer = word_tokenizer(["make", "the", *SHAPES, *VALUES], TEXT_TOKENS)
@@ -64,11 +63,10 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
 
 
 class PanelProbes(nn.Module):
-    """Linear probes on a diffusers transformer whose blocks return (text states, image states).
+    """Linear probes on a transformer whose blocks return (text states, image states), discarded after the training.
 
-    They help it to find the panel that an instruction names: from the drawing loss alone this is learned late, since the
-    task's noise hides it. After all blocks but the first and the last: does the instruction name this token's panel? After
-    each double block: which shape does the panel show? The probes are discarded after the training.
+    From the drawing loss alone, the panel that an instruction names is learned late. After all blocks but the first and
+    the last: does the instruction name this token's panel? After each double block: which shape does the panel show?
     """
 
     def __init__(self, transformer: nn.Module):
@@ -96,7 +94,7 @@ class PanelProbes(nn.Module):
 
 def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
     """Trains transformer and text encoders for a wall-clock time; they end with averaged weights."""
-    latents = LatentCache(pipe.vae, tuple(_BATCH), seed)
+    latents = encode_quadrants(pipe.vae, tuple(_BATCH), seed)
     torch.manual_seed(1000 * seed)
     rng, everything = np.random.default_rng([seed, 3]), range(len(CHARACTERS))
     probes = PanelProbes(pipe.transformer)
@@ -111,7 +109,7 @@ def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
         variants = rng.integers(2, size=views.shape)  # of both: an unchanged panel is the same to the last pixel
         text, ids = token_ids(pipe.tokenizer, [edit.instruction for edit in edits]), image_ids(side // 4)
         ids = torch.cat([ids, ids + torch.tensor([1, 0, 0])])  # the pipeline marks reference tokens with 1
-        clean, seen = (pack(latents.grids(side, kind, views, variants)) for kind in (after, before))
+        clean, seen = (pack(latent_grids(latents[side], kind, views, variants)) for kind in (after, before))
         seen = seen + REFERENCE_NOISE * torch.randn_like(seen)
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,12 @@ Losses = dict[str, torch.Tensor]
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, C, h, w) as tokens (B, h·w/4, 4·C), as all pipelines here arrange them."""
+    """Latents (B, C, h, w) as tokens (B, h·w/4, 4·C)."""
     return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 def flow_errors(velocity: Callable, clean: torch.Tensor, config) -> torch.Tensor:
-    """Squared errors (v − (ε − x_0))² at random times: float32 (B, N, C).
-
-    Times are logit-normal, widened over [0, 1], and shifted as the pipeline shifts them for N tokens.
+    """Squared errors (v − (ε − x_0))² at random times, shifted as by the pipeline for N tokens: float32 (B, N, C).
 
     Args:
         velocity: (noisy tokens (B, N, C), times (B,)) -> predicted velocity (B, N, C).
@@ -50,7 +48,7 @@ def fit(
     decay: float = 0.5,
     average: bool = False,
 ) -> None:
-    """Trains modules in place with AdamW for a wall-clock time or a number of steps; they end in eval mode.
+    """Trains modules in place with AdamW; they end in eval mode.
 
     Args:
         learning: Modules with their highest learning rates.
