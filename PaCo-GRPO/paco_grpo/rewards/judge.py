@@ -127,7 +127,6 @@ class ConsistencyScore(JudgeReward):
 
     @classmethod
     def check_item(cls, item: Item, kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError: The prompt has a single panel, or there are no criteria to ask about."""
         check_panels(item, "consistency_score")
         _texts(*cls.load(kwargs.get("question", cls.question)), item)
 
@@ -293,7 +292,6 @@ class GridLayout(JudgeReward):
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
-        """Raises ValueError."""
         check_panels(item, "grid_layout")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:

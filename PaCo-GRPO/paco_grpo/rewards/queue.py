@@ -20,7 +20,7 @@ _EXCHANGED = 16  # images that a process sends at a time
 
 
 class ScoringError(RuntimeError):
-    """A reward raised an exception; the message names the reward."""
+    """A reward raised an exception."""
 
 
 class ScoreQueue:
@@ -144,10 +144,8 @@ class ScoreQueue:
         self._held.clear()
 
     def failed(self) -> bool:
-        """Whether a reward has already raised."""
         return any(future.done() and future.exception() is not None for future in list(self._calls))
 
     def close(self) -> None:
-        """End the threads without waiting."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
