@@ -49,7 +49,7 @@ class RemoteReward:
             served = parse(transport.run(transport.request("GET", f"{self.server}/health", self._headers, deadline)))["reward"]
         except transport.NoAnswer as error:
             hint = f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
-            raise RewardError(f"{where} does not answer: {error}; {'check api_key' if error.status else hint}") from error
+            raise RewardError(f"{where} does not answer: {error}; {'check api_key' if error.status == 401 else hint}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RewardError(f"{where} is not a reward service: {error!r}") from error
         if served != self.name:
