@@ -36,9 +36,9 @@ _TEST_SHARE = 0.1  # of sets without a test split
 def t2is(source: Path, out: Path, *, open_twins: bool, **_) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
-    A set in one file is divided by theme, so that train and test share none. Files named by split, as in the prompt folders
-    of the published trainer, stay as they are. With ``open_twins`` each prompt is there twice: with ``"open": false``, and
-    as ``open_twin`` makes it.
+    A set in one file is divided by theme, so that train and test share none. Files named by split, as those of the
+    published trainer, stay as they are. With ``open_twins`` each prompt is there twice: with ``"open": false``, and as
+    ``open_twin`` makes it.
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
@@ -73,8 +73,7 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def gedit(source: Path, out: Path, **_) -> None:
-    """GEdit-Bench (``instruction``, ``input_image_raw``, ``task_type``, ``instruction_language``) → ``geneval_image``, all
-    of it as the test split."""
+    """GEdit-Bench, as published in Parquet files → ``geneval_image``, all of it as the test split."""
     rows = []
     (out / "images").mkdir()
     for row in _parquet_rows(_files(source, "*.parquet")):
@@ -150,7 +149,8 @@ def ocr(source: Path, out: Path, **_) -> None:
 
 def _split_of(text: str) -> str:
     """``test`` or ``train``, by a hash: the same on every machine."""
-    return "test" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < _TEST_SHARE else "train"
+    digest = hashlib.sha256(text.encode()).digest()[:8]
+    return "test" if int.from_bytes(digest, "big") / 2**64 < _TEST_SHARE else "train"
 
 
 def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[dict[str, Any]]:

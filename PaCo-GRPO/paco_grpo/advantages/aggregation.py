@@ -63,15 +63,16 @@ class product_aggregate_fn:
 
 @dataclass(eq=False)
 class log_tame_aggregate_fn:
-    """Weighted sum in which a reward whose coefficient of variation std/|mean| over the batch exceeds the threshold becomes
-    log(1 + r) first. ``stats``: each reward's coefficient (``cv/<name>``) and whether it was tamed (``log_tamed/<name>``)."""
+    """Weighted sum in which a reward becomes log(1 + r) first if its coefficient of variation std/|mean| over the batch
+    exceeds the threshold. ``stats``: ``cv/<name>``, each coefficient, and ``log_tamed/<name>``, 0 or 1."""
 
     threshold: str | float = "mean"  # ≥ 0, or 'mean' or 'median' of the rewards' coefficients
     reward_weights: Mapping[str, float] | None = None  # None = all 1
     stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if not (self.threshold in ("mean", "median") or isinstance(self.threshold, int | float) and self.threshold >= 0):
+        number = isinstance(self.threshold, int | float)
+        if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
             raise ValueError(f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0")
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -153,8 +154,8 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it again.
 
     A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
-    ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name. Raises ValueError
-    for a lambda or a function inside a function.
+    ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name. Raises
+    ValueError for a lambda or a function inside a function.
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
@@ -172,8 +173,8 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
     raise ValueError(
-        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a function at "
-        "the top level of the configuration file or of an importable module"
+        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a function "
+        "at the top level of the configuration file or of an importable module"
     )
 
 

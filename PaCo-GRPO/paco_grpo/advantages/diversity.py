@@ -1,4 +1,4 @@
-"""Two published ways to keep the images of a prompt apart, by features (``train.diversity_features``) of unit length."""
+"""Two published ways to keep the images of a prompt apart, by unit features (``train.diversity_features``)."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
     of one group, over all groups, so that a group that has collapsed gets a smaller bonus than the others. The paper leaves
     the bandwidth open; the median is our choice.
 
-    ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each. Returns (n,) float64; 0 for
-    images in no group, and everywhere if all distances are 0.
+    ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each. Returns (n,) float64; 0
+    for images in no group, and everywhere if all distances are 0.
     """
     squared = [cdist(unit, unit, "sqeuclidean") for unit in (_unit(features[members]) for members in groups)]
     pairs = np.concatenate([each[np.triu_indices(len(each), k=1)] for each in squared]) if groups else np.zeros(0)

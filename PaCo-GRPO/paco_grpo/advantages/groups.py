@@ -16,8 +16,6 @@ from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """Advantages of n samples."""
-
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
     # For the log. zero_std_share: of groups whose aggregate does not vary; dropped_share: missing, or alone in a group
@@ -81,7 +79,7 @@ def compute_advantages(
     totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
     expected, got = ({key: each.shape for key, each in found.items()} for found in (groups, totals))
     if got != expected or not all(np.isfinite(total).all() for total in totals.values()):
-        raise ValueError(f"it must return one finite number for every image: arrays of the shapes {expected}, got {got}")
+        raise ValueError(f"it must return one finite number for each image: arrays of the shapes {expected}, got {got}")
     if entropy_bonus:
         bonus = perceptual_entropy_bonus(features, members_of)
         totals = {key: totals[key] + entropy_bonus * bonus[members] for key, members in groups.items()}

@@ -72,7 +72,7 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
     if not folder.is_dir():
         public = folder.name.startswith("public-")
         hint = f"; fetch it with `python dataset/fetch.py {folder.name.removeprefix('public-')}`" if public else ""
-        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is not a folder (looked from {Path.cwd()}){hint}")
+        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is no folder (looked from {Path.cwd()}){hint}")
     items = KINDS[kind](folder, split)
     if not items:
         raise DataError(f"prompt set {folder} has no item in its {split} split")

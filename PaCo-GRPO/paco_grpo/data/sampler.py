@@ -26,8 +26,8 @@ class EpochSamples:
 class GroupSampler:
     """Samples m prompts per epoch without replacement within a pass over the data set, k images each.
 
-    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images). ``latents`` is
-    ``sample.latents_per_prompt``, a divisor of k.
+    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
+    ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
     def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1) -> None:

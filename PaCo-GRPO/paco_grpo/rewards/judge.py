@@ -65,8 +65,8 @@ class ServerReward:
 class JudgeReward(ServerReward):
     """Base of the rewards whose score is made of P(Yes). Subclasses define ``fields`` and ``ask``.
 
-    ``question``: a shipped template's name (``paco_judge/questions.toml``), or the path of a text file. ``image_labels``,
-    ``image_format``, ``answer_tokens``: see ``paco_judge.questions.RequestForm``.
+    ``question``: a shipped template's name (``paco_judge/questions.toml``), or the path of a text file.
+    ``image_labels``, ``image_format``, ``answer_tokens``: see ``paco_judge.questions.RequestForm``.
     """
 
     question: str | Sequence[str] = ""
@@ -137,7 +137,7 @@ class ConsistencyScore(JudgeReward):
         return asked, lambda p_yes: of_pairs(p_yes).mean()
 
     def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> Asked:
-        """Questions on n pairs of sub-figures → P(Yes) of each pair, (n,): mean within a dimension, then over dimensions."""
+        """Questions on n pairs of sub-figures → their P(Yes), (n,): mean within a dimension, then over dimensions."""
         dimensions = _texts(self.asked[0], item)
         texts = [text for dimension in dimensions for text in dimension]
         ends = np.cumsum([len(dimension) for dimension in dimensions])[:-1]
@@ -153,8 +153,8 @@ class ConsistencyScore(JudgeReward):
 class BetweenImages(ConsistencyScore):
     """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its prompt (docs/rewards.md).
 
-    Only items whose row has ``"open": true`` are compared; it is 1 for the others, whose prompts describe everything, and
-    for an image without others. An image is compared with ``others`` images, by one pair of sub-figures each.
+    Only items whose row has ``"open": true`` are compared; it is 1 for the others, whose prompts describe everything,
+    and for an image without others. An image is compared with ``others`` images, by one pair of sub-figures each.
     """
 
     others: int = 14
@@ -252,8 +252,8 @@ def _texts(question: Question, item: Item) -> list[tuple[str, ...]]:
 class ConsistencyForEditing(JudgeReward):
     """consistency_for_editing: sqrt(P(the rest is kept) · P(the instruction is followed)) of an edit.
 
-    ``question``: two, in this order, or one, whose P(Yes) is then the score. With several reference images, what is kept is
-    asked about each of them and averaged, the instruction once with all (``editing_instruction_several``).
+    ``question``: two, in this order, or one, whose P(Yes) is then the score. With several reference images, what is kept
+    is asked about each of them and averaged, the instruction once with all (``editing_instruction_several``).
     """
 
     question: str | Sequence[str] = EDITING

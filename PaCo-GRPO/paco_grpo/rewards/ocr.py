@@ -43,7 +43,7 @@ def text_score(wanted: str, read: str) -> float:
 
 
 def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
-    """Text in the image against the text in the prompt, read by PaddleOCR where only that is installed, else by RapidOCR.
+    """Text in the image against that in the prompt, read by PaddleOCR where only that is installed, else by RapidOCR.
 
     Args:
         threads: Upper limit of RapidOCR's threads (also of OpenCV's in this process). It computes on the CPU.

@@ -26,9 +26,9 @@ class ScoringError(RuntimeError):
 class ScoreQueue:
     """Collects the scores of images that are submitted batch by batch.
 
-    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time. One with ``parallel_calls`` > 1 gets
-    one image per call, from so many threads. One with ``compares_images`` is called after the sampling, with all images of
-    an item; items are spread over the processes, and only ``gathered`` returns its scores.
+    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time. One with ``parallel_calls`` > 1
+    gets one image per call, from so many threads. One with ``compares_images`` is called after the sampling, with all
+    images of an item; items are spread over the processes, and only ``gathered`` returns its scores.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:

@@ -21,7 +21,7 @@ LEFT_OUT = 7
 
 
 def scores_on(rank, processes, port, answers):
-    """A process's share of the epoch; the scores, the sizes of the calls and the error of a failing reward to ``answers``."""
+    """A process's share of the epoch: (scores, sizes of the calls, error of a failing reward) go to ``answers``."""
     if processes > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
@@ -31,7 +31,8 @@ def scores_on(rank, processes, port, answers):
 
     def scores(**kwargs):
         compare = build_rewards({REWARD: 1.0}, {REWARD: kwargs})["unlike_others"]
-        queue = ScoreQueue({"gray": lambda images, items: np.array([i.getpixel((0, 0))[0] for i in images]), "c": compare}, 3)
+        gray = lambda images, items: np.array([image.getpixel((0, 0))[0] for image in images])
+        queue = ScoreQueue({"gray": gray, "c": compare}, 3)
         mine = range(rank, TOTAL, processes)
         for start in range(0, len(mine), 4):
             part = mine[start : start + 4]
@@ -56,7 +57,7 @@ def test_whole_groups_on_one_and_two_processes():
     context.set_forkserver_preload(["forked_runs"])
     for processes in (1, 2):
         answers, port = context.Queue(), free_port()
-        started = [context.Process(target=scores_on, args=(rank, processes, port, answers)) for rank in range(processes)]
+        started = [context.Process(target=scores_on, args=(r, processes, port, answers)) for r in range(processes)]
         for process in started:
             process.start()
         found = [answers.get(timeout=240) for _ in started]

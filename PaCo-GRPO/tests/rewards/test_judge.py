@@ -69,7 +69,7 @@ def expected(grays) -> float:
 
 def test_mean_over_all_pairs():
     """A missing pair makes its image missing."""
-    items = [Item(0, PROMPT, metadata={"criteria": CRITERIA}), Item(1, PROMPT), Item(2, PROMPT)]  # criteria cost nothing here
+    items = [Item(0, PROMPT, metadata={"criteria": CRITERIA}), Item(1, PROMPT), Item(2, PROMPT)]  # criteria: not asked
     with judge_that(lambda parts: None if (parts[0][0], parts[1][0]) == (60, 80) else closeness(parts)) as judge:
         scores = ConsistencyScore(judge.url)([grid(GRAYS), grid((7, 7, 7, 9)), grid((60, 70, 80, 90))], items)
     assert scores == pytest.approx([expected(GRAYS), expected((7, 7, 7, 9)), np.nan], nan_ok=True)
@@ -78,7 +78,8 @@ def test_mean_over_all_pairs():
 
 
 def test_criteria_are_averaged_within_a_dimension_then_over_dimensions_then_over_pairs():
-    values, item = {"Same line.": 0.9, "One cat": 0.2, "One hat.": 0.4}, Item(0, PROMPT, metadata={"criteria": CRITERIA})
+    values = {"Same line.": 0.9, "One cat": 0.2, "One hat.": 0.4}
+    item = Item(0, PROMPT, metadata={"criteria": CRITERIA})
 
     def p_yes(parts):
         return next(v for text, v in values.items() if text in parts[-1]) * closeness(parts)

@@ -16,8 +16,8 @@ from paco_grpo.types import Item
 @pytest.mark.parametrize(
     ("wanted", "read", "score"),
     [
-        ("Open 24 h", "we are oPEN 24h!", 1), ("abcd", "bcd", 3 / 4), ("abcd", "xaxbxcxd", 0), ("kitten", "sitting", 1 - 3 / 6),
-        ("abc", "a very long other text", 0),
+        ("Open 24 h", "we are oPEN 24h!", 1), ("abcd", "bcd", 3 / 4), ("abcd", "xaxbxcxd", 0),
+        ("kitten", "sitting", 1 - 3 / 6), ("abc", "a very long other text", 0),
     ],
 )  # fmt: skip
 def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
@@ -57,7 +57,8 @@ def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
         build_rewards({"ocr": 1})
     built, read = [], [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
     engine = SimpleNamespace(ocr=lambda image, **options: read)
-    module = SimpleNamespace(PaddleOCR=lambda **options: built.append(options) or engine, __spec__=ModuleSpec("paddleocr", None))
+    spec = ModuleSpec("paddleocr", None)
+    module = SimpleNamespace(PaddleOCR=lambda **options: built.append(options) or engine, __spec__=spec)
     monkeypatch.setitem(sys.modules, "paddleocr", module)
     reward = build_rewards({"ocr": 1}, {"ocr": {"lang": "fr"}}, device="cuda:1")["ocr"]
     for _ in range(2):

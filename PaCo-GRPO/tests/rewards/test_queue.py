@@ -25,7 +25,8 @@ def submit(queue, values, start=0):
 
 def test_submitting_does_not_wait_and_scores_keep_their_rows():
     gate = threading.Event()
-    queue = ScoreQueue({"slow": lambda *given: gate.wait(5) and levels(*given), "fast": lambda *given: 2 * levels(*given)}, 2)
+    slow, fast = lambda *given: gate.wait(5) and levels(*given), lambda *given: 2 * levels(*given)
+    queue = ScoreQueue({"slow": slow, "fast": fast}, 2)
     queue.submit([gray(10), gray(11), None, gray(12)], [None] * 4, [2, 0, 4, 1])
     submit(queue, [13], start=3)
     gate.set()

@@ -67,7 +67,7 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
 
 
 @pytest.mark.parametrize(
-    "result", [lambda images, items: np.zeros((len(images), 2)), lambda images, items: [np.inf] * 2, lambda images, items: [0, -1e39]]
+    "result", [lambda images, items: np.zeros((2, 2)), lambda images, items: [0, np.inf], lambda images, items: [0, -1e39]]
 )
 def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_reward(result):
     path = "reward_factories:wrong"

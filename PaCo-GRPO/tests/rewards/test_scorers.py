@@ -114,7 +114,8 @@ def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(monkeypatch, tmp_pa
 
     package = SimpleNamespace(dreamsim=lambda **given: loaded.append(given) or (model, preprocess))
     monkeypatch.setitem(sys.modules, "dreamsim", package)
-    (reward,) = build_rewards({"subfig_dreamsim": 1}, {"subfig_dreamsim": {"batch_size": 1, "cache_dir": str(tmp_path)}}).values()
+    kwargs = {"batch_size": 1, "cache_dir": str(tmp_path)}
+    (reward,) = build_rewards({"subfig_dreamsim": 1}, {"subfig_dreamsim": kwargs}).values()
     assert not loaded
     prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])

@@ -22,8 +22,8 @@ _CHECK_TIMEOUT_S = 10.0
 class RemoteReward:
     """Sends images and items to a reward service and returns its scores.
 
-    If the service does not answer within the deadline, the scores of that request are missing. If it refuses a request, or
-    its reward raises, that is an error, as it would be in this process.
+    If the service does not answer within the deadline, the scores of that request are missing. If it refuses a request,
+    or its reward raises, that is an error, as it would be in this process.
 
     Args:
         name: The reward that the service must serve.
@@ -48,8 +48,9 @@ class RemoteReward:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
             served = parse(transport.run(transport.request("GET", f"{self.server}/health", self._headers, deadline)))["reward"]
         except transport.NoAnswer as error:
-            hint = f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
-            raise RewardError(f"{where} does not answer: {error}; {'check api_key' if error.status == 401 else hint}") from error
+            start = f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
+            hint = "check api_key" if error.status == 401 else start
+            raise RewardError(f"{where} does not answer: {error}; {hint}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RewardError(f"{where} is not a reward service: {error!r}") from error
         if served != self.name:

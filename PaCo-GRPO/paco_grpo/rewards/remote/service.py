@@ -30,8 +30,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> Starlette:
-    """The service of one ``reward``, which is called on one thread. ``GET /health`` says what is served, ``POST /score``
-    takes what ``wire`` writes; both need ``api_key``."""
+    """The service of one ``reward``, called on one thread. ``GET /health`` says what is served, ``POST /score`` takes
+    what ``wire`` writes; both need ``api_key``."""
     thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
 
     async def health(request: Request) -> Response:
@@ -81,8 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         reward = rewards[short_name(options.reward)]
         if reward.compares_images:
             raise RewardError(
-                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use it "
-                "without server="
+                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use "
+                "it without server="
             )
         reward.check()
     except RuntimeError as error:  # RewardError, and a judge that does not answer
