@@ -101,7 +101,6 @@ def _chosen(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

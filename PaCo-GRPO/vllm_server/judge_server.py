@@ -273,7 +273,6 @@ def build_app(
 
 
 def main() -> int:
-    """Command line; the exit status."""
     parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
     parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5")
     parser.add_argument("--served-model-name", help="default: the value of --model")

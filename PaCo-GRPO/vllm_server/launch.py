@@ -179,7 +179,6 @@ def launch(environment: Mapping[str, str]) -> None:
 
 
 def main() -> int:
-    """Command line; the exit status."""
     argparse.ArgumentParser(
         prog="launch.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

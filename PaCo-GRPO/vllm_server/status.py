@@ -41,7 +41,6 @@ def stop() -> int:
 
 
 def main() -> int:
-    """Command line; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     parser.add_argument("--stop", action="store_true", help="end the servers of VLLM_LABEL (default: default)")

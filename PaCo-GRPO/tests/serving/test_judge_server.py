@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 
 import httpx
 import numpy as np
@@ -14,7 +13,7 @@ from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import p_yes_from_top_logprobs
 from vllm_server import judge_server
-from vllm_server.judge_server import Engine, build_app, parse_request
+from vllm_server.judge_server import Engine, build_app
 
 SCORE = {"model": "Judge", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
 
@@ -96,33 +95,23 @@ async def test_a_bad_image_is_an_error_of_its_own_request(http, tiny, monkeypatc
 TEXT = [{"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
+async def test_unsupported_requests_are_refused(http):
+    for fields, status, param in (
         ({"model": "other"}, 404, "model"),
         ({"temperature": 0.7}, 400, "temperature"),
         ({"stream": True}, 400, "stream"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
         ({"top_logprobs": 21}, 400, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages"),
         ({"messages": build_messages(["http://example.test/a.png", "data:"], "q")}, 400, "messages"),
         ({"messages": build_messages(["file:///etc/passwd", "data:"], "q")}, 400, "messages"),
         ({"messages": build_messages(["data:image/png;base64,AA"] * 2, "q") * 9}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "messages"),
         ({"max_tokens": 1000, "messages": [{"role": "user", "content": "a b c " * 100}]}, 400, "messages"),
-    ],
-)
-async def test_unsupported_requests_are_refused(http, fields, status, param):
-    answer = await http.post("/v1/chat/completions", json=SCORE | {"messages": TEXT} | fields)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (status, param)
-    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 600
-
-
-def test_neutral_fields_are_accepted():
-    neutral = {"n": 1, "top_p": 1.0, "temperature": 0.0, "seed": 3}
-    assert parse_request(json.dumps(SCORE | {"messages": TEXT} | neutral).encode(), "Judge").max_tokens == 1
+    ):
+        answer = await http.post("/v1/chat/completions", json=SCORE | {"messages": TEXT} | fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), fields
+        assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 600
 
 
 async def test_routes_bodies_and_key(engine, http):
@@ -131,6 +120,8 @@ async def test_routes_bodies_and_key(engine, http):
     assert row["id"] == "Judge" and row["max_model_len"] == 1024
     unknown = await http.get("/v1/embeddings")
     assert unknown.status_code == 404 and "/v1/embeddings" in unknown.json()["error"]["message"]
+    neutral = {"messages": TEXT, "n": 1, "top_p": 1.0, "temperature": 0.0, "seed": 3}
+    assert (await http.post("/v1/chat/completions", json=SCORE | neutral)).status_code == 200
     for content, status in ((b"x" * (1 << 20) + b"x", 413), (b"{", 400), (b"[" * 100_000, 400)):
         assert (await http.post("/v1/chat/completions", content=content)).status_code == status
     guarded = build_app(engine, "Judge", api_key="secret")

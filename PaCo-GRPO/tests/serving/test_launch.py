@@ -83,7 +83,6 @@ def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch):
         ({"VLLM_MODEL_PATHS": "nowhere"}, "nowhere"),
         ({"VLLM_MODEL_PATHS": "."}, "config.json"),
         ({"VLLM_MODEL_PATHS": "nobody/no-such-model"}, "nobody/no-such-model"),
-        ({"VLLM_MODEL_NAMES": "a,b"}, "VLLM_MODEL_NAMES"),
         ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,a"}, "VLLM_MODEL_NAMES"),
         ({"VLLM_REPLICAS": "0"}, "VLLM_REPLICAS"),
         ({"VLLM_LORA": "adapter=nowhere"}, "nowhere"),

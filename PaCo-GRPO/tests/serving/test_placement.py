@@ -71,7 +71,6 @@ def test_gpus_must_exist():
 
 
 def test_the_size_of_a_hub_model_is_that_of_its_cached_snapshot(tmp_path, monkeypatch):
-    """Otherwise X-GenGroup/PaCo-Reward-7B gets one copy where its folder would get eight."""
     import huggingface_hub
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | QWEN))
@@ -115,7 +114,6 @@ def test_vllm_on_a_cpu(planned, model):
 
 
 def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
-    """One GPU unless told otherwise. An adapter is served on the base that it names."""
     assert planned()["Judge"].gpus == ("0",) and "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
     (copied,) = planned(CUDA_VISIBLE_DEVICES="0,1", VLLM_REPLICAS="2").values()
     assert option(copied.command, "--data-parallel-size") == "2" and "GPU 0,1, 2 copies" in capsys.readouterr().out

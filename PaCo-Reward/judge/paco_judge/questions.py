@@ -163,7 +163,6 @@ class Pair:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """In the order in which they are shown."""
         return tuple(image for image in (self.image_a, self.image_b, *self.more_images) if image is not None)
 
 

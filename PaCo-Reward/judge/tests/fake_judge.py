@@ -16,9 +16,6 @@ def answer(p_yes: float) -> dict:
     return {"choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]}
 
 
-NO_KEY = (401, {"error": {"message": "a valid API key is needed"}}, {})
-
-
 class FakeJudge(ThreadingHTTPServer):
     """``respond(number, request) -> (status, body bytes or dict, headers)``; None closes the connection unanswered."""
 
@@ -88,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, status, body, headers):
         if self.server.key and self.headers.get("authorization") != f"Bearer {self.server.key}":
-            status, body, headers = NO_KEY
+            status, body, headers = 401, {"error": {"message": "a valid API key is needed"}}, {}
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in ({"content-type": "application/json", "content-length": str(len(body))} | headers).items():

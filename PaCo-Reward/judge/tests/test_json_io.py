@@ -5,19 +5,10 @@ import pytest
 from paco_judge.json_io import DamagedJson, lines, parse, parse_object
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{not json", "not JSON .*column 2"),
-        (b'{"a": "\xff"}', "not JSON .*0xff"),
-        ("[" * 100_000, "not JSON"),
-        (b"", "not JSON"),
-    ],
-)
-def test_what_cannot_be_used_is_one_sentence(text, said):
-    with pytest.raises(DamagedJson, match=said) as caught:
-        parse(text)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+def test_what_cannot_be_used_is_one_sentence():
+    for text in ("{not json", b'{"a": "\xff"}', "[" * 100_000, b"", '"\\ud83d"'):
+        with pytest.raises(DamagedJson, match="^not JSON.{5,200}$"):
+            parse(text)
 
 
 def test_a_byte_order_mark_and_other_line_ends_are_accepted(tmp_path):
