@@ -13,8 +13,8 @@ The data set is the hub's EditScore/EditReward-Bench, or with --dataset a folder
 stores it) or of save_to_disk, or a .jsonl file whose image paths are relative to it. Columns: key [2], instruction,
 input_image, output_images [2, the better first], task_type, dimension.
 
-Results: <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl). calculate_statistics.py prints the tables
-of all models in the folder again.
+Results: <results_dir>/<model>.jsonl (with --question: <model>-v<names>.jsonl). At the end the tables of all models in
+the folder are printed (again with calculate_statistics.py).
 """
 
 import argparse

@@ -131,7 +131,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm")
     parser.add_argument("--server", metavar="URL", help="ask a running server instead")
-    parser.add_argument("--port", dest="server", type="http://127.0.0.1:{}".format, help="of a server on this machine")
+    parser.add_argument("--port", dest="server", metavar="PORT", type="http://127.0.0.1:{}".format, help="on this machine")
     parser.add_argument("--results_dir", "--result_dir", default="results")
     add_form_arguments(parser)
     args = parser.parse_args(arguments)
