@@ -1,4 +1,4 @@
-"""Shapes of the published generators, from their configurations: pipelines without weights, or with random ones.
+"""Shapes of the published generators: pipelines without weights, or with random ones.
 
 To add a generator, add one ``Architecture`` to ``KNOWN``: the pipeline, and what the published ``config.json`` of its parts
 says other than the defaults of their classes. Check it by its number of parameters (tests/test_estimate.py).
@@ -6,7 +6,7 @@ says other than the defaults of their classes. Check it by its number of paramet
 
 import dataclasses
 import importlib
-import json
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from paco_grpo.options import ConfigError
+from paco_grpo.policies import POLICIES, Policy
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer that needs no download: it gives about as many tokens as the real one."""
+    """A tokenizer that needs no download."""
 
     special: tuple[str, ...]  # tokens with the ids 0, 1, …; the first one pads; "<unk>" is among them
     template: str = "$A"  # special tokens around the text
@@ -40,12 +41,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a pipeline is made of."""
+    """What a pipeline is made of, by the names of its arguments."""
 
     pipeline: str  # class of diffusers
-    modules: dict[str, tuple[str, dict[str, Any]]]  # by the pipeline's argument: class, and values of its configuration
-    scheduler: dict[str, Any]  # arguments of FlowMatchEulerDiscreteScheduler
-    tokenizers: dict[str, Tokens]  # by the pipeline's argument
+    modules: dict[str, tuple[str, dict[str, Any]]]  # class, and values of its configuration
+    tokenizers: dict[str, Tokens]
 
 
 _SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -75,25 +75,21 @@ _QWEN2_5_VL_7B = ("Qwen2_5_VLForConditionalGeneration", {  # ids of the special 
     "vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 6, "video_token_id": 7,
     "text_config": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "max_position_embeddings": 128000,
+        "num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
-        "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
     },
     "vision_config": {"hidden_size": 1280},
 })  # fmt: skip
 _QWEN3_4B = {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8,
-    "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _QWEN3_8B = _QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
-
-
-def _flux_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159) -> tuple[str, dict[str, Any]]:
-    return "AutoencoderKL", {
-        "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "use_quant_conv": False,
-        "use_post_quant_conv": False, "scaling_factor": scaling_factor, "shift_factor": shift_factor,
-    }  # fmt: skip
+_FLUX_VAE = ("AutoencoderKL", {  # also of Stable Diffusion 3.5 but for the scaling
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "use_quant_conv": False,
+    "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
+})  # fmt: skip
 
 
 def _flux1(pipeline: str) -> Architecture:
@@ -101,39 +97,30 @@ def _flux1(pipeline: str) -> Architecture:
         pipeline,
         {
             "transformer": ("FluxTransformer2DModel", {"guidance_embeds": True}),
-            "text_encoder": ("CLIPTextModel", _CLIP_L), "text_encoder_2": _T5_XXL, "vae": _flux_vae(),
+            "text_encoder": ("CLIPTextModel", _CLIP_L), "text_encoder_2": _T5_XXL, "vae": _FLUX_VAE,
         },
-        {"shift": 3.0, "use_dynamic_shifting": True},
         {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _T5_TOKENS},
     )  # fmt: skip
 
 
-def _qwen_image(pipeline: str, edits: bool, **transformer: Any) -> Architecture:
+def _qwen_image(pipeline: str, **transformer: Any) -> Architecture:
+    tokenizers = {"tokenizer": _QWEN_TOKENS}
+    if "Edit" in pipeline:
+        tokenizers["processor"] = dataclasses.replace(_QWEN_TOKENS, processor="qwen2_vl")
     return Architecture(
         pipeline,
         {
             "transformer": ("QwenImageTransformer2DModel", transformer), "text_encoder": _QWEN2_5_VL_7B,
             "vae": ("AutoencoderKLQwenImage", {}),
         },
-        {"use_dynamic_shifting": True, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
-        {"tokenizer": _QWEN_TOKENS}
-        | ({"processor": dataclasses.replace(_QWEN_TOKENS, processor="qwen2_vl")} if edits else {}),
+        tokenizers,
     )  # fmt: skip
 
 
-def _flux2(
-    pipeline: str, transformer: dict[str, Any], text: tuple[str, dict[str, Any]], tokens: Tokens
-) -> Architecture:
-    """FLUX.2; its pipelines compute the shift from tokens and steps."""
-    return Architecture(
-        pipeline,
-        {
-            "transformer": ("Flux2Transformer2DModel", transformer), "text_encoder": text,
-            "vae": ("AutoencoderKLFlux2", {}),
-        },
-        {"use_dynamic_shifting": True, "shift": 3.0},
-        {"tokenizer": tokens},
-    )  # fmt: skip
+def _flux2(pipeline: str, transformer: dict[str, Any], text: tuple[str, dict], tokens: Tokens) -> Architecture:
+    vae = ("AutoencoderKLFlux2", {})
+    modules = {"transformer": ("Flux2Transformer2DModel", transformer), "text_encoder": text, "vae": vae}
+    return Architecture(pipeline, modules, {"tokenizer": tokens})
 
 
 def _klein(double: int, single: int, heads: int, qwen3: dict[str, Any]) -> Architecture:
@@ -156,9 +143,8 @@ def _sd35(layers: int, positions: int, dual: int) -> Architecture:
             }),
             "text_encoder": ("CLIPTextModelWithProjection", _CLIP_L | {"projection_dim": 768}),
             "text_encoder_2": ("CLIPTextModelWithProjection", _CLIP_G), "text_encoder_3": _T5_XXL,
-            "vae": _flux_vae(1.5305, 0.0609),
+            "vae": _FLUX_VAE,
         },
-        {"shift": 3.0},
         {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _CLIP_TOKENS, "tokenizer_3": _T5_TOKENS},
     )  # fmt: skip
 
@@ -176,26 +162,20 @@ _FLUX2_DEV = _flux2(
 _Z_IMAGE = Architecture(
     "ZImagePipeline",
     {
-        "transformer": ("ZImageTransformer2DModel", {}), "vae": _flux_vae(),
+        "transformer": ("ZImageTransformer2DModel", {}), "vae": _FLUX_VAE,
         "text_encoder": ("Qwen3Model", {k: v for k, v in _QWEN3_4B.items() if k != "tie_word_embeddings"}),
     },
-    {"shift": 3.0},
     {"tokenizer": _QWEN_CHAT},
 )  # fmt: skip
 
 
-def _qwen3_vl(
-    hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list[int]
-) -> Any:
-    """Qwen3-VL. ``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack`` reach the text."""
+def _qwen3_vl(hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list) -> Any:
+    """``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack`` reach the text."""
     return "Qwen3VLForConditionalGeneration", {
         "tie_word_embeddings": tied,
         "text_config": {
             "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
-            },
+            "num_key_value_heads": 8, "head_dim": 128,
         },
         "vision_config": {
             "depth": depth, "hidden_size": width, "intermediate_size": mlp, "out_hidden_size": hidden,
@@ -214,11 +194,11 @@ JUDGES = {
 KNOWN = {
     "black-forest-labs/FLUX.1-dev": _flux1("FluxPipeline"),
     "black-forest-labs/FLUX.1-Kontext-dev": _flux1("FluxKontextPipeline"),
-    "Qwen/Qwen-Image": _qwen_image("QwenImagePipeline", edits=False),
-    "Qwen/Qwen-Image-2512": _qwen_image("QwenImagePipeline", edits=False),
-    "Qwen/Qwen-Image-Edit": _qwen_image("QwenImageEditPipeline", edits=True),
-    "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline", edits=True),
-    "Qwen/Qwen-Image-Edit-2511": _qwen_image("QwenImageEditPlusPipeline", edits=True, zero_cond_t=True),
+    "Qwen/Qwen-Image": _qwen_image("QwenImagePipeline"),
+    "Qwen/Qwen-Image-2512": _qwen_image("QwenImagePipeline"),
+    "Qwen/Qwen-Image-Edit": _qwen_image("QwenImageEditPipeline"),
+    "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline"),
+    "Qwen/Qwen-Image-Edit-2511": _qwen_image("QwenImageEditPlusPipeline", zero_cond_t=True),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(24, 384, 13),
     "stabilityai/stable-diffusion-3.5-large": _sd35(38, 192, 0),
     "Tongyi-MAI/Z-Image": _Z_IMAGE,
@@ -229,16 +209,11 @@ KNOWN = {
 }
 
 
-# --- pipelines --------------------------------------------------------------------------------------------------------
-
-
 def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "meta") -> DiffusionPipeline:
-    """The pipeline of ``pretrained.model`` without its weights: as each class initializes them, on ``meta`` only shapes.
+    """The pipeline of a hub name in ``KNOWN``, or a local folder, without its weights: as each class initializes them.
 
     Args:
-        model: A hub name of ``KNOWN``, or a local pipeline folder.
         dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
-        device: Where the parameters are created.
 
     Raises:
         ConfigError: Neither.
@@ -246,24 +221,18 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
     if known := KNOWN.get(model):
         modules = {name: _module(*module, dtype, device) for name, module in known.modules.items()}
         tokenizers = {name: _tokenizer(tokens) for name, tokens in known.tokenizers.items()}
-        scheduler = FlowMatchEulerDiscreteScheduler(**known.scheduler)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)  # its values do not matter to shapes
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
     folder = Path(model).expanduser()
     if not (folder / "model_index.json").is_file():
-        raise ConfigError(
-            f"the architecture of {model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
-        )
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    parts = {}
-    for part, entry in index.items():
-        if isinstance(entry, list) and entry[0] is not None:
-            kind = getattr(importlib.import_module(entry[0]), entry[1])
-            if not issubclass(kind, nn.Module):  # scheduler, tokenizer, processor
-                parts[part] = kind.from_pretrained(folder / part)
-                continue
+        raise ConfigError(f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}")
+    modules = {}
+    for part, entry in DiffusionPipeline.load_config(folder).items():
+        kind = getattr(importlib.import_module(entry[0]), entry[1]) if isinstance(entry, list) and entry[0] else object
+        if issubclass(kind, nn.Module):
             loaded = kind.load_config if hasattr(kind, "load_config") else kind.config_class.from_pretrained
-            parts[part] = _module(entry[1], loaded(folder / part), dtype, device)
-    return getattr(diffusers, index["_class_name"])(**parts)
+            modules[part] = _module(entry[1], loaded(folder / part), dtype, device)
+    return DiffusionPipeline.from_pretrained(folder, **modules)
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
@@ -303,35 +272,32 @@ def _tokenizer(tokens: Tokens) -> Any:
         additional_special_tokens=list(tokens.special), chat_template=tokens.chat_template or None,
     )  # fmt: skip
     if tokens.processor == "pixtral":
-        return transformers.PixtralProcessor(
-            transformers.PixtralImageProcessor(), made, chat_template=tokens.chat_template
-        )
+        images = transformers.PixtralImageProcessor()
+        return transformers.PixtralProcessor(images, made, chat_template=tokens.chat_template)
     if tokens.processor == "qwen2_vl":
         images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
         return transformers.Qwen2VLProcessor(images, made, videos, chat_template="")
     return made
 
 
-# --- random weights, for benchmarks -----------------------------------------------------------------------------------
-
-
 def write(model: str, folder: Path) -> Path:
-    """Write a folder of the known ``model`` with everything but weights; ``random_weights`` makes them at loading."""
+    """Write a folder of the known ``model`` with everything but weights (for ``random_weights``)."""
     pipeline = pipeline_of(model, torch.float32)
     for name, part in pipeline.components.items():
         if hasattr(part, "save_config"):  # diffusers' modules and schedulers
             part.save_config(folder / name)
         elif part is not None:
             (part.config if isinstance(part, nn.Module) else part).save_pretrained(folder / name)
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": type(pipeline).__name__}))
+    pipeline.save_config(folder)
     return folder
 
 
 @contextmanager
 def random_weights(model: str) -> Iterator[None]:
-    """Inside the block, diffusers builds ``model`` with random weights instead of loading a pipeline."""
+    """Inside the block, the policy of ``model`` is built with random weights instead of being loaded."""
+    policy = pkgutil.resolve_name(POLICIES[KNOWN[model].pipeline])
 
-    def from_pretrained(path: Path, *, dtype: torch.dtype, **_: Any) -> DiffusionPipeline:
+    def from_pretrained(path: Path, *, dtype: torch.dtype, **options: Any) -> Policy:
         pipeline = pipeline_of(model, dtype, PartialState().device)
         for module in pipeline.components.values():
             for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
@@ -339,7 +305,7 @@ def random_weights(model: str) -> Iterator[None]:
                     parameter.data.normal_(0.0, 0.02)  # activations neither vanish nor overflow in bfloat16
                 else:
                     parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        return pipeline
+        return policy(pipeline, dtype=dtype, **options)
 
-    with mock.patch.object(getattr(diffusers, KNOWN[model].pipeline), "from_pretrained", from_pretrained):
+    with mock.patch.object(policy, "from_pretrained", from_pretrained):
         yield

@@ -3,15 +3,14 @@
     python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
     python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
     python scripts/estimate.py --config config/grpo.py:t2is --gpus 8      # how many of the 8 should serve the judge?
-    python scripts/estimate.py --judge --processes 2                      # judge training, or with YAML and key=value
+    python scripts/estimate.py --judge --processes 2                      # judge training (another: --judge YAML)
 
-The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device, which has no
-values (PyTorch's FakeTensorMode). Tensors on two devices, wrong shapes and data types are errors here as on a GPU. The
-backward pass runs on a fake CPU. Live tensors and FLOPs are counted; weights, optimizer and reward models are computed. The
-seconds assume that every GPU reaches EFFICIENCY of its stated peak; nothing is measured.
+The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device. Tensors on
+two devices, wrong shapes and data types are errors here as on a GPU. The backward pass runs on a fake CPU. The seconds
+assume that every GPU reaches EFFICIENCY of its stated peak. Not estimated: speed.compile, DeepSpeed, and training
+of a judge's vision tower.
 
-Models: paco_grpo/architectures.py lists them; local pipeline folders work, too. Exit status: 0 = fits; 1 = does not fit, or the code
-failed; 2 = a wrong option.
+Exit status: 0 = fits; 1 = does not fit, or the code failed; 2 = a wrong option.
 """
 
 import argparse
@@ -22,12 +21,11 @@ import os
 import pkgutil
 import statistics
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries read it
@@ -50,6 +48,7 @@ from paco_grpo.policies.lora import START, add_lora, add_snapshot, lora_paramete
 from paco_grpo.sampling.denoise import Sampling, rollout
 from paco_grpo.training.plan import Plan, make_plan, samples_guided
 from paco_grpo.types import Item
+from paco_judge.grid import split_prompt
 
 aten = torch.ops.aten
 GIB = 2**30
@@ -62,22 +61,18 @@ GPUS = {
     "RTX 5090 32GB": (31.3, 210), "RTX 4090 24GB": (23.5, 165), "RTX 3090 24GB": (23.5, 71),
 }  # fmt: skip
 # Parameters of rewards that load a model on the device of the process.
+_VIT_H = ("OpenCLIP ViT-H-14", 986_109_441)
 REWARD_PARAMETERS = {
-    "subfig_clipT": ("OpenCLIP ViT-H-14", 986_109_441),
-    "subfig_clipI": ("OpenCLIP ViT-H-14", 986_109_441),
-    "pickscore": ("PickScore", 986_109_441),
+    "subfig_clipT": _VIT_H, "subfig_clipI": _VIT_H, "pickscore": ("PickScore", _VIT_H[1]),
     "clipscore": ("CLIP ViT-L/14", 427_616_513),
-}
+}  # fmt: skip
 # Tokens of a pair's prompt; parameters of Qwen2.5-VL-7B.
 JUDGE_TOKENS, JUDGE_PARAMETERS = 300, 8.3e9
 TEXT_TOKENS, ANSWER_TOKENS = 150, 100  # of a pair in judge training, besides its two images
 ROOT = Path(__file__).resolve().parents[2]
-DATASET = ROOT / "PaCo-GRPO" / "dataset" / "T2IS"
 PUBLISHED_JUDGE = ROOT / "PaCo-Reward" / "config" / "paco_reward_lora.yaml"
 PROMPT = "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. " * 4
 
-
-# --- a device without values ------------------------------------------------------------------------------------------
 
 _FLOPS = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -204,9 +199,8 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
     make = torch.tensor
 
     def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
-        return make(
-            [x.item() if isinstance(x, torch.Tensor) else x for x in data] if isinstance(data, list) else data, **kwargs
-        )
+        numbers = [x.item() if isinstance(x, torch.Tensor) else x for x in data] if isinstance(data, list) else data
+        return make(numbers, **kwargs)
 
     patches = {
         "torch.cuda.is_available": lambda: True,
@@ -268,11 +262,7 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
                     tensors[name] = made[id(tensor)]
 
 
-# --- one GPU's work and memory ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Work:
+class Work(NamedTuple):
     """One kind of work of a GPU."""
 
     name: str
@@ -282,25 +272,13 @@ class Work:
 
 @dataclass
 class Estimate:
-    """What one GPU of a configuration does and holds."""
+    """What one GPU does and holds."""
 
     title: str
     work: dict[str, list[Work]]  # by what it makes: "an epoch"
     resident: dict[str, int]  # bytes that stay on the device, by part
     adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
-    notes: list[str]
     plan: Plan | None = None  # of an epoch
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """Bytes at the peak of each phase."""
-        held = sum(self.resident.values())
-        return {phase: held + sum(parts.values()) for phase, parts in self.adds.items()}
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the highest peak."""
-        return max(self.totals.values())
 
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
@@ -313,8 +291,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
         guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
     )  # fmt: skip
-    policy.samples_guided = samples_guided(options)
-    train = options.train
+    policy.samples_guided, train = samples_guided(options), options.train
     with torch.device("meta"):
         if options.use_lora:
             add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
@@ -331,8 +308,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
     return policy
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """A piece of work."""
 
     result: Any
@@ -341,7 +317,6 @@ class Measured:
 
 
 def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
-    """``function`` on ``device``."""
     before, flops = device.live, device.flops
     device.peak = before
     result = function()
@@ -349,7 +324,7 @@ def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
 
 
 def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
-    """Run every kind of work once on fake tensors, and scale it to an epoch; what fails on a GPU is raised here, too."""
+    """Run every kind of work once on fake tensors, and scale it to an epoch."""
     sample, train, test = options.sample, options.train, options.test
     objective = get_objective(train.loss_type).for_run(train)
     plan = make_plan(options, processes, objective.gradient_steps)
@@ -360,29 +335,21 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     noisy = bool(sample.noise_steps and sample.noise_level)
     few = dataclasses.replace(train, timesteps=(0,), num_sigmas=None)
 
-    def encoded(resolution: int) -> Any:
-        image = Image.new("RGB", (resolution, resolution)) if edits else None
-        return policy.encode([Item(0, PROMPT, resolution, resolution, image=image)])
-
-    def sampled(conditioning: Any, count: int, side: int, **more: Any) -> Any:
-        return rollout(
-            policy, conditioning.select([0] * count), [0] * count, range(count), side, side, Sampling(**more)
-        )
-
-    def decoded(rollout: Any) -> Any:
-        return policy.decode(rollout.clean_latents, rollout.height, rollout.width)
+    def sampled(side: int, count: int, **more: Any) -> list[Measured]:
+        """Encoding of a text, two steps for ``count`` images, their decoding."""
+        item = Item(0, PROMPT, side, side, image=Image.new("RGB", (side, side)) if edits else None)
+        encode = measured(device, lambda: policy.encode([item]))
+        text, ids, how = encode.result, [0] * count, Sampling(num_steps=2, **more)
+        denoise = measured(device, lambda: rollout(policy, text.select(ids), ids, range(count), side, side, how))
+        return [encode, denoise, measured(device, lambda: policy.decode(denoise.result.clean_latents, side, side))]
 
     with fake_cuda(device):
-        encode = measured(device, lambda: encoded(train.resolution))
         noise = {"noise_steps": (0,) if noisy else (), "noise_level": sample.noise_level, "cps": sample.cps}
-        denoise = measured(device, lambda: sampled(encode.result, batch, train.resolution, num_steps=2, **noise))
+        encode, denoise, decode = sampled(train.resolution, batch, **noise)
         images = denoise.result
-        decode = measured(device, lambda: decoded(images))
         trained = images.select([0] * min(train.batch_size, plan.samples_per_process))
         objective(_step(trained, objective, few), policy, few)
-        tested = encoded(test.resolution)
-        show = measured(device, lambda: sampled(tested, test.batch_size, test.resolution, num_steps=2))
-        decode_test = measured(device, lambda: decoded(show.result))
+        _, show, decode_test = sampled(test.resolution, test.batch_size)
     device = FakeDevice("cpu")
     policy = build_policy(options, device, "cpu")
     with device.mode:
@@ -405,7 +372,6 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         noise_steps=[dataclasses.replace(images.noise_steps[0], index=i) for i in sample.noise_steps[:noise_steps]],
     )  # fmt: skip
     steps = len(objective.steps(train, schedule, np.random.default_rng(0))) * train.num_inner_epochs
-    notes = ["speed.compile is not estimated"] if options.speed.compile else []
     work = [
         Work("encode", min(plan.prompts, plan.samples_per_process), encode.flops),
         Work("denoise", plan.rollout_batches * forwards, denoise.flops / 2),
@@ -414,7 +380,10 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     ]
     if options.health.probe_images and options.use_lora:
         work.append(Work("probe", options.health.probe_images, denoise.flops / 2 / batch))
-    batches = -(-_tested_images(options, notes) // (processes * test.batch_size))
+    test_images = test.num_images or test.batch_size  # where the prompt set is not here
+    with contextlib.suppress(DataError):
+        test_images = test.num_images or len(load_prompts(options.dataset, "test", options.prompt_fn))
+    batches = math.ceil(test_images / (processes * test.batch_size))
     evaluation = [
         Work("evaluate", batches * test.num_steps, show.flops / 2), Work("decode", batches, decode_test.flops)
     ]  # fmt: skip
@@ -428,27 +397,23 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     per_image = (kept + (noise_steps - 1) * recorded) // batch  # nothing is recorded without noise
     records = per_image * plan.samples_per_process + _bytes(encode.result) * min(plan.prompts, plan.samples_per_process)
     vae = offloaded.get("VAE", 0)
+    moved = sum(size for part, size in offloaded.items() if part != "VAE" or edits)
     adds = {
-        "encode": {
-            "weights": sum(n for part, n in offloaded.items() if part != "VAE" or edits),
-            "activations": encode.peak,
-        },
+        "encode": {"weights": moved, "activations": encode.peak},
         "sample": {"records": records, "denoising": denoise.peak + layer, "decoding meanwhile": decode.peak + vae},
         "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
-        "update": {"records": records, "gradients": gradients}
-        | ({"gradients in one message": gradients} if processes > 1 else {}),
+        "update": {"records": records, "gradients": gradients, "gradients in one message": gradients * (processes > 1)},
         "evaluate": {"denoising": show.peak + layer},
         "show": {"decoding": decode_test.peak + vae},
     }
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch ({plan.prompts} prompts x {plan.images_per_prompt}), "
-        f"sampled {batch} and trained {train.batch_size} at a time"
+        f"sampled {batch} and trained {train.batch_size} at a time; {test_images} in an evaluation"
     )
-    return Estimate(title, {"an epoch": work, "an evaluation": evaluation}, resident, adds, notes, plan)
+    return Estimate(title, {"an epoch": work, "an evaluation": evaluation}, resident, adds, plan)
 
 
 def _step(sampled: Any, objective: Any, train: Any) -> Step:
-    """A training step of ``sampled``."""
     (index,) = objective.steps(train, sampled, np.random.default_rng(0))
     ones = torch.ones(len(sampled), device=sampled.clean_latents.device)
     return Step(sampled, index, ones, group_weights=ones if objective.group_weights else None)
@@ -481,21 +446,16 @@ def _bytes(value: Any) -> int:
 
 
 def _quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
-    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of them, decoded.
-
-    nf4 has an 8-bit scale for 64 weights, and a float32 for 256 of those scales.
-    """
+    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of them, decoded."""
     named = [module for part in parts for module in part.named_modules() if bits]
     linear = [(name, module.weight) for name, module in named if isinstance(module, nn.Linear)]
     layers = [weight for name, weight in linear if "lora_" not in name and "lm_head" not in name]
-    stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096
+    stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096  # nf4: 8 bits for 64 weights, a float32 for 256 of these
     saved = sum(int(weight.nbytes - weight.numel() * stored) for weight in layers)
     return saved, max((weight.nbytes for weight in layers), default=0)
 
 
-def _weights(
-    policy: Policy, options: RunOptions, processes: int, saved: int
-) -> tuple[dict[str, int], dict[str, int], int]:
+def _weights(policy: Policy, options: RunOptions, processes: int, saved: int) -> tuple[dict, dict, int]:
     """Bytes by part that stay on the device, bytes by part that come only to compute, and bytes of the gradients."""
     gradients = _bytes([p for p in policy.transformer.parameters() if p.requires_grad])
     old = _bytes([p for p in lora_parameters(policy) if not p.requires_grad])
@@ -517,7 +477,7 @@ def _weights(
 
 
 def reward_bytes(options: RunOptions) -> dict[str, int]:
-    """Bytes of local reward models on the device, by model; rewards that use the same one share it."""
+    """Bytes of local reward models on the device; rewards that use the same one share it."""
     found = {}
     for name in options.train.reward_fn | options.test.reward_fn:
         kwargs = (options.test.reward_fn_kwargs | options.train.reward_fn_kwargs).get(name, {})
@@ -526,33 +486,6 @@ def reward_bytes(options: RunOptions) -> dict[str, int]:
             model, parameters = REWARD_PARAMETERS[name]
             found[model] = (2 if kwargs.get("dtype") in ("float16", "bfloat16") else 4) * parameters
     return found
-
-
-def _tested_images(options: RunOptions, notes: list[str]) -> int:
-    """Images of one evaluation."""
-    if options.test.num_images:
-        return options.test.num_images
-    try:
-        return len(load_prompts(options.dataset, "test", options.prompt_fn))
-    except DataError:
-        notes.append(f"config.dataset={options.dataset} is not here: an evaluation is counted as one batch a process")
-        return options.test.batch_size
-
-
-# --- judge training ---------------------------------------------------------------------------------------------------
-
-
-def read_judge(file: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """A configuration of judge training. Raises ConfigError: It cannot be read, or PaCo-Reward is not installed."""
-    try:
-        from paco_reward.config import load_config
-        from paco_reward.errors import PacoRewardError
-    except ImportError as error:
-        raise ConfigError(f"--judge needs PaCo-Reward in this environment (bash setup.sh): {error}") from error
-    try:
-        return load_config(file, changes)
-    except (PacoRewardError, OSError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
@@ -576,7 +509,7 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
-    """Judge training on pairs of the largest images. The language model runs on fake tensors, the vision tower is computed."""
+    """Training on pairs of the largest images. The language model runs on fake tensors, the tower is computed."""
     from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
 
     model, arguments = build_judge(config)
@@ -595,11 +528,6 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
     features = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # of a token
     pixels = 4 * patches * 3 * vision.temporal_patch_size * vision.patch_size**2
     images = 2 * rows * (pixels + 2 * image_tokens * features * width)
-    notes = ["pairs of the largest images; smaller ones take less"]
-    if any(p.requires_grad for p in tower.parameters()):
-        notes.append("the vision tower is trained: its activations and its backward pass are not counted")
-    if config.get("deepspeed"):
-        notes.append("deepspeed is not estimated: every GPU holds everything")
 
     labels = torch.full((rows, tokens), -100)
     labels[:, -ANSWER_TOKENS:] = 0
@@ -621,7 +549,7 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
     with fake_cpu(device):
         _add_gradients(model)
         micro_batch = measured(device, learn)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    trained = _bytes([p for p in model.parameters() if p.requires_grad])
     saved, layer = _quantized([model], arguments.quantization_bit)
     resident = {
         "weights": _bytes(model) - trained - saved,
@@ -632,94 +560,69 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
     pairs = 10_000 / processes
     work = [Work("see", 2 * pairs, seeing), Work("learn", pairs / rows, micro_batch.flops)]
     title = f"{name} on {processes} GPU(s): pairs of {tokens} tokens, {rows} at a time on each"
-    return Estimate(title, {"10,000 pairs": work}, resident, adds, notes)
-
-
-# --- the judge's share of the GPUs ------------------------------------------------------------------------------------
+    return Estimate(title, {"10,000 pairs": work}, resident, adds)
 
 
 def pairs_of(options: RunOptions) -> float:
     """Judge questions about an image: pairs of sub-figures, two for an edit, 0 without a judge."""
     names = options.train.reward_fn
     if "consistency_score" in names:
-        from paco_judge.grid import split_prompt
-
-        grids = [split_prompt(item.prompt) for item in load_prompts(str(DATASET), "train", "geneval")]
+        items = load_prompts(str(ROOT / "PaCo-GRPO" / "dataset" / "T2IS"), "train", "geneval")
+        grids = [split_prompt(item.prompt) for item in items]
         return statistics.mean(math.comb(grid.rows * grid.cols, 2) for grid in grids)
     return 2 if "consistency_for_editing" in names else 0
 
 
 def split(found: Estimate, flops: float, pairs: float, rate: float, generating: int, serving: int) -> dict[str, float]:
-    """Seconds of an epoch on ``generating`` GPUs with a judge on ``serving`` others.
+    """Seconds of an epoch; the judge starts after the first batch is sampled and cannot finish before the last one is.
 
-    The judge starts when the first batch is sampled and cannot finish before the last one is; all its pairs take
-    images · pairs / (serving · rate). ``flops`` and ``rate`` are of one GPU and second, ``pairs`` of one image.
+    ``flops`` and ``rate`` (pairs) are of one GPU and second, ``pairs`` of one image.
     """
     plan, size = found.plan, found.plan.sample_batch_size
-    per_image = {
-        work.name: work.pieces * work.flops / flops / plan.samples_per_process for work in found.work["an epoch"]
-    }
+    # of an image
+    seconds = {w.name: w.pieces * w.flops / flops / plan.samples_per_process for w in found.work["an epoch"]}
     share = math.ceil(plan.samples / generating)
-    train = share * per_image["train"]
-    first = min(size, share) * (sum(per_image.values()) - per_image["train"])
+    train = share * seconds.pop("train")
+    first = min(size, share) * sum(seconds.values())
     batches = math.ceil(plan.samples / (generating * size))
     sample = batches * first
-    judge = plan.samples * pairs / (serving * rate) if pairs else 0.0
-    wait = max(judge / batches, first + judge - sample) if pairs else 0.0
+    judge = plan.samples * pairs / (serving * rate)
+    wait = max(judge / batches, first + judge - sample)
     return {"sample": sample, "judge": judge, "wait": wait, "train": train, "epoch": sample + wait + train}
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
-def text(found: Estimate, memory: float, flops: float, card: str) -> str:
-    """Work, memory and verdict."""
-    lines = [found.title, "", f"{'on each GPU':<12} {'pieces':>7} {'TFLOP each':>11} {'seconds':>9}"]
+def report(found: Estimate, memory: float, flops: float, card: str) -> bool:
+    """Print work, memory and verdict; returns whether it fits."""
+    print(f"{found.title}\n\n{'on each GPU':<13} {'pieces':>7} {'TFLOP each':>13} {'seconds':>9}")
     for name, works in found.work.items():
-        lines += [
-            f"{w.name:<12} {w.pieces:>7.0f} {w.flops / 1e12:>11.2f} {w.pieces * w.flops / flops:>9.1f}" for w in works
-        ]
-        total = sum(w.pieces * w.flops for w in works)
-        lines += [f"{name:<12} {'':>7} {total / 1e15:>5.1f} PFLOP {total / flops:>9.1f}", ""]
-    lines += [
-        f"seconds: assumed {EFFICIENCY:.0%} of the stated peak, {flops / EFFICIENCY / 1e12:.0f} TFLOPS; not measured",
-        "",
-    ]
-    lines += ["GiB on a GPU", "resident: " + _parts(found.resident)]
-    lines += [f"{phase:<12} {found.totals[phase] / GIB:6.1f}  + {_parts(parts)}" for phase, parts in found.adds.items()]
-    lines += ["", *(f"note: {note}" for note in found.notes)]
-    worst, spare = max(found.totals, key=found.totals.__getitem__), memory - RESERVE - found.peak
-    verdict = "fits" if spare >= 0 else "does not fit"
-    rest = f"{spare / GIB:.1f} GiB of {card} are left" if spare >= 0 else f"{-spare / GIB:.1f} GiB too much for {card}"
-    lines.append(f"{verdict}: peak {found.peak / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} for CUDA itself; {rest}")
-    return "\n".join(lines)
+        for work in (*works, Work(name, 1, sum(w.pieces * w.flops for w in works))):
+            seconds = work.pieces * work.flops / flops
+            print(f"{work.name:<13} {work.pieces:>7.0f} {work.flops / 1e12:>13.2f} {seconds:>9.1f}")
+        print()
+    print(f"seconds: assumed {EFFICIENCY:.0%} of the stated {flops / EFFICIENCY / 1e12:.0f} TFLOPS; not measured\n")
+    print("GiB on a GPU\nresident: " + _parts(found.resident))
+    totals = {phase: sum([*found.resident.values(), *parts.values()]) for phase, parts in found.adds.items()}
+    for phase, parts in found.adds.items():
+        print(f"{phase:<12} {totals[phase] / GIB:6.1f}  + {_parts(parts)}")
+    worst = max(totals, key=totals.__getitem__)
+    spare = (memory - RESERVE - totals[worst]) / GIB
+    peak = f"peak {totals[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} for CUDA itself"
+    print(f"\n{'fits' if spare >= 0 else 'does not fit'}: {peak} leave {spare:.1f} GiB of {card}")
+    return spare >= 0
 
 
 def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
 
 
-def split_table(rows: Sequence[tuple[int, int, dict[str, float]]]) -> str:
-    """One line for each split of the GPUs; the shortest epoch is marked."""
-    best = min(rows, key=lambda row: (row[2]["epoch"], row[1]))
-    lines = [f"{'generate':>8} {'serve':>5}" + "".join(f"{name + ' s':>9}" for name in best[2])]
-    for row in rows:
-        seconds = "".join(f"{value:>9.1f}" for value in row[2].values())
-        lines.append(f"{row[0]:>8} {row[1]:>5}{seconds}{'  <- best' if row is best else ''}")
-    return "\n".join(lines)
-
-
 def card_of(arguments: argparse.Namespace) -> tuple[str, float, float]:
     """Name, bytes, and FLOPs a second that it is assumed to reach."""
-    name, share = arguments.gpu or "H100 80GB", 1.0
+    name, label, share = arguments.gpu, arguments.gpu, 1.0
     if arguments.memory_gb:  # as sold: the known card with the nearest memory
         sold = {name: int(name.split()[-1].removesuffix("GB")) for name in GPUS}
         name = min(sold, key=lambda name: abs(sold[name] - arguments.memory_gb))
-        share = arguments.memory_gb / sold[name]
-    elif name not in GPUS:
-        raise ConfigError(f"--gpu {name!r} is not known: one of {', '.join(GPUS)}, or give --memory_gb")
+        label, share = f"a card of {arguments.memory_gb:g} GB", arguments.memory_gb / sold[name]
     gib, teraflops = GPUS[name]
-    label = f"a card of {arguments.memory_gb:g} GB" if arguments.memory_gb else name
     return label, gib * GIB * share, EFFICIENCY * teraflops * 1e12
 
 
@@ -728,48 +631,46 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--gpu", help="a known card (default H100 80GB; an unknown one lists them)")
-    parser.add_argument("--memory_gb", type=float, help="or its memory alone, as sold")
+    parser.add_argument("--gpu", choices=GPUS, default="H100 80GB")
+    parser.add_argument("--memory_gb", type=float, help="or the card's memory alone, as sold")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
-    parser.add_argument(
-        "--judge", nargs="?", type=Path, const=PUBLISHED_JUDGE, metavar="YAML",
-        help="judge training with this file (default: the published one) and key=value instead of RL",
-    )  # fmt: skip
+    parser.add_argument("--judge", action="store_true", help="judge training: [YAML] [key=value …]")
     parser.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
     parser.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU (benchmarks/judge_load.py)")
     arguments, rest = parser.parse_known_args(given)
-    if arguments.judge and "=" in str(arguments.judge) and not arguments.judge.exists():  # --judge key=value
-        arguments.judge, rest = PUBLISHED_JUDGE, [str(arguments.judge), *rest]
-    pairs = 0.0
+    user_errors: tuple = (ConfigError, PolicyLoadError, DataError, ImportError, OSError)
+    each, pairs = 0, 0.0  # GPUs that hold one judge; questions about an image
+    card, memory, flops = card_of(arguments)
     try:
-        card, memory, flops = card_of(arguments)
         if arguments.judge:
-            name = arguments.judge.stem
-            found = estimate_judge(read_judge(arguments.judge, rest), name, arguments.processes)
+            from paco_reward.config import load_config
+            from paco_reward.errors import PacoRewardError
+
+            user_errors += (PacoRewardError,)
+            file = Path(rest.pop(0)) if rest and Path(rest[0]).is_file() else PUBLISHED_JUDGE
+            found = estimate_judge(load_config(file, rest), file.stem, arguments.processes)
         else:
             options, name = read_options(rest)
-            pairs = pairs_of(options)
-            each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory)) if pairs else 0  # GPUs of one judge
-            if arguments.gpus and arguments.gpus <= each:
-                raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and one generating GPU")
-            processes = arguments.gpus - each if arguments.gpus else arguments.processes
-            found = estimate(options, name, processes)
-    except (ConfigError, PolicyLoadError) as error:
+            if arguments.gpus and (pairs := pairs_of(options)):
+                each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))
+                if arguments.gpus <= each:
+                    raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and a generator")
+            found = estimate(options, name, arguments.gpus - each if arguments.gpus else arguments.processes)
+    except user_errors as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Exception as error:  # noqa: BLE001 - whatever the code raises on a GPU is the finding
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/paco_grpo/" in f.filename]
-        where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-        print(f"{name} fails on a GPU: {type(error).__name__}: {error}{where}", file=sys.stderr)
-        return 1
-    print(text(found, memory, flops, card))
+    fits = report(found, memory, flops, card)
     if pairs:
         rate = arguments.judge_pairs_per_second or flops / (2 * JUDGE_PARAMETERS * JUDGE_TOKENS)
         print(f"\njudge: {pairs:.1f} pairs an image, {rate:.0f} a second and GPU; {each} GPU(s) hold one")
-        numbers = range(each, arguments.gpus, each) if arguments.gpus else (each, 2 * each, 4 * each)
-        of = [(arguments.gpus - n if arguments.gpus else processes, n) for n in numbers]
-        print(split_table([(g, n, split(found, flops, pairs, rate, g, n)) for g, n in of]))
-    return 0 if found.peak + RESERVE <= memory else 1
+        serving = range(each, arguments.gpus, each)
+        splits = {n: split(found, flops, pairs, rate, arguments.gpus - n, n) for n in serving}
+        best = min(serving, key=lambda n: splits[n]["epoch"])
+        print("generate serve" + "".join(f"{name + ' s':>9}" for name in splits[best]))
+        for n, seconds in splits.items():
+            values = "".join(f"{value:>9.1f}" for value in seconds.values())
+            print(f"{arguments.gpus - n:>8} {n:>5}{values}{'  <- best' * (n == best)}")
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

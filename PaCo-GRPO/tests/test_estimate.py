@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from named import load
 from tiny_run import ROOT, load_script
 from torch import nn
 
-from paco_grpo.architectures import pipeline_of
+from paco_grpo import architectures
+from paco_grpo.architectures import judge_of, pipeline_of
 from paco_grpo.options.schema import RunOptions, TestOptions
+from paco_grpo.policies import load_policy
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.performance.quantize import quantizable
-from paco_reward.config import load_config
 
 estimate = load_script("estimate")
 
@@ -29,20 +31,15 @@ def run_on_cpu(module, function, shape):
         return estimate.measured(device, lambda: function(module, x))
 
 
-def test_flops_and_peak_of_a_linear_layer():
+def test_flops_and_peak_of_a_linear_layer_and_of_attention():
     """A product of (m, k) and (k, n) is 2·m·k·n; the backward pass has two of them, the input's gradient is not needed."""
     with torch.device("meta"):
         layer = nn.Linear(512, 256, bias=False)
     found = run_on_cpu(layer, lambda m, x: m(x).sum().backward(), (64, 512))
     assert found.flops == 2 * 2 * 64 * 512 * 256
     assert found.peak == 4 * 512 * 256 + 2 * 512  # the gradient of the weights; scalars take 512 bytes each
-
-
-def test_attention_counts_both_products_of_all_heads():
-    def attend(_, x):
-        return nn.functional.scaled_dot_product_attention(x, x, x)
-
-    assert run_on_cpu(nn.Identity(), attend, (2, 3, 128, 64)).flops == 2 * 2 * 2 * 3 * 128 * 128 * 64
+    found = run_on_cpu(layer, lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x), (2, 3, 128, 64))
+    assert found.flops == 2 * 2 * 2 * 3 * 128 * 128 * 64  # both products of all heads
 
 
 def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
@@ -62,21 +59,30 @@ def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
             layer(torch.ones(2, 8, device="cuda")) + torch.ones(2, 8)
 
 
-def test_transformers_have_the_published_number_of_parameters():
+def test_models_have_the_published_number_of_parameters():
     for model, billions in {
         "black-forest-labs/FLUX.1-dev": 11.90, "Qwen/Qwen-Image": 20.43, "black-forest-labs/FLUX.2-dev": 32.2,
         "stabilityai/stable-diffusion-3.5-large": 8.06, "Tongyi-MAI/Z-Image": 6.15,
+        "Qwen/Qwen2.5-VL-7B-Instruct": 8.292, "Qwen/Qwen3-VL-4B-Instruct": 4.438, "Qwen/Qwen3-VL-8B-Instruct": 8.767,
     }.items():  # fmt: skip
-        transformer = pipeline_of(model, torch.bfloat16).transformer
-        assert sum(p.numel() for p in transformer.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+        found = judge_of(model, torch.bfloat16) if "VL" in model else pipeline_of(model, torch.bfloat16).transformer
+        assert sum(p.numel() for p in found.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def tiny(folder, *more):
+def test_random_weights_become_a_policy(tmp_path, monkeypatch):
+    """benchmarks/epoch.py --random_weights, here without memory."""
+    monkeypatch.setattr(architectures, "PartialState", lambda: SimpleNamespace(device="meta"))
+    folder = architectures.write("Tongyi-MAI/Z-Image", tmp_path)
+    with architectures.random_weights("Tongyi-MAI/Z-Image"):
+        assert type(load_policy(folder, device="meta")).__name__ == "ZImagePolicy"
+
+
+def tiny(folder, name="t2is", **more):
     pairs = {
         "pretrained.model": str(folder), "max_sequence_length": "24", "train.lora_rank": "4", "train.resolution": "64",
         "test.resolution": "64",
     }  # fmt: skip
-    return load("t2is", *(pairs | dict(more)).items())
+    return load(name, *(pairs | {key.replace("__", "."): value for key, value in more.items()}).items())
 
 
 @pytest.fixture(scope="module")
@@ -93,28 +99,18 @@ def test_an_epoch_of_a_tiny_flux(found):
     assert found.resident["optimizer"] == 2 * found.resident["adapter"] == 2 * found.adds["train"]["gradients"]
     assert found.adds["update"]["gradients in one message"] == found.resident["adapter"]
     assert found.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
-    assert list(found.adds["evaluate"]) == ["denoising"] and list(found.adds["show"]) == [
-        "decoding"
-    ]  # one after the other
 
 
 def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
     """nft keeps an old adapter, and the text encoder of Qwen-Image-Edit computes positions of image tokens on the device."""
-    changes = {
-        "pretrained.model": str(tiny_folder("qwen_image_edit")), "train.lora_rank": "4", "train.resolution": "64",
-        "test.resolution": "64",
-    }  # fmt: skip
-    resident = estimate.estimate(load("qwen_editing_nft", *changes.items()), "qwen").resident
+    resident = estimate.estimate(tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft"), "qwen").resident
     assert resident["old adapter"] == resident["adapter"]
 
 
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
-    changed = estimate.estimate(
-        tiny(
-            tiny_flux_dir, ("enable_gradient_checkpointing", "true"), ("pretrained.quantize", "nf4"), ("train.ema", "false"),
-            ("speed.offload_vae", "true"), ("train.use_8bit_adam", "true"),
-        ), "tiny", processes=8,
-    )  # fmt: skip
+    options = tiny(tiny_flux_dir, enable_gradient_checkpointing="true", pretrained__quantize="nf4", train__ema="false",
+                   speed__offload_vae="true", train__use_8bit_adam="true")  # fmt: skip
+    changed = estimate.estimate(options, "tiny", processes=8)
     assert changed.adds["train"]["activations"] < 0.7 * found.adds["train"]["activations"]
     layers = quantizable(pipeline_of(str(tiny_flux_dir), torch.bfloat16).transformer)
     saved = sum(layer.weight.numel() for _, layer in layers) * (2 - 1 / 2 - 1 / 64 - 1 / 4096)
@@ -143,9 +139,12 @@ def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
 
 def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
     encode = FluxPolicy._encode_text
-    monkeypatch.setattr(
-        FluxPolicy, "_encode_text", lambda self, text: (encode(self, text)[0][:, :-1], encode(self, text)[1])
-    )
+
+    def narrow(self, text):
+        embeds, pooled = encode(self, text)
+        return embeds[:, :-1], pooled
+
+    monkeypatch.setattr(FluxPolicy, "_encode_text", narrow)
     with pytest.raises(RuntimeError, match="reduction dim|shape"):
         estimate.estimate(tiny(tiny_flux_dir), "planted")
 
@@ -159,7 +158,6 @@ def test_the_judges_share_by_hand(found):
     assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {"sample": 48, "judge": 12, "wait": 2, "train": 24, "epoch": 74}
     # 3 batches; 48 s begin after 8 s: done at 56, sampled at 24
     assert estimate.split(made, 1.0, 6, 12.0, 8, 1) == {"sample": 24, "judge": 48, "wait": 32, "train": 12, "epoch": 68}
-    assert estimate.split(made, 1.0, 0, 12.0, 8, 0)["wait"] == 0
 
 
 def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypatch, capsys):
@@ -167,34 +165,14 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     common = ["--config", f"{ROOT}/config/grpo.py:t2is", f"--config.pretrained.model={tiny_flux_dir}"]
     assert estimate.main([*common, "--gpus", "8"]) == 0
     said = capsys.readouterr().out
-    assert "fits: peak" in said and said.count("<- best") == 1
+    assert "fits: " in said and said.count("<- best") == 1
     assert estimate.main([*common, "--memory_gb", "8"]) == 1  # the CLIP rewards alone take 7.3 GiB
     assert "does not fit" in capsys.readouterr().out
-    assert estimate.main([*common, "--gpu", "none"]) == 2
-    assert estimate.main([*common, "--config.sample.batch_sise=2"]) == 2
-    assert estimate.main([*common, "--gpus", "1"]) == 2
+    for wrong in (["--config.sample.batch_sise=2"], ["--gpus", "1"]):
+        assert estimate.main([*common, *wrong]) == 2
     monkeypatch.undo()
     assert estimate.main(["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
-
-
-JUDGE = ROOT.parent / "PaCo-Reward" / "config"
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "width", "mlp", "attention", "layers"),
-    [
-        ("paco_reward_lora", 8_292_166_656, 3584, 18944, (3584, 512), 28),
-        ("paco_reward_qwen3_vl_4b", 4_437_815_808, 2560, 9728, (4096, 1024), 36),
-        ("paco_reward_qwen3_vl_8b", 8_767_123_696, 4096, 12288, (4096, 1024), 36),
-    ],
-)
-def test_parameters_of_a_judge(name, parameters, width, mlp, attention, layers):
-    """Rank 32 on seven layers of a block; ``attention``: widths of the queries, and of keys and values."""
-    model, _ = estimate.build_judge(load_config(JUDGE / f"{name}.yaml"))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert trained == layers * 32 * (3 * (width + mlp) + 2 * (width + attention[0]) + 2 * (width + attention[1]))
-    assert sum(p.numel() for p in model.parameters()) - trained == parameters
 
 
 def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
@@ -205,32 +183,22 @@ def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
 
 def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
     text = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
-    }
+    }  # fmt: skip
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    common = [
-        "--judge",
-        str(JUDGE / "paco_reward_lora.yaml"),
-        "image_max_pixels=50176",
-        f"model_name_or_path={tmp_path}",
-    ]
+    common = ["--judge", str(estimate.PUBLISHED_JUDGE), "image_max_pixels=50176", f"model_name_or_path={tmp_path}"]
     assert estimate.main(common) == 0
     assert "pairs of 378 tokens" in capsys.readouterr().out
     assert estimate.main([*common, "first_token_weight=null", "--memory_gb", "1"]) == 1  # less than CUDA itself takes
     assert estimate.main([*common, "model_name_or_path=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
-    assert estimate.main([*common, "lora_rnk=8"]) == 2
-    assert "lora_rnk" in capsys.readouterr().err
     assert estimate.main(["--judge", "lora_rnk=8"]) == 2
     assert "lora_rnk" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "paco_reward.config", None)
     assert estimate.main(["--judge"]) == 2
-    assert "PaCo-Reward" in capsys.readouterr().err
+    assert "paco_reward" in capsys.readouterr().err
