@@ -21,13 +21,13 @@ CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 
 
-
 def download(load: Callable[[], object]) -> None:
     """Load a model once, so that its weights are in the cache. Raises SystemExit."""
     try:
         load()
     except RewardError as error:
         raise SystemExit(f"error: {error}") from error
+    print("the weights are in the cache")
 
 
 class Clip:
