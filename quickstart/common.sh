@@ -8,6 +8,7 @@ seed=0 fresh="" stages=0 child="" overrides=()
 begin() {
     while [[ $# -gt 0 ]]; do
         case "$1" in
+            --seed=* | --minutes=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
             --seed) seed="${2:-}"; (($# < 2)) || shift ;;
             --minutes) minutes="${2:-}"; (($# < 2)) || shift ;;
             --fresh) fresh=yes ;;
@@ -17,6 +18,7 @@ begin() {
         esac
         shift
     done
+    [[ "$seed" =~ ^[0-9]+$ ]] || { echo "--seed must be a whole number, not '$seed'" >&2; exit 2; }
     [[ "$minutes" =~ ^[0-9]+(\.[0-9]+)?$ ]] || { echo "--minutes must be a number, not '$minutes'" >&2; exit 2; }
 
     bash "$repo/setup.sh"

@@ -5,6 +5,7 @@ ended, the command and everything it started end, too.
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -62,6 +63,8 @@ def run(log: Path, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(AttributeError, OSError):  # SIGTERM even if the parent is killed (Linux: PR_SET_PDEATHSIG)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:

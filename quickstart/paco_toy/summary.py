@@ -36,13 +36,15 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
     rows = read_jsonl(folder / "eval_data.jsonl")
     rewards = pd.DataFrame([row["rewards"] for row in rows], dtype=np.float64)
     if "oracle_edit" in rewards:
-        return rewards[list(EDIT_MEASURES)], []
+        return rewards.reindex(columns=list(EDIT_MEASURES)), []
+    if any(row["file"] is None for row in rows):
+        raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
     named = [read_prompt(row["prompt"]) for row in rows]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
     scores = {
         "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
         "agreement": reading.agreement(named),
-        "reward": rewards["consistency_score"],
+        "reward": rewards.get("consistency_score", math.nan),
         "alignment": reading.alignment(named),
         "valid": reading.valid.mean(axis=1),
         "distinct": reading.distinctness(),

@@ -84,7 +84,7 @@ def running(repo: Path) -> list[psutil.Process]:
 
 
 def test_everything_once_then_nothing_then_fresh(repo):
-    options = ("--seed", "3", "--minutes", "2", "--config.num_epochs=2")
+    options = ("--seed", "3", "--minutes=2", "--config.num_epochs=2")
     status, output, error = drive(repo, *options)
     assert status == 0, output + error
     made = calls(repo)
@@ -116,13 +116,25 @@ def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     assert made == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python", "python", "stop.sh"]
 
 
-def test_interrupted_it_ends_everything_it_started(repo):
+def test_a_wrong_seed_keeps_the_results(repo):
+    assert drive(repo, "--seed=3")[0] == 0
+    assert drive(repo, "--seed=three")[0] == 2
+    assert drive(repo, "--seed=3")[1].count("done before") == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_it_ends_everything_it_started(repo, number):
     process, deadline = start(repo, HANG="1"), time.monotonic() + 120
     while not (repo / "hanging").exists():  # its training does not end
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     assert (repo / "serving").exists()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
-    assert not (repo / "serving").exists() and running(repo) == []
+    if number == signal.SIGKILL:
+        while running(repo):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    else:
+        assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
+        assert not (repo / "serving").exists() and running(repo) == []

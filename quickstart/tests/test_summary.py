@@ -45,6 +45,11 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     assert found["change"]["choice"]["stderr"] > 0 and found["change"]["reward"]["mean"] == pytest.approx(0.2)
     assert (found["epochs"], found["num_images"], found["train_resolution"], found["test_resolution"]) == (2, 4, 64, 128)
 
+    (tmp_path / "eval").rename(tmp_path / "other")
+    for epoch, characters in shown.items():
+        evaluation(tmp_path, epoch, [{"jpeg_compressibility": -1.0}] * 4, characters, named)
+    assert "reward" not in policy_measures(tmp_path)["change"]
+
 
 def test_the_change_of_edits_is_paired(tmp_path):
     before, after = [0.0, 0.0, 1.0, 0.5], [1.0, 0.0, 1.0, 1.0]

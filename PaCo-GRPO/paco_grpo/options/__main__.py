@@ -24,8 +24,8 @@ bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.modul
 bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN            # a saved run
 ```
 
-A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`, `train.aggregate_fn`,
-rewards and the `reader` of the reward `ocr`. Read a configuration that you did not write before you use it.
+A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`, `train.aggregate_fn`
+and rewards. Read a configuration that you did not write before you use it.
 
 Wrong options are an error before any model is loaded. `None` on the command line gives None where that is allowed.
 """
