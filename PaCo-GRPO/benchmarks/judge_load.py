@@ -122,7 +122,7 @@ def table(rows: Sequence[Row]) -> str:
     names = ("concurrency", "errors", "pairs_per_second", *(f"p{percent}_ms" for percent in PERCENTILES))
     lines = [f"{'server':<16}" + "".join(f"{name:>18}" for name in names)]
     for row in rows:
-        values = ("-" if row[name] is None else f"{row[name]:.1f}" for name in names)
+        values = ("-" if row[name] is None else round(row[name], 1) for name in names)
         lines.append(f"{row['target']:<16}" + "".join(f"{value:>18}" for value in values))
     return "\n".join(lines)
 

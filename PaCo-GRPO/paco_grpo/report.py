@@ -149,7 +149,8 @@ def write_report(
         "Can I trust it": accuracy + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
         "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
     }
-    title, body = html.escape(title or run_dir.resolve().name), "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
+    title = html.escape(title or run_dir.resolve().name)
+    body = "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
     page = f'''<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{STYLE}</style></head>
@@ -171,6 +172,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _facts(run: Run) -> str:
     train, test, seed = (run.config.get(name) for name in ("train.resolution", "test.resolution", "seed"))
+    if not run.config:
+        return f"{run.epochs} epochs"
     parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px", f"seed {seed}"]
     parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type")]
     return " · ".join(map(str, parts))
@@ -217,7 +220,7 @@ def _curves(run: Run) -> Figure:
         for name, curve in curves.items():
             _draw(axes, curve, _label(name))
         side = run.config.get(f"{part}.resolution")
-        axes.set_title(f"{title}, {side} px")
+        axes.set_title(f"{title}, {side} px" if side else title)
         if curves:
             axes.legend()
     return figure

@@ -98,7 +98,8 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_items(options, {"test": items})
     if images_per_prompt > 1:
-        options = dataclasses.replace(options, test=dataclasses.replace(options.test, num_images=images_per_prompt * len(items)))
+        test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
+        options = dataclasses.replace(options, test=test)
         if not any(item.metadata.get("open") for item in items):
             logger.warning("no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some")
     # 0: as in training, where the length follows from both splits.
@@ -152,7 +153,7 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
         columns |= {against: summarize_prompts(others), "difference": summarize_prompts(rows, others)}
     missing = {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]}
-    found = {"missing": missing, "results": columns, "agreement": agreements}
+    found = {"adapter": name, "against": against, "missing": missing, "results": columns, "agreement": agreements}
     (folder / "results.json").write_text(json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8")
     shown = markdown(columns) + ("\n" + table(agreements) if agreements[name] else "")
     (folder / "results.md").write_text(shown, encoding="utf-8")

@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
 
 def read_seeds(text: str) -> list[int]:
     """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
-    return [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
+    seeds = [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
+    if not seeds or not all(0 <= seed < 2**63 for seed in seeds):
+        raise ValueError
+    return seeds
 
 
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list[Item]:
@@ -139,7 +142,8 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
             rows[i]["kept"] = own.best is None or better[items[i].item_id] <= own.best
         for row, score in zip(rows, scores.tolist(), strict=True):
             row["judge"] = None if math.isnan(score) else score
-            captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {score:.3f}")
+            shown = "–" if math.isnan(score) else f"{score:.3f}"
+            captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {shown}")
         (own.output / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for row, item, image in zip(rows, items, images, strict=True):
         path = own.output / row["file"]

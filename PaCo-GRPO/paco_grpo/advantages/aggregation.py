@@ -134,6 +134,9 @@ def get_aggregate_fn(
     try:
         if name in FACTORIES:
             run, known = {"reward_weights": reward_weights, "global_std": global_std}, _arguments(FACTORIES[name])
+            weighed = given.get("reward_weights") or reward_weights or {}
+            if missing := [reward for reward in reward_weights or {} if reward not in weighed]:
+                raise ValueError(f"its reward_weights lack {', '.join(missing)}")  # else found after an epoch
             return FACTORIES[name](**{key: value for key, value in run.items() if key in known} | dict(given))
         if given:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")

@@ -169,7 +169,9 @@ class Checkpoints:
                 setattr(state, name, numbers[name])
             state.sampler.load_state_dict(numbers["sampler"])
         except Exception as error:
-            raise files.CheckpointError(f"cannot resume from {folder} ({type(error).__name__}: {error})") from error
+            raise files.CheckpointError(
+                f"cannot resume from {folder}: it is damaged, or of another model or version ({type(error).__name__}: {error})"
+            ) from error
 
     def _weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
         ema = {"ema": self.state.ema.shadow} if self.state.ema else {}

@@ -22,7 +22,8 @@ def epoch_metrics(
         present = values[~np.isnan(values)]
         if len(present):
             mean, std = float(present.mean()), float(present.std())
-            metrics |= {f"reward/{name}_mean": mean, f"reward/{name}_std": std, f"reward/{name}_cv": std / abs(mean) if mean else math.inf}
+            metrics |= {f"reward/{name}_mean": mean, f"reward/{name}_std": std}
+            metrics[f"reward/{name}_cv"] = std / abs(mean) if mean else math.inf
     for name, value in advantage_stats.items():
         metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
     metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)
@@ -41,8 +42,10 @@ def epoch_line(metrics: Mapping[str, float]) -> str:
 
 
 def rewards_line(metrics: Mapping[str, float], group: str) -> str:
-    """``means`` in one line."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in means(metrics, group).items())
+    """``means`` in one line, with ± the standard error where it is known."""
+    errors = {name: metrics.get(f"{group}{name}_stderr") for name in means(metrics, group)}
+    shown = {name: "" if error is None else f" ± {error:.4f}" for name, error in errors.items()}
+    return ", ".join(f"{name} {value:.4f}{shown[name]}" for name, value in means(metrics, group).items())
 
 
 def means(metrics: Mapping[str, float], group: str) -> dict[str, float]:

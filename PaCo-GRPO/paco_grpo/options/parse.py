@@ -149,9 +149,11 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _unknown(name: str) -> str:
-    nearest = [f"config.{option}" for option in difflib.get_close_matches(name, OPTIONS, cutoff=0.7)]
-    did_you_mean = f"Did you mean {' or '.join(nearest)}?" if nearest else "All are in docs/configuration.md"
-    return f"unknown option config.{name}. {did_you_mean}"
+    same = [option for option in OPTIONS if option.rpartition(".")[2] == name.rpartition(".")[2]]  # in another group
+    nearest = [f"config.{option}" for option in same or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)]
+    hint = f"Did you mean {' or '.join(nearest)}?"
+    elsewhere = "All are in docs/configuration.md, the published code's in docs/real-weights.md"
+    return f"unknown option config.{name}. {hint if nearest else elsewhere}"
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:

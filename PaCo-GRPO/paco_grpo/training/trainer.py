@@ -172,7 +172,10 @@ class Trainer:
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
             findings = health.judge_epoch([*rows, metrics])
         self._write("train", metrics)
-        logger.info("epoch %d/%d: %s", epoch, self.options.num_epochs, epoch_line(metrics))
+        left = self.state.train_seconds / epoch * (self.options.num_epochs - epoch)
+        if self.options.max_train_minutes is not None:
+            left = max(0.0, min(left, 60 * self.options.max_train_minutes - self.state.train_seconds))
+        logger.info("epoch %d/%d: %s; %.1f min left", epoch, self.options.num_epochs, epoch_line(metrics), left / 60)
         for finding in findings:
             logger.warning("after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign)
         collapsed = [finding.message for finding in findings if finding.collapse]
@@ -208,7 +211,8 @@ class Trainer:
             for finding in health.judge_evaluation(rows, self.run.rewards.weights):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch)
-        logger.info("evaluation after epoch %d: %s", epoch, rewards_line(metrics, "eval/"))
+        images = metrics["eval/num_images"]
+        logger.info("evaluation after epoch %d: %d images, %s", epoch, images, rewards_line(metrics, "eval/"))
 
     def _resume(self) -> None:
         if not self.options.resume_from:

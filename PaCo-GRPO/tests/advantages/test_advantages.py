@@ -108,6 +108,9 @@ def test_what_is_wrong_is_named():
             get_aggregate_fn(description)
     with pytest.raises(ValueError, match="'global_std'"):
         get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
+    for name in ("product_aggregate_fn", "log_tame_aggregate_fn"):  # before an epoch, not after it
+        with pytest.raises(ValueError, match="config.train.aggregate_fn.* lack b"):
+            get_aggregate_fn({"name": name, "arguments": {"reward_weights": {"a": 1.0, "bb": 2.0}}}, WEIGHTS)
 
 
 @pytest.mark.parametrize(

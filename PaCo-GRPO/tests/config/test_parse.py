@@ -77,7 +77,8 @@ def test_values_take_the_type_of_the_option():
         ("train", "1", "train"),
         ("seed.x", "1", "seed"),
         ("train.reward_fn", "3", "train.reward_fn"),
-        ("num_steps", "1", "num_steps.*config.test.num_steps or .*config.sample.num_steps"),
+        ("num_steps", "1", "num_steps.*config.sample.num_steps or config.test.num_steps"),
+        ("model", "x", "model.*config.pretrained.model"),
     ],
 )
 def test_a_wrong_value_or_name_is_named(name, text, named):

@@ -77,6 +77,7 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         assert "another test: choose another --output" in capsys.readouterr().err
     found = json.loads((out / "t2is" / "results.json").read_text())
     assert set(found["results"]) == {str(checkpoint), "base", "difference"}
+    assert (found["adapter"], found["against"]) == (str(checkpoint), "base")
     a, b = (read_rows(out / "t2is" / name) for name in (".", "against"))
     for name in ("consistency_score", "subfig_clipT", "pickscore"):
         differences = [one["rewards"][name] - two["rewards"][name] for one, two in zip(a, b, strict=True)]

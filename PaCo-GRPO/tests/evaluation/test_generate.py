@@ -78,4 +78,7 @@ def test_wrong_arguments_are_one_clear_line(generate, tiny_folder, tmp_path, cap
     assert generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
+    for seeds in ("0", "1,-1", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            generate.main(["--prompt", "x", f"--seeds={seeds}"])
     assert not (tmp_path / "out").exists()

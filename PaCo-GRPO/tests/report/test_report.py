@@ -67,7 +67,8 @@ def test_a_whole_page(tmp_path):
 
 def test_a_run_that_has_only_begun(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 0, "phase": "eval", "eval/ocr_mean": 0.5}\n{"ep')
-    assert "ocr" in write_report(tmp_path, tmp_path / "report.html")[0].read_text()
+    page = write_report(tmp_path, tmp_path / "report.html")[0].read_text()
+    assert "ocr" in page and ">0 epochs</p>" in page  # of what is not known, nothing
 
 
 def test_what_cannot_be_read_is_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -115,9 +116,12 @@ def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(tiny
     assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002"]
 
 
-def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
+def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path, caplog):
     config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0)
-    train(config)
+    with caplog.at_level("INFO"):
+        train(config)
+    assert re.search(r"epoch 1/50: brightness .*; 0\.0 min left", caplog.text)
+    assert re.search(r"evaluation after epoch 1: 5 images, brightness -?[0-9.]+ ± [0-9.]+", caplog.text)
     assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 

@@ -5,10 +5,10 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from tiny_run import rows_of, tiny_options, train, write_prompts
+from tiny_run import ROOT, overrides_for, rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.checkpoint import files
-from paco_grpo.options import ConfigError
+from paco_grpo.options import ConfigError, load_options
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
@@ -80,6 +80,28 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     run.close()
     assert "config.seed: 42 -> 7" in caplog.text and "lora_alpha" not in caplog.text.partition("seed")[2]
     build_run(dataclasses.replace(louder, resume_changed=True)).close()
+
+
+def test_a_function_of_a_users_configuration_is_found_again_at_resume(tiny_flux_dir, tmp_path):
+    own = """
+
+def negated(**rewards):
+    return {key: -values for key, values in next(iter(rewards.values())).items()}
+
+
+def mine():
+    config = get_config("toy_t2is")
+    config.train.aggregate_fn = negated
+    return config
+"""
+    (tmp_path / "grpo.py").write_text((ROOT / "config" / "grpo.py").read_text() + own)
+    overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1)
+    del overrides["train.aggregate_fn"]
+    first = train(load_options(f"{tmp_path}/grpo.py:mine", overrides.items())).run
+    again = load_options(str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")])
+    assert again.train.aggregate_fn == f"{tmp_path}/grpo.py:negated"
+    assert train(again).run.rewards.aggregate_fn(r={"x": 1}) == {"x": -1}
+    assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
 def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_dir, tmp_path):
