@@ -29,10 +29,12 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
     if name not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}")
     public, kind, rewards = BENCHMARKS[name]
+    others = {*options.train.reward_fn, *options.test.reward_fn}.union(*(names for *_, names in BENCHMARKS.values()))
+    arguments = options.test.reward_fn_kwargs.items()  # of a name that no reward has: kept, so that it is refused
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs={name: given for name, given in options.test.reward_fn_kwargs.items() if name in rewards},
+        reward_fn_kwargs={name: given for name, given in arguments if name in rewards or name not in others},
         num_images=None,
         save_eval_images=True,
     )

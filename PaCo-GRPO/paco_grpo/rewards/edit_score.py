@@ -6,14 +6,15 @@ cannot be read.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.judge import ServerReward, references_of
+from paco_grpo.rewards.judge import ServerReward, check_references
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
 
@@ -51,14 +52,18 @@ class EditScore(ServerReward):
     def form(self) -> RequestForm:
         return RequestForm("<img{n}>: ")  # the labels of EditScore's training
 
+    @staticmethod
+    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+        check_references(item, "edit_score")
+        if item.num_images > 1:
+            raise ValueError(f"edit_score takes one reference image, but item {item.item_id} has {item.num_images}")
+
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
         for image, item in zip(images, items, strict=True):
-            reference, *more = references_of(item, "edit_score")
-            if more:
-                raise ValueError(f"edit_score takes one reference image, but item {item.item_id} has {1 + len(more)}")
-            pairs.append(Pair(reference, image, self._edit_prompt.replace("<instruction>", item.prompt)))
+            self.check_item(item, {})
+            pairs.append(Pair(item.image, image, self._edit_prompt.replace("<instruction>", item.prompt)))
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):

@@ -259,9 +259,13 @@ class ConsistencyForEditing(JudgeReward):
     question: str | Sequence[str] = EDITING
     fields, most_questions = ("instruction",), 2
 
+    @staticmethod
+    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+        check_references(item, "consistency_for_editing")
+
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        (image,) = images
-        references = references_of(item, "consistency_for_editing")
+        check_references(item, "consistency_for_editing")
+        (image,), references = images, item.images
         asked: list[list[Pair]] = []
         for number, question in enumerate(self.asked):
             with_all = len(references) > 1 and (number == 1 or question.name == _FOLLOWED)
@@ -300,8 +304,7 @@ class GridLayout(JudgeReward):
         return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes
 
 
-def references_of(item: Item, reward: str) -> tuple[Image.Image, ...]:
-    """The item's reference images. Raises ValueError: It has none."""
-    if references := item.images:
-        return references
-    raise ValueError(f"{reward}: item {item.item_id} has no reference image; config.prompt_fn must be an editing kind")
+def check_references(item: Item, reward: str) -> None:
+    """Raises ValueError: The item has no reference image."""
+    if not item.num_images:
+        raise ValueError(f"{reward}: item {item.item_id} has no reference image; config.prompt_fn must be an editing kind")

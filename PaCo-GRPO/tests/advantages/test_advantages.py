@@ -100,6 +100,8 @@ def test_what_is_wrong_is_named():
             compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
         with pytest.raises(ValueError, match="config.train.aggregate_fn"):
             describe(wrong)  # a saved run could not find it again
+    with pytest.raises(ValueError, match="no weight for c "):
+        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
     for description, named in (
         ("harmonic_mean", "harmonic_mean_aggregate_fn"), ("numpy:no_such_function", "no_such_function"),
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),

@@ -89,7 +89,11 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
 def test_what_cannot_be_measured_is_refused_before_loading(trained_run, tmp_path, capsys):
     edits = f"gedit={write_edits(tmp_path / 'gedit')}"
     common = ["--config", str(trained_run.folder / "saved.yaml"), "--output", str(tmp_path / "out"), "--benchmarks"]
-    for name, said in (("t2iss", "Did you mean 't2is'"), (edits, "text alone"), ("t2is", "dataset/fetch.py t2is")):
-        assert load_script("evaluate").main([*common, name]) == 2 and said in capsys.readouterr().err
+    wrong = "--config.test.reward_fn_kwargs.consistency_for_editin.port=1"
+    for given, said in (
+        (["t2iss"], "Did you mean 't2is'"), ([edits], "text alone"), (["t2is"], "dataset/fetch.py t2is"),
+        ([edits, wrong], "Did you mean 'consistency_for_editing'"),
+    ):  # fmt: skip
+        assert load_script("evaluate").main([*common, *given]) == 2 and said in capsys.readouterr().err
     found = benchmarks.options_for(trained_run.options, edits)
     assert list(found.test.reward_fn) == ["consistency_for_editing"] and found.prompt_fn == "geneval_image"

@@ -1,5 +1,6 @@
 """LoRA: attached without changing anything, switched inside a block, saved and loaded in both formats."""
 
+import json
 import shutil
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_bad_loras_are_refused(tiny_flux_dir, tmp_path, save):
 
 
 def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch):
-    """From the hub's cache, while the hub cannot be reached."""
+    """From the hub's cache, while the hub cannot be reached; its targets are suffixes, as in published ones."""
     from huggingface_hub import constants
 
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
@@ -149,6 +150,8 @@ def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--someone--adapter"
     shutil.copytree(tmp_path / "lora", repository / "snapshots" / ("0" * 40))
+    config = repository / "snapshots" / ("0" * 40) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": list(policy.lora_targets)}))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     again, other = load("flux", tiny_flux_dir), load("flux", tiny_flux_dir)

@@ -46,7 +46,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(name):
 
 
 NO_TEXT = Item(7, "a fox")
-GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.')
+GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', image=IMAGES[0])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,8 @@ GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.')
         ("consistency_score", {}, NO_TEXT),
         ("consistency_score", {"question": "criteria"}, GRID),
         ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT),
+        ("consistency_for_editing", {}, NO_TEXT),
+        ("edit_score", {"server": "http://127.0.0.1:9"}, Item(9, "two", image=IMAGES[0], more_images=(IMAGES[0],))),
     ],
 )
 def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
