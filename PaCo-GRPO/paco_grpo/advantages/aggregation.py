@@ -121,12 +121,20 @@ FACTORIES = {
 def get_aggregate_fn(
     spec: Any, reward_weights: Mapping[str, float] | None = None, global_std: bool = False
 ) -> AggregateFn | None:
-    """The aggregation of a run. Raises ValueError: There is none, or it does not take one of the arguments.
+    """The aggregation of a run. Raises ValueError: There is none, or its arguments are wrong.
 
     Args:
         spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
-        reward_weights, global_std: Defaults of the built-in functions that take them.
+        reward_weights, global_std: Of the run: defaults of the built-in functions that take them.
     """
+    found = _find(spec, reward_weights, global_std)
+    own = getattr(found, "reward_weights", None)
+    if own is not None and (lacking := [name for name in reward_weights or () if name not in own]):
+        raise ValueError(f"config.train.aggregate_fn: its reward_weights lack {', '.join(lacking)}")
+    return found
+
+
+def _find(spec: Any, reward_weights: Mapping[str, float] | None, global_std: bool) -> AggregateFn | None:
     if spec is None or callable(spec):
         return spec
     name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})

@@ -108,6 +108,13 @@ def test_what_is_wrong_is_named():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             get_aggregate_fn(description)
+    partial = {"a": 1.0}
+    for spec in (
+        weighted_advantage_sum_aggregate_fn(partial),
+        {"name": "product_aggregate_fn", "arguments": {"reward_weights": partial}},
+    ):
+        with pytest.raises(ValueError, match="reward_weights lack b"):  # before training, not after an epoch
+            get_aggregate_fn(spec, WEIGHTS)
     with pytest.raises(ValueError, match="'global_std'"):
         get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
     for name in ("product_aggregate_fn", "log_tame_aggregate_fn"):  # before an epoch, not after it
