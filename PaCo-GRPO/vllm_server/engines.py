@@ -65,7 +65,7 @@ def choose_engine(settings: LaunchSettings, environment: Mapping[str, str], gpus
             return Engine("vllm", python, version)
         visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
         unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
-    reason = unfit or "found no vLLM in the activated environment or in .venv-vllm"
+    reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
         raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
@@ -81,8 +81,9 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
     """Where vLLM is looked for, in order; the last may not exist. An activated interpreter is on the PATH."""
     if given := environment.get("VLLM_PYTHON"):
         return [given]
-    found = [shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3")]
-    return list(dict.fromkeys(filter(None, (*found, str(REPOSITORY / ".venv-vllm/bin/python")))))
+    python, python3, vllm = (shutil.which(name, path=environment.get("PATH")) for name in ("python", "python3", "vllm"))
+    beside = vllm and str(Path(vllm).resolve().with_name("python"))  # uv and pipx link vllm to its own environment
+    return list(dict.fromkeys(filter(None, (python, python3, beside, str(REPOSITORY / ".venv-vllm/bin/python")))))
 
 
 def _find_vllm(python: str) -> list[str] | None:

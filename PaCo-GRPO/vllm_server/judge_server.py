@@ -25,7 +25,16 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_judge.images import UnreadableImage, as_received, open_image
@@ -64,14 +73,18 @@ class _Message(BaseModel):
     ]
 
 
+_Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
+
+
 class ChatRequest(BaseModel):
-    """The accepted fields. Sampling options accept only the value of a greedy answer."""
+    """The accepted fields; a null counts as missing. Sampling options accept only the value of a greedy answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str
     messages: list[_Message] = Field(min_length=1)
-    max_tokens: Annotated[StrictInt, Field(ge=1, le=1 << 20)] | None = None  # None: until the model ends its answer
+    max_tokens: _Length | None = None
+    max_completion_tokens: _Length | None = None  # OpenAI's newer name
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
     stream: Literal[False] = False
@@ -79,6 +92,17 @@ class ChatRequest(BaseModel):
     top_p: Annotated[float, Field(ge=1, le=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=0)] = 0
     seed: Any = None  # without effect
+    user: Any = None  # without effect
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer; None: until the model ends it."""
+        return self.max_completion_tokens or self.max_tokens
 
     def chat(self) -> tuple[list[dict], list[str]]:
         """The messages of the scorer's ``Chat``, and the images' URLs."""
@@ -189,7 +213,7 @@ class Engine:
         except ValueError as error:
             text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
             job.found = ApiError(text, param="messages", code="invalid_image")
-        if job.tokens + (job.request.max_tokens or 1) > self.max_model_len:
+        if job.tokens + (job.request.limit or 1) > self.max_model_len:
             text = f"the prompt has {job.tokens} tokens; with the answer, at most {self.max_model_len} (MAX_MODEL_LEN)"
             job.found = ApiError(text, param="messages", code="context_length_exceeded")
 
@@ -204,8 +228,8 @@ class Engine:
             return
         rows = self.scorer.first_token_logits([job.chat for job in jobs])
         ids = [[int(logits.argmax())] for logits in rows]
-        if longer := [index for index, job in enumerate(jobs) if job.request.max_tokens != 1]:
-            limits = [jobs[i].request.max_tokens or self.max_model_len - jobs[i].tokens for i in longer]
+        if longer := [index for index, job in enumerate(jobs) if job.request.limit != 1]:
+            limits = [jobs[i].request.limit or self.max_model_len - jobs[i].tokens for i in longer]
             written = self.scorer.generate([jobs[i].chat for i in longer], max(limits)).tolist()
             for index, row, limit in zip(longer, written, limits, strict=True):
                 end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))

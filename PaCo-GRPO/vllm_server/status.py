@@ -17,10 +17,16 @@ from vllm_server.state import STATE, end, label_folder, read, runtime_root
 
 
 def status(as_json: bool) -> int:
-    """Print a row for each server; the exit status."""
-    rows = []
+    """Print a row for each server; the exit status. A label whose file is damaged hides no other label."""
+    rows, damaged = [], False
     for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):
-        for server in read(file.parent):
+        try:
+            servers = read(file.parent)
+        except LaunchError as error:
+            print(f"status: {error}", file=sys.stderr)
+            damaged = True
+            continue
+        for server in servers:
             state = server.state(os.environ.get("VLLM_API_KEY") or None)
             rows.append({"label": file.parent.name, "state": state} | asdict(server))
     if as_json:
@@ -28,7 +34,7 @@ def status(as_json: bool) -> int:
     else:
         line = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
         print("\n".join(line.format(**row) for row in rows) or "No servers.")
-    return 0 if all(row["state"] == "healthy" for row in rows) else 3
+    return 1 if damaged else 0 if all(row["state"] == "healthy" for row in rows) else 3
 
 
 def stop() -> int:

@@ -11,6 +11,7 @@ from calculate_statistics import GROUPS, group_table, parse_row, task_table
 from evaluation import command_line, load_bench
 from PIL import Image
 
+from paco_eval.results import as_text
 from paco_judge.client import Pair
 from paco_judge.questions import editing_texts, load_editing_questions
 
@@ -34,6 +35,7 @@ def test_tables_by_hand():
     tasks = task_table(results).set_index("task type")
     assert tasks.loc["text_change", ["overall: pairs", "overall: strict", "overall: lenient"]].tolist() == [2, 0, 0.5]
     assert tasks.loc["own", "group"] == "other"
+    assert tasks["consistency: pairs"].tolist() == [1, 0, 0] and "0.0" not in as_text(tasks[["consistency: pairs"]])
 
 
 def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp_path, capsys):
@@ -83,11 +85,11 @@ def test_one_question_decides_every_dimension(edits):
 def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys):
     image = edits.data.parent / "images" / "6_b.png"
     image.write_bytes(image.read_bytes()[:-40])
-    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": None}}
+    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}}
     edit_lines(edits.data, {number: lambda row, new=new: row | new for number, new in changes.items()} | {15: "{}"})
     assert edits(BrightnessJudge()) == 1
     lines = capsys.readouterr().err.splitlines()
-    named = {6: "output_images[1]", 8: "beauty", 9: "output_images", 10: "strip", 15: "lacks"}
+    named = {6: "output_images[1]", 8: "no editing dimension 'beauty'", 9: "output_images", 10: "instruction", 15: "lacks"}
     for row, cause in named.items():
         assert any(line.startswith(f"item {row} ") and cause in line for line in lines), row
     assert {row["index"] for row in edits.rows} == {*range(20)} - {*named} and (tmp_path / "summary.txt").exists()

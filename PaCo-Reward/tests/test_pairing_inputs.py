@@ -69,6 +69,11 @@ def test_problems_of_options(world, tmp_path, change, named):
     assert not (tmp_path / "out").exists()
 
 
+def test_sets_of_nothing_are_an_error(world, tmp_path, lines):
+    one = write_lines(tmp_path / "one.jsonl", [lines[0] | {"image": "p0_0.png"}])
+    assert "no sets are left (prompts 1" in problem(world, tmp_path / "out", metadata=one, sets_only=True)
+
+
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: one file a line."""
     first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl

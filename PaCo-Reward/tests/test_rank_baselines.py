@@ -1,5 +1,7 @@
 """ConsistencyRank's baselines against direct computations."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,16 @@ def test_histogram_values(evaluate):
     red, mixed = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
     assert baselines.make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(0.75)
+
+
+def test_what_a_baseline_does_not_use_is_refused(rank, capsys, monkeypatch):
+    for option in ("--question pair", "--model some/judge", "--port 8000", "--image_format jpeg", "--prompt_template 2"):
+        with pytest.raises(SystemExit):
+            rank.main("--scorer", "histogram", *option.split())
+        assert "histogram does not use --" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    assert rank.main("--scorer", "clip_i") == 2
+    assert "pip install open_clip_torch" in capsys.readouterr().err
 
 
 def test_clip_i_is_the_cosine_of_image_features(evaluate, bench, tmp_path, monkeypatch):

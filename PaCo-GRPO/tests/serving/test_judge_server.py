@@ -120,8 +120,9 @@ async def test_routes_bodies_and_key(engine, http):
     assert row["id"] == "Judge" and row["max_model_len"] == 1024
     unknown = await http.get("/v1/embeddings")
     assert unknown.status_code == 404 and "/v1/embeddings" in unknown.json()["error"]["message"]
-    neutral = {"messages": TEXT, "n": 1, "top_p": 1.0, "temperature": 0.0, "seed": 3}
-    assert (await http.post("/v1/chat/completions", json=SCORE | neutral)).status_code == 200
+    neutral = {"messages": TEXT, "n": 1, "top_p": 1.0, "temperature": 0.0, "stop": None, "seed": 3, "user": "me"}
+    answer = await http.post("/v1/chat/completions", json=SCORE | neutral | {"max_tokens": None, "max_completion_tokens": 1})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1
     for content, status in ((b"x" * (1 << 20) + b"x", 413), (b"{", 400), (b"[" * 100_000, 400)):
         assert (await http.post("/v1/chat/completions", content=content)).status_code == status
     guarded = build_app(engine, "Judge", api_key="secret")

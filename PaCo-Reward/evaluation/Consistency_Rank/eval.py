@@ -36,11 +36,11 @@ from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.results import BenchError, Row, read_rows
-from paco_eval.runner import Item, Prepared, exit_status, new_parser, parse, run_benchmark, run_judge
+from paco_eval.runner import HUB_MODEL, Item, Prepared, exit_status, new_parser, parse, run_benchmark, run_judge
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
 from paco_judge.images import load_image
-from paco_judge.questions import Question, load_question
+from paco_judge.questions import DEFAULT_FORM, Question, load_question
 from paco_judge.verdict import mean_over_dimensions
 
 BENCH = "ConsistencyRank-Bench"
@@ -189,7 +189,13 @@ def main(arguments: list[str] | None = None) -> int:
     question.add_argument("--question", metavar="NAME|FILE", help=text)
     text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
     question.add_argument("--prompt_template", type=int, choices=TEMPLATES, default=DEFAULT_TEMPLATE, help=text)
-    return exit_status(evaluate, parse(parser, arguments))
+    args = parse(parser, arguments)
+    if args.scorer:  # a baseline asks no judge
+        judge = ("server", "engine", "adapter", "question", "prompt_template", *vars(DEFAULT_FORM))
+        given = [name for name in judge if getattr(args, name) != parser.get_default(name)]
+        if given or args.model != HUB_MODEL:
+            parser.error(f"--scorer {args.scorer} does not use --{(*given, 'model')[0]}")
+    return exit_status(evaluate, args)
 
 
 if __name__ == "__main__":

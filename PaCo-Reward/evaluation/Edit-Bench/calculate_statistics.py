@@ -54,7 +54,9 @@ def task_table(results: pd.DataFrame) -> pd.DataFrame:
     shares = results.groupby(["model", "group", "task type", "dimension"]).agg(
         pairs=("strict", "size"), strict=("strict", "mean"), lenient=("lenient", "mean")
     )
-    table = shares.unstack("dimension").swaplevel(axis=1).sort_index(axis=1, level=0, sort_remaining=False)
+    table = shares.unstack("dimension")
+    table["pairs"] = table["pairs"].fillna(0).astype(int)
+    table = table.swaplevel(axis=1).sort_index(axis=1, level=0, sort_remaining=False)
     table.columns = [f"{dimension}: {column}" for dimension, column in table.columns]
     return table.reset_index()
 

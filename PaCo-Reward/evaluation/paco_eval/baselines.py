@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from paco_eval.engines import ScorePairs
+from paco_eval.results import BenchError
 from paco_judge.client import Pair
 from paco_judge.verdict import Verdict
 
@@ -20,9 +21,12 @@ DREAMSIM_TYPE = "ensemble"
 
 
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
-    """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once."""
-    load = {"clip_i": _clip, "dreamsim": _dreamsim}.get(name)
-    describe = _features(load, batch_size) if load else histograms
+    """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once. Raises BenchError without its package."""
+    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}.get(name, ("", None))
+    try:
+        describe = _features(load, batch_size) if load else histograms
+    except ImportError as error:
+        raise BenchError(f"--scorer {name} needs the package {package} ({error}); pip install {package}") from error
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         images = {id(image): image for pair in pairs for image in pair.images}  # each is described once

@@ -56,10 +56,10 @@ class JudgeClient:
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.model, self.form, self.deadline_s = model, form, deadline_s
+        self.model, self.form, self.max_concurrency, self.deadline_s = model, form, max_concurrency, deadline_s
         self._headers = transport.json_headers(api_key)
         self._served: str | None = None
-        self._slots = asyncio.Semaphore(max_concurrency)
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}  # a forked process has another loop
 
     def check(self) -> str:
         """The served name of the model; the server is asked once. Raises JudgeError."""
@@ -112,7 +112,7 @@ class JudgeClient:
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return None, str(unreadable)
         fields = sampling or {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
-        async with self._slots:
+        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)):
             request = {"model": model, "messages": build_messages(urls, question, self.form)} | fields
             body = json.dumps(request).encode()
             key = hashlib.sha256(f"{self.base_url} {self.form.answer_tokens} ".encode() + body).digest()

@@ -97,8 +97,12 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
 def editing_texts(questions: Sequence[Question], instruction: str, dimension: str = "overall") -> dict[str, str]:
     """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension that each is about.
 
-    ``overall`` needs both; a single question decides every dimension.
+    ``overall`` needs both; a single question decides every dimension. Raises ValueError.
     """
+    if dimension not in EDIT_DIMENSIONS:
+        raise ValueError(f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}")
+    if not instruction.strip():
+        raise ValueError("the editing instruction is empty")
     consistency, *following = (question.text(instruction=instruction.strip()) for question in questions)
     if not following:
         return {"consistency": consistency}
@@ -123,6 +127,8 @@ class RequestForm:
         for name, known in (("image_format", IMAGE_FORMATS), ("answer_tokens", tuple(ANSWER_TOKENS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        if self.image_labels and "{n}" not in self.image_labels and re.search(r"\d", self.image_labels):
+            raise ValueError(f"image_labels={self.image_labels!r}: write {{n}} for the number, as in '<img{{n}}>: '")
 
     def label(self, number: int) -> str:
         """The text before image ``number``, counted from 1."""

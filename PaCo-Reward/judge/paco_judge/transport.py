@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import logging
+import os
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ _BUSY = (None, 429, 502, 503, 504)  # None: no connection
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)  # refused, or packets are dropped
 _down_since: dict[str, float] = {}  # by URL
 _executor, _lock = ThreadPoolExecutor(1), threading.Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class NoAnswer(Exception):
@@ -33,14 +35,17 @@ class NoAnswer(Exception):
 
 
 @cache
-def _start() -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
+def _start(process: int) -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
+    """The loop and session of a process: a forked child has no thread of its parent."""
+
     async def session() -> aiohttp.ClientSession:
         # Nothing is unpacked: a megabyte of gzip would become a gigabyte.
         plain = {"headers": {"accept-encoding": "identity"}, "auto_decompress": False}
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), **plain)
 
     def close() -> None:
-        asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1)
+        if os.getpid() == process:
+            asyncio.run_coroutine_threadsafe(opened.close(), loop).result(1)
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paco-judge", daemon=True).start()
@@ -52,7 +57,7 @@ def _start() -> tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession]:
 def run(coroutine: Coroutine) -> Any:
     """The result of a coroutine on the process's loop, from any other thread."""
     with _lock:
-        loop, _ = _start()
+        loop, _ = _start(os.getpid())
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     while not wait([future], 1.0).done:
         _executor.submit(int)  # an error once the interpreter exits: a waiting thread does not keep it alive
@@ -91,7 +96,7 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
 
 async def request(method: str, url: str, headers: dict[str, str], deadline: float, body: bytes | None = None) -> bytes:
     """One attempt, on the process's loop. Raises NoAnswer."""
-    answer, session = bytearray(), _start()[1]
+    answer, session = bytearray(), _start(os.getpid())[1]
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     asked = session.request(method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False)
     try:

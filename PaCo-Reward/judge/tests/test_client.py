@@ -2,6 +2,7 @@
 
 import base64
 import io
+import multiprocessing
 import time
 import zlib
 
@@ -143,6 +144,19 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
         assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
+
+
+def test_a_forked_process_has_connections_of_its_own():
+    with FakeJudge(delay_s=0.01) as judge:
+        scorer = client(judge, max_concurrency=1)
+        scorer.score_blocking(batch(4, "parent"))
+        child = multiprocessing.get_context("fork").Process(target=scorer.score_blocking, args=(batch(4, "child"),))
+        child.start()
+        child.join(20)
+        hangs = child.is_alive()
+        child.kill()
+        assert not hangs and child.exitcode == 0 and len(judge.requests) == 8
+        assert scorer.score_blocking(batch(1, "parent again"))[0].ok
 
 
 def test_a_missing_judge_is_reported_at_once():

@@ -66,6 +66,11 @@ def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
 
 
+def test_one_number_is_not_the_label_of_every_image():
+    with pytest.raises(ValueError, match="{n}"):
+        RequestForm("<img1>: ")
+
+
 @given(st.text(min_size=1).filter(str.strip))
 def test_editing_dimensions_ask_the_editing_questions(instruction):
     questions = load_editing_questions()

@@ -84,9 +84,9 @@ def build(options: Namespace) -> dict[str, Any]:
 
     asked = record((question,) * bool(items) + editing * bool(edits), form)
     counts = Counter({name: value for name, value in counts.items() if value})
-    if not datasets and not options.sets_only:
-        lost = ", ".join(f"{name} {value}" for name, value in counts.items())
-        raise PacoRewardError(f"no balanced pairs are left ({lost}); add images or rankings, or loosen the options")
+    if not (counts["sets"] if options.sets_only else datasets):
+        what, lost = "sets" if options.sets_only else "balanced pairs", ", ".join(f"{n} {v}" for n, v in counts.items())
+        raise PacoRewardError(f"no {what} are left ({lost}); add images or rankings, or loosen the options")
     numbers = _write_datasets(output, datasets, pair_prefix(form))
     stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": numbers}
     _write_json(output / "stats.json", stats)
