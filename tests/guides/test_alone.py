@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")}
     clean["PYTHONFAULTHANDLER"] = "1"  # a crash names its place
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
