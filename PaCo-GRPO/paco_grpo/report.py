@@ -129,7 +129,10 @@ def write_report(
     accuracy = _table(["", "before training", "after"], ends)
     names = [name for name in run.train if name in run.test]
     names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
-    shown_pairs = run.pairs[:: max(1, len(run.pairs) // GALLERY)][:GALLERY]  # chosen by place, never by score
+    # Chosen by category and place, never by score.
+    sorted_pairs = sorted(run.pairs, key=lambda pair: pair[0].get("category") or "")
+    places = np.linspace(0, len(sorted_pairs) - 1, min(GALLERY, len(sorted_pairs))).round().astype(int)
+    shown_pairs = [sorted_pairs[place] for place in places]
     gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in shown_pairs)
     with matplotlib.rc_context(PLOT):
         figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}

@@ -47,7 +47,7 @@ def fake_run(folder: Path, epochs: int, images: int) -> Path:
 
 
 def test_a_whole_page(tmp_path):
-    folder = fake_run(tmp_path / "runs" / "toy_t2is", epochs=4, images=16)
+    folder = fake_run(tmp_path / "runs" / "toy_t2is", epochs=4, images=24)
     (tmp_path / "judge.json").write_text('{"accuracy": 0.97, "auc": 0.995, "n": 600}')
     (tmp_path / "seconds.json").write_text('{"world": 12.0, "judge": 310.0}')
     page, *pictures = write_report(folder, tmp_path / "out" / "report.html", judge=2 * [tmp_path / "judge.json"],
@@ -57,6 +57,7 @@ def test_a_whole_page(tmp_path):
     for part in ("A &lt;title&gt; &amp; more", "&lt;one&gt; shape", "64 px", "128 px", "seed 3", "0.970", "0.420 ± 0.030"):
         assert part in text
     assert text.count("<article>") == 12 and text.count("<figure>") == 24 and len(pictures) == 4
+    assert text.count('<span class="faint">a</span>') == text.count('<span class="faint">b</span>') == 6
     run = read_run(folder)
     assert run.epochs == 4 and run.test["oracle_consistency"][:, 0].tolist() == [0, 2, 4]
     assert run.train["consistency_score"][:, 2] == pytest.approx(np.full(4, 0.32 / 8))  # 64 images an epoch
