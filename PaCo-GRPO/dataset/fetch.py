@@ -16,6 +16,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _PIECE = 64  # rows of a table in memory
 _TEST_SHARE = 0.1  # of sets without a test split
 
 
-def t2is(source: Path, out: Path, *, open_twins: bool, **_) -> None:
+def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
     A set in one file is divided by theme, so that train and test share none. Files named by split, as those of the
@@ -52,7 +53,7 @@ def t2is(source: Path, out: Path, *, open_twins: bool, **_) -> None:
     for split, rows in splits.items():
         if open_twins:
             rows = [each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each]
-        _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
+        _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows), limit)
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,16 +73,16 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return twin
 
 
-def gedit(source: Path, out: Path, **_) -> None:
+def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """GEdit-Bench, as published in Parquet files → ``geneval_image``, all of it as the test split."""
     rows = []
     (out / "images").mkdir()
-    for row in _parquet_rows(_files(source, "*.parquet")):
-        if row["instruction_language"] == "en":
-            name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
-            image = row.get("input_image_raw") or row["input_image"]
-            read_image(image["bytes"]).save(out / name)
-            rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
+    english = (row for row in _parquet_rows(_files(source, "*.parquet")) if row["instruction_language"] == "en")
+    for row in islice(english, limit):
+        name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
+        image = row.get("input_image_raw") or row["input_image"]
+        read_image(image["bytes"]).save(out / name)
+        rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
@@ -130,21 +131,23 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split."""
     seen: set[str] = set()
-    for split in ("test", "train"):
-        captions: list[str] = []
+
+    def new_captions(split: str) -> Iterator[str]:
         for row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
             caption = " ".join(str(row["caption"] or "").split())
-            if caption and caption not in seen and (limit is None or len(captions) < limit):
+            if caption and caption not in seen:
                 seen.add(caption)
-                captions.append(caption)
-        _write_lines(out / f"{split}.txt", captions)
+                yield caption
+
+    for split in ("test", "train"):
+        _write_lines(out / f"{split}.txt", new_captions(split), limit)
 
 
-def ocr(source: Path, out: Path, **_) -> None:
+def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         lines = (" ".join(line.split()) for line in text_of(source / f"{split}.txt").splitlines())
-        _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)))
+        _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)), limit)
 
 
 def _split_of(text: str) -> str:
@@ -159,8 +162,8 @@ def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> It
             yield from batch.to_pylist()
 
 
-def _write_lines(file: Path, lines: Iterable[str]) -> None:
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+def _write_lines(file: Path, lines: Iterable[str], limit: int | None = None) -> None:
+    file.write_text("".join(line + "\n" for line in islice(lines, limit)), encoding="utf-8")
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

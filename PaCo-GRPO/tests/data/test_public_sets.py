@@ -71,12 +71,14 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
     assert fetch.run("t2is", "--source", str(source / "half_leq_4")) == 0
     for split in ("train", "test"):
         assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == rows
+    assert fetch.run("t2is", "--source", str(source / "all"), "--output", str(tmp_path / "one"), "--limit", "1") == 0
+    assert [item.metadata for item in load_prompts(tmp_path / "one", "train")] == rows[:1]
 
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     rows = [
         {"task_type": kind, "key": f"k/{i}", "instruction": f"do {i}", "instruction_language": language,
-         "input_image": {"bytes": encoded("red"), "path": None}, "input_image_raw": {"bytes": encoded("blue", "JPEG"), "path": None}}
+         "input_image": {"bytes": encoded("red")}, "input_image_raw": {"bytes": encoded("blue", "JPEG")}}
         for i, (kind, language) in enumerate([("color_alter", "en"), ("color_alter", "cn"), ("ps_human", "en")])
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), source / "train-00000-of-00001.parquet")
@@ -86,6 +88,8 @@ def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     assert found == [("do 0", "color_alter", "k/0"), ("do 2", "ps_human", "k/2")]
     red, _, blue = items[0].image.getpixel((0, 0))
     assert red < 10 and blue > 245  # the raw image, not the resized one
+    assert fetch.run("gedit", "--output", str(tmp_path / "one"), "--limit", "1") == 0
+    assert [item.prompt for item in load_prompts(tmp_path / "one", "test", "geneval_image")] == ["do 0"]
 
 
 def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
