@@ -52,5 +52,5 @@ class Item:
 
     @property
     def num_images(self) -> int:
-        """Their number; none is read."""
+        """How many reference images there are; none is read."""
         return 0 if self.__dict__["_image"] is None else 1 + len(self.__dict__["_more_images"])

@@ -20,7 +20,7 @@ class ToyConditioning(Conditioning):
 
 
 class _Velocity(nn.Module, BaseTunerLayer):
-    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` for the adapters of that name, else ``current``."""
+    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` in those snapshots, else ``current``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ STD_FLOOR = 1e-6
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); ``std`` defaults to that of ``values``, without Bessel's correction."""
+    """(values − mean) / max(std, 1e-6). If ``std`` is None, it is that of ``values`` (√ of the mean square)."""
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
@@ -128,7 +128,7 @@ def get_aggregate_fn(
         reward_weights, global_std: Of the run: defaults of the built-in functions that take them.
     """
     found = _find(spec, reward_weights, global_std)
-    own = getattr(found, "reward_weights", None)
+    own = getattr(found, "reward_weights", None)  # checked here, because it is called only after an epoch's sampling
     if own is not None and (lacking := [name for name in reward_weights or () if name not in own]):
         raise ValueError(f"config.train.aggregate_fn: its reward_weights lack {', '.join(lacking)}")
     return found
@@ -142,9 +142,6 @@ def _find(spec: Any, reward_weights: Mapping[str, float] | None, global_std: boo
     try:
         if name in FACTORIES:
             run, known = {"reward_weights": reward_weights, "global_std": global_std}, _arguments(FACTORIES[name])
-            weighed = given.get("reward_weights") or reward_weights or {}
-            if missing := [reward for reward in reward_weights or {} if reward not in weighed]:
-                raise ValueError(f"its reward_weights lack {', '.join(missing)}")  # else found after an epoch
             return FACTORIES[name](**{key: value for key, value in run.items() if key in known} | dict(given))
         if given:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")

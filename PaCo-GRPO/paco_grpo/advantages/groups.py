@@ -16,6 +16,8 @@ from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_
 
 @dataclass(frozen=True)
 class AdvantageResult:
+    """What ``compute_advantages`` returns, for n samples."""
+
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
     # For the log. zero_std_share: of groups whose aggregate does not vary; dropped_share: missing, or alone in a group
@@ -45,7 +47,7 @@ def compute_advantages(
         reward_weights: For the default weighted sum; every reward needs one.
         aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
         global_std: Divide by the std over everything instead of over the group.
-        per_prompt: False = one group of everything, as always with one image per prompt.
+        per_prompt: False = one group of everything. Items with one image each are one group in any case.
         rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
         features: (n, d), for the two options below; see :mod:`paco_grpo.advantages.diversity`.
         entropy_bonus: λ of the λ·(−log p) that is added to the aggregated reward.

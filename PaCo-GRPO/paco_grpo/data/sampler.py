@@ -20,6 +20,7 @@ class EpochSamples:
     group_seeds: np.ndarray  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
+        """Positions (int64) in the global order of the samples of ``process``."""
         return np.arange(process, len(self.item_ids), num_processes)
 
 
@@ -37,7 +38,7 @@ class GroupSampler:
         self.epoch = 0
 
     def samples(self, epoch: int | None = None) -> EpochSamples:
-        """By default, of the current epoch."""
+        """The samples of ``epoch``, by default of the current one."""
         epoch = self.epoch if epoch is None else epoch
         order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]

@@ -221,9 +221,9 @@ class DiffusersPolicy(Policy):
         with self.autocast():
             return self._forward(inputs)[:, : inputs.latents.shape[1]].float()
 
+    @abstractmethod
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """The velocity (B, N', C) in any precision, whose first N tokens are the generated ones."""
-        raise NotImplementedError
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Image tokens (B, M, C), the generated ones first; rows and columns of that image and of each reference."""

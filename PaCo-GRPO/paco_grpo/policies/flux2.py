@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
@@ -82,9 +82,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         width, height = self._scaled(image, item)
         return self._whole(height), self._whole(width)
 
-    def _whole(self, side: float) -> int:
-        return max(int(side) // self.size_multiple, 1) * self.size_multiple
-
     def _scaled(self, image: Image.Image, item: Item) -> tuple[int, int]:
         """Width and height of ``image`` before its edges are cut."""
         area = min(_MEGAPIXEL, (item.height or math.inf) * (item.width or math.inf))
@@ -123,7 +120,7 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
 
     pipeline_class = Flux2KleinPipeline
     family = "FLUX.2 Klein"
-    default_negative: ClassVar[str | None] = ""
+    default_negative = ""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:

@@ -16,6 +16,4 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline fits ``max_area``: both sides rounded, then down to the multiple (at least one)."""
-        sides = round(math.sqrt(area / aspect)), round(math.sqrt(area * aspect))
-        height, width = (max(side // self.size_multiple, 1) * self.size_multiple for side in sides)
-        return height, width
+        return self._whole(round(math.sqrt(area / aspect))), self._whole(round(math.sqrt(area * aspect)))

@@ -63,6 +63,10 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """Height and width of ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
 
+    def _whole(self, side: float) -> int:
+        """``side`` down to a multiple of ``size_multiple``, at least one."""
+        return max(int(side) // self.size_multiple, 1) * self.size_multiple
+
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
         """As in ``Policy``."""
         height, width = item.height, item.width

@@ -21,7 +21,7 @@ class TrueCfgPolicy(DiffusersPolicy):
         super().__init__(pipeline, **options)
         given, scaled = self.negative_prompt is not None, self.guidance_scale > self.least_scale
         self.guided = self.would_guide(self.guidance_scale, self.negative_prompt)
-        if given > scaled or (scaled and not given and self.default_negative is None):
+        if (given and not scaled) or (scaled and not given and self.default_negative is None):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
                 "scale above %g and a negative prompt (a space is enough)",

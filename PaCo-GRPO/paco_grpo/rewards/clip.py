@@ -33,7 +33,8 @@ def download(load: Callable[[], object]) -> None:
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
-    Subclasses define ``open``, ``encode_images`` and ``encode_texts``.
+    Subclasses define ``open``, which returns the model, and ``encode_images`` and ``encode_texts``, which return features
+    (n, C) that need not be unit vectors.
     """
 
     what, command = "", ""  # the weights, and how they are downloaded
@@ -159,21 +160,30 @@ class OpenClip(Clip):
 open_clip_model = cache(OpenClip)  # one for all rewards of a process
 
 
-def subfig_clipT(
+def _sub_figure_reward(
+    compare: Callable[[Clip, int], Reward],
     model: str = OPEN_CLIP,
     pretrained: str | None = OPEN_CLIP_WEIGHTS,
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     dtype: str = "float32",
 ) -> Reward:
-    """Mean cosine similarity of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1].
+    """A reward of sub-figures by their OpenCLIP features.
 
     Args:
+        compare: (model, ``batch_size``) → the reward.
         pretrained: OpenCLIP's tag, or a local file, of the weights.
         batch_size: Sub-figures (texts) at once.
         dtype: See ``ClipScore``.
     """
     clip = open_clip_model(model, pretrained, torch.device(device), dtype)
+    score = compare(clip, batch_size)
+    score.check = clip.load
+    return score
+
+
+def _with_panels(clip: Clip, batch_size: int) -> Reward:
+    """Mean cosine of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         grids = [split_prompt(item.prompt) for item in items]
@@ -183,22 +193,13 @@ def subfig_clipT(
         by_image = np.split(cosines, np.cumsum([len(grid.panels) for grid in grids])[:-1])
         return np.array([part.mean() for part in by_image])
 
-    score.check = clip.load
     return score
 
 
-def subfig_clipI(
-    model: str = OPEN_CLIP,
-    pretrained: str | None = OPEN_CLIP_WEIGHTS,
-    device: torch.device | str = "cpu",
-    batch_size: int = 32,
-    dtype: str = "float32",
-) -> Reward:
-    """How similar are the sub-figures to each other? Arguments and model as in ``subfig_clipT``."""
-    clip = open_clip_model(model, pretrained, torch.device(device), dtype)
-    score = mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))
-    score.check = clip.load
-    return score
+def _with_each_other(clip: Clip, batch_size: int) -> Reward:
+    return mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))
 
 
+subfig_clipT = partial(_sub_figure_reward, _with_panels)
+subfig_clipI = partial(_sub_figure_reward, _with_each_other)
 subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")

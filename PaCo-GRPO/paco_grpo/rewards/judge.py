@@ -58,6 +58,7 @@ class ServerReward:
         self.parallel_calls = self.max_concurrency  # of one image each: the client limits the requests in flight
 
     def form(self) -> RequestForm:
+        """How a question is put to the model."""
         return RequestForm()
 
 
@@ -94,7 +95,7 @@ class JudgeReward(ServerReward):
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
-        """The questions on images of one item."""
+        """The questions on ``images`` of one ``item``: a single image, or all of them where it ``compares_images``."""
         raise NotImplementedError
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -166,6 +167,7 @@ class BetweenImages(ConsistencyScore):
             raise ValueError(f"others={self.others} must be at least 2")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+        """About one pair of sub-figures of each two neighbors; nothing where the item is not open."""
         cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
         # Two different sub-figures, because sub-figures of the same place look alike.
@@ -203,6 +205,7 @@ class WinRate(JudgeReward):
             raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+        """Both orders of each two neighbors, one after the other."""
         compared = neighbors(len(images), len(images) if self.opponents is None else self.opponents)
         references = item.images
         text = self.asked[-1 if references else 0].text(prompt=item.prompt.strip())
@@ -264,6 +267,7 @@ class ConsistencyForEditing(JudgeReward):
         check_references(item, "consistency_for_editing")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+        """All of the first question, then all of the second."""
         check_references(item, "consistency_for_editing")
         (image,), references = images, item.images
         asked: list[list[Pair]] = []

@@ -144,8 +144,10 @@ class ScoreQueue:
         self._held.clear()
 
     def failed(self) -> bool:
+        """Whether a call has already ended with an exception; does not wait."""
         return any(future.done() and future.exception() is not None for future in list(self._calls))
 
     def close(self) -> None:
+        """Drop the calls that have not begun."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)

@@ -140,6 +140,7 @@ class CheckedReward:
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
 
     def check(self) -> None:
+        """The reward's own ``check``, if it has one."""
         if hasattr(self.function, "check"):
             self.function.check()
 
@@ -152,6 +153,7 @@ class CheckedReward:
                 raise RewardError(f"item {item.item_id} of the prompt set cannot be scored: {error}") from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        """Scores (n,) float64, NaN = missing. Raises RewardError: Another shape, or a number too large."""
         scores = np.asarray(self.function(images, items), dtype=np.float64)
         if scores.shape != (len(images),):
             raise RewardError(f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images")

@@ -50,7 +50,7 @@ def sde_step(
     velocity: torch.Tensor,
     sigma: torch.Tensor,
     sigma_next: torch.Tensor,
-    sigma_first: torch.Tensor | float,
+    sigma_first: float,
     noise_level: float,
 ) -> Transition:
     """Flow-SDE step (Flow-GRPO, arXiv 2505.05470, eq. 9).
@@ -59,7 +59,7 @@ def sde_step(
         mean = x·(1 + s²/(2σ_i)·dt) + v·(1 + s²(1−σ_i)/(2σ_i))·dt;  std = s·sqrt(−dt)
     """
     dt = sigma_next - sigma
-    sigma_tilde = torch.where(sigma == 1, torch.full_like(sigma, float(sigma_first)), sigma)
+    sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
     s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
     half = s.square() / (2 * sigma)
     mean = latents * _expand(1 + half * dt, latents) + velocity * _expand((1 + half * (1 - sigma)) * dt, latents)
@@ -71,7 +71,7 @@ def cps_step(
     velocity: torch.Tensor,
     sigma: torch.Tensor,
     sigma_next: torch.Tensor,
-    sigma_first: torch.Tensor | float,
+    sigma_first: float,
     noise_level: float,
 ) -> Transition:
     """Flow-CPS step (coefficients-preserving sampling, arXiv 2509.05952): noise is swapped for noise, never added.

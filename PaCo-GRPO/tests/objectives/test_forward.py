@@ -56,7 +56,8 @@ def test_noise_of_samples_and_of_groups():
     for kind, all_of in ((False, own), (True, shared)):
         assert torch.equal(noise(one, kind)[0], all_of[2])
     assert not torch.equal(noise(Step(step.rollout, 2, step.advantages, epoch_seed=8), True), shared)
-    others = [noise(Step(step.rollout, *place), False) for place in ((2, step.advantages, None, 7, 1), (0.5, step.advantages), (0.3, step.advantages))]
+    places = (2, step.advantages, None, 7, 1), (0.5, step.advantages), (0.3, step.advantages)
+    others = [noise(Step(step.rollout, *place), False) for place in places]
     assert len(torch.unique(torch.stack([own, *others]).flatten(1), dim=0)) == 4  # each inner epoch, and σ between the steps
 
 

@@ -81,9 +81,8 @@ def numpy_loss(name, policy, result, train):
         current, seeds = policy.transformer.current, [(5 << 32) + int(item) for item in result.item_ids]
         members = np.flatnonzero(result.item_ids.numpy() == int(result.item_ids[b]))
         mean = np.mean([ADVANTAGES[i] for i in members])
-        total = train.dgpo_beta * np.mean(
-            [(ADVANTAGES[i] - mean) * (error(current, step, i, seeds[i]) - error(policy.transformer.base, step, i, seeds[i])) for i in members]
-        )
+        changes = [error(current, step, i, seeds[i]) - error(policy.transformer.base, step, i, seeds[i]) for i in members]
+        total = train.dgpo_beta * np.mean([(ADVANTAGES[i] - mean) * c for i, c in zip(members, changes, strict=True)])
         kl = distance(policy.transformer.base, step, b, seeds[b])
         return (advantage - mean) / (1 + np.exp(-total)) * error(current, step, b, seeds[b]) + train.beta * kl
 

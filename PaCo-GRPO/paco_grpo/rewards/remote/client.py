@@ -66,7 +66,7 @@ class RemoteReward:
                 answer = transport.run(transport.post(f"{self.server}/score", self._headers, body, deadline))
                 scores[part] = decode_scores(answer, len(images[part]))
             except (transport.NoAnswer, WireError) as error:
-                if getattr(error, "status", 0) is not None:
+                if isinstance(error, WireError) or error.status is not None:  # there was an answer
                     raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
                 count = len(images[part])
                 logger.warning("reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error)

@@ -38,6 +38,7 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
         return JSONResponse({"status": "ok", "reward": name})
 
     async def post_score(request: Request) -> Response:
+        """One request at a time; of a caller who left while it waited, nothing is computed."""
         body = await read_body(request, max_body_bytes)
         async with turn:
             if await request.is_disconnected():
