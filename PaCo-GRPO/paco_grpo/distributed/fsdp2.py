@@ -18,7 +18,7 @@ class FSDP2(Replicated):
     """The transformer's weights are sharded over the processes, block by block.
 
     With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base, and stay whole on
-    every process. Without LoRA everything is (parameters, gradients and optimizer).
+    every process. Without LoRA everything is sharded: parameters, gradients and optimizer.
     """
 
     name = "fsdp2"
@@ -30,7 +30,7 @@ class FSDP2(Replicated):
         return torch.device("cpu")
 
     def place(self, policy: Policy) -> None:
-        """A device never holds more than its share and one block."""
+        """Shard block by block: a device never holds more than its share and one block."""
         device = self.accelerator.device
         policy.device = device
         policy.move_encoders(device)

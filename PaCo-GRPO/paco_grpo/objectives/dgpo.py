@@ -39,7 +39,7 @@ def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tenso
 
 
 def group_weights(changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions) -> np.ndarray:
-    """sigmoid(s)·A_i (n, steps), A centered again after clipping and left-out samples."""
+    """sigmoid(s)·A_i (n, steps), A centered again, since clipping and left-out samples shift it."""
     weights = np.zeros_like(changes)
     clipped = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
     for item in np.unique(item_ids):

@@ -124,22 +124,23 @@ class ConsistencyScore(JudgeReward):
     """
 
     question: str = "theme"
+    name: ClassVar[str] = "consistency_score"
     fields = ("theme", "criterion")
 
     @classmethod
     def check_item(cls, item: Item, kwargs: Mapping[str, Any]) -> None:
-        check_panels(item, "consistency_score")
-        _texts(*cls.load(kwargs.get("question", cls.question)), item)
+        check_panels(item, cls.name)
+        _texts(*cls.load(kwargs.get("question", cls.question)), item, cls.name)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         (image,) = images
-        cells = split_image(image, *check_panels(item, "consistency_score"))
+        cells = split_image(image, *check_panels(item, self.name))
         asked, of_pairs = self.about([(cells[i], cells[j]) for i, j in pairs(len(cells))], item)
         return asked, lambda p_yes: of_pairs(p_yes).mean()
 
     def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> Asked:
         """Questions on n pairs of sub-figures → their P(Yes), (n,): mean within a dimension, then over dimensions."""
-        dimensions = _texts(self.asked[0], item)
+        dimensions = _texts(self.asked[0], item, self.name)
         texts = [text for dimension in dimensions for text in dimension]
         ends = np.cumsum([len(dimension) for dimension in dimensions])[:-1]
 
@@ -159,6 +160,7 @@ class BetweenImages(ConsistencyScore):
     """
 
     others: int = 14
+    name: ClassVar[str] = "between_images"
     compares_images: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -168,7 +170,7 @@ class BetweenImages(ConsistencyScore):
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
         """About one pair of sub-figures of each two neighbors; nothing where the item is not open."""
-        cells = [split_image(image, *check_panels(item, "between_images")) for image in images]
+        cells = [split_image(image, *check_panels(item, self.name)) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
         # Two different sub-figures, because sub-figures of the same place look alike.
         places = itertools.cycle(itertools.permutations(range(len(cells[0])), 2))
@@ -242,13 +244,13 @@ def _pair(text: str, shown: Sequence[Image.Image]) -> Pair:
     return Pair(shown[0], shown[1], text, tuple(shown[2:]))
 
 
-def _texts(question: Question, item: Item) -> list[tuple[str, ...]]:
-    """What is asked about an item, by dimension."""
+def _texts(question: Question, item: Item, reward: str) -> list[tuple[str, ...]]:
+    """What ``reward`` asks about an item, by dimension."""
     theme = split_prompt(item.prompt).theme if "theme" in question.fields else ""
     try:
         return list(question.texts(item.metadata.get("criteria") or {}, theme=theme).values())
     except ValueError as error:
-        raise ValueError(f"consistency_score, item {item.item_id}: {error}") from error
+        raise ValueError(f"{reward}, item {item.item_id}: {error}") from error
 
 
 @dataclass(eq=False)
