@@ -33,7 +33,8 @@ begin() {
     trap 'echo; echo "interrupted; run it again to continue" >&2; exit 130' INT TERM HUP
     trap end EXIT
     local settings
-    settings="$(printf '%s\n' "$seed" "$minutes" "${overrides[@]}" | cat - "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml | sha256sum)"
+    settings="$(printf '%s\n' "$seed" "$minutes" "${overrides[@]}" |
+        cat - "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml | sha256sum)"
     if [[ -n "$fresh" || "$(cat "$done_file.settings" 2>/dev/null)" != "$settings" ]]; then
         [[ -n "$fresh" || ! -e "$done_file" ]] || echo "other settings or configurations than last time: starting over"
         discard

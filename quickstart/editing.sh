@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# RL of a toy image editor on a CPU: FLUX Kontext on instructions such as "make the star blue", with the oracle's score as reward.
+# RL of a toy image editor on a CPU: FLUX Kontext on instructions such as "make the star blue", rewarded by the oracle.
 #   bash quickstart/editing.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
 # --seed N            of the edits and of RL (default 0)
 # --minutes M         most time for RL's epochs (default 5)

@@ -11,12 +11,12 @@ toy_models.build judge --seed 7 --out ../quickstart/models`), other wording (`th
 other pairs (`bash quickstart/run.sh --seed 100`). FILE holds its `theme`.
 
 Every run is evaluated on 24 open prompts with 8 images each: w, b and kappa by the oracle, the judge and the other
-judge. Errors are between seeds. `warnings` are health signals with the epoch of the first, `judge` the SHA-256 of its
-weights. Runs of different judges are never averaged; runs of another commit count as finished with --any_commit only.
-The quickstart's settings were chosen on seeds 0 to 9; seeds from 10 on were run once. Rows of the study `hacks` are
-runs of planted rewards (quickstart/paco_toy/hacks.py of commit e2bd40d), with which the health signals were chosen.
-Rows of the study `quickstart` are of an earlier toy world, whose prompts also left the shape open (before commit
-e89da58).
+judge. Errors are between seeds. `warnings` are signs of collapse (docs/recovery.md), each with the epoch of its first
+warning; `judge` is the start of the SHA-256 of its weights. Runs of different judges are never averaged; runs of
+another commit count as finished with --any_commit only. The quickstart's settings were chosen on seeds 0 to 9; seeds
+from 10 on were run once. Rows of the study `hacks` are runs of planted rewards (quickstart/paco_toy/hacks.py of commit
+e2bd40d), with which the signs of collapse were chosen. Rows of the study `quickstart` are of an earlier toy world,
+whose prompts also left the shape open (before commit e89da58).
 """
 
 import argparse
@@ -98,7 +98,7 @@ def arguments_of(study: str, name: str, seed: int, epochs: int) -> list[str]:
 
 
 def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list[str]:
-    """Evaluates the last checkpoint in ``folder``, or the base model. ``other``: of the other judge's rewards."""
+    """Evaluates the last checkpoint in ``folder``, or the base model; ``other``: arguments of the other judge's rewards."""
     rewards = [*JUDGED, f"{ORACLE}consistency", f"{ORACLE}between_images"]
     kwargs = {name: SERVED for name in JUDGED}
     if other:
@@ -127,7 +127,7 @@ def agreement_columns(folder: Path) -> dict[str, float]:
 
 
 def warnings_of(log: str) -> str:
-    """Health signals in a run's log, each with the epoch of its first warning: "reward/kappa@12 …"."""
+    """Signs of collapse in a run's log, each with the epoch of its first warning: "reward/kappa@12 …"."""
     first: dict[str, str] = {}
     for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
         first.setdefault(signal, epoch)

@@ -1,7 +1,8 @@
 # Sourced by scripts that start Python.
 
 # Let glibc keep freed memory: returning it costs page faults at every step on a CPU.
-export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 
 # choose_python [MODULE …]    Sets PYTHON to a Python 3.11 or newer that has the modules, and PYTHON_FROM to where it is from:
 # $PYTHON if it is set, else the activated environment (conda or venv), the repository's .venv, or the PATH.
@@ -18,7 +19,8 @@ choose_python() {
   for candidate in "${candidates[@]}"; do
     from="${candidate%%=*}" python="${candidate#*=}"
     # -P (new in Python 3.11): a folder of that name in the working folder is not an installed package.
-    if "$python" -P -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@" 2>/dev/null; then
+    if "$python" -P -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@" \
+      2>/dev/null; then
       PYTHON="$python" PYTHON_FROM="$from"
       return
     fi

@@ -1,15 +1,15 @@
 """Draws the data of the shapes world, and answers for the judge's training pairs as an annotator who knows what is shown.
 
-    python -m paco_toy.build_world world --out WORLD     prompts, a benchmark of rankings, and in drawn/ grids for the judge's pairs
+    python -m paco_toy.build_world world --out WORLD     prompts, a benchmark of rankings, grids for the judge's pairs
     paco-reward build-dataset … --sets_only              sub-figures of the grids, and the sets to be ranked
-    python -m paco_toy.build_world annotate --out WORLD/drawn --sets …              rankings and reasons
+    python -m paco_toy.build_world annotate --out WORLD/drawn --sets …           rankings and reasons
     paco-reward build-dataset … --rankings … --reasons_file …
-    python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …       kinds of themes, and pairs with broken panels
+    python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …    kinds of themes, broken panels
     python -m paco_toy.build_world edits --out EDITS     the editing task
 
-A third of the judge's pairs has a theme that names the whole character, a third one that leaves some of it open, a
-third none. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the No pairs
-one or both panels are broken: they show nothing clear.
+A third of the judge's pairs has a theme that names the whole character, a third has one that leaves some of it open,
+and a third has none. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the
+No pairs one or both panels are broken: they show nothing clear.
 """
 
 import argparse
@@ -34,9 +34,9 @@ CRITERIA = {  # of the benchmark
     "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
     "Identity": {"Shape": "Both subfigures show the same shape.", "Colour": "Both subfigures show the same colour."},
 }
-PANEL_SIDES = (16, 32, 64)
+PANEL_SIDES = (16, 32, 64)  # of grids of 32, 64 and 128 px
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
-PROMPTS = {"train": 480, "test": 84}  # about 5300 and 930 pairs
+PROMPTS = {"train": 480, "test": 84}  # about 5400 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
 TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))  # equal numbers; weak: every No has a broken panel
@@ -75,7 +75,7 @@ def _random_panel(character: world.Character, side: int, rng: np.random.Generato
 
 
 def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
-    """In ConsistencyRank-Bench's format; zero to three attributes of the candidates are not the reference's."""
+    """In ConsistencyRank-Bench's format; an item's candidates differ from its reference in 0, 1, 2 and 3 attributes."""
     rng = np.random.default_rng([seed, 30])
     prompts, ranks = [], []
     for i in range(items):
@@ -184,9 +184,10 @@ def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndar
 
         characters = rng.integers(len(world.CHARACTERS), size=BROKEN_GRIDS)
         prompts = [world.grid_prompt(world.CHARACTERS[c], _four_views(rng)) for c in characters]
-        grids += list(pipe(prompts, height=size, width=size, num_inference_steps=BROKEN_STEPS, guidance_scale=3.5, generator=generator,
-                           callback_on_step_end=end, max_sequence_length=pipe.tokenizer_2.model_max_length,
-                           output_type="np").images)  # fmt: skip
+        grids += list(pipe(
+            prompts, height=size, width=size, num_inference_steps=BROKEN_STEPS, guidance_scale=3.5, generator=generator,
+            callback_on_step_end=end, max_sequence_length=pipe.tokenizer_2.model_max_length, output_type="np",
+        ).images)  # fmt: skip
     return grids
 
 
@@ -198,7 +199,7 @@ def _merged(side: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
-    """In one color, mostly white."""
+    """A panel of one color, mostly white."""
     return np.ones((side, side, 3)) * (1.0 if rng.random() < 0.6 else rng.random(3))
 
 

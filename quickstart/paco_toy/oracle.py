@@ -53,7 +53,7 @@ class Reading:
         return np.mean(self.shows(named), axis=1)
 
     def agreement(self, named: Sequence[world.Character]) -> np.ndarray:
-        """Of pairs of panels that show what is named, the share that agrees on the rest; NaN for full prompts."""
+        """Of pairs of panels that show what is named, the share that agrees on the rest; 0 if none, NaN for full prompts."""
         right, shown = self.shows(named), self.character
         pairs = right[:, _FIRST] & right[:, _SECOND]
         agree = pairs & (shown[:, _FIRST] == shown[:, _SECOND])
@@ -121,7 +121,7 @@ def read_prompt(prompt: str) -> world.Character:
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
-# Of a second judge, so that an evaluation can have both.
+# The rewards of a second judge: names of their own, so that an evaluation can ask both judges.
 other_consistency, other_between_images = ConsistencyScore, BetweenImages
 
 

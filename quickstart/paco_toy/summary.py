@@ -27,7 +27,11 @@ MEASURES = {
     "valid": "valid panels",
     "distinct": "panels differ in view",
 }
-EDIT_MEASURES = {"oracle_edit": "edit score, the reward", "oracle_followed": "instruction followed", "oracle_kept": "the rest is kept"}
+EDIT_MEASURES = {
+    "oracle_edit": "edit score, the reward",
+    "oracle_followed": "instruction followed",
+    "oracle_kept": "the rest is kept",
+}
 LABELS = MEASURES | EDIT_MEASURES
 
 

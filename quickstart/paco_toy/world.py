@@ -122,7 +122,7 @@ def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) ->
 
 
 def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """Float32 (S, S, 3) in [0, 1]; jitter: shift (x, y) as a share of the side."""
+    """One panel, float32 (S, S, 3); jitter: shift (x, y) as a share of the side."""
     distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
@@ -148,7 +148,7 @@ def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
 
 
 def render_grid(characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None) -> np.ndarray:
-    """(2S, 2S, 3); with ``rng``, each panel has a random jitter."""
+    """Four panels as one (2S, 2S, 3) image; with ``rng``, each has a random jitter."""
     jitters = [random_jitter(rng) if rng else (0.0, 0.0) for _ in characters]
     return assemble_grid([render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)])
 
@@ -158,7 +158,7 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
 
 
 def to_image(image: np.ndarray, rng: Random | None = None) -> Image.Image:
-    """With ``rng``, with light noise (up to 0.08) like a generator's."""
+    """An image of these pixels; with ``rng``, with light noise (up to 0.08) like a generator's."""
     noise = rng.normal(scale=rng.uniform(0, 0.08), size=image.shape) if rng else 0
     return Image.fromarray(to_uint8(image + noise))
 
@@ -188,6 +188,7 @@ def grid_prompt(character: Character, views: list[View]) -> str:
 
 
 def changed(character: Character, attribute: str, rng: Random) -> Character:
+    """The character with another value of the attribute."""
     rest = [value for value in ATTRIBUTES[attribute] if value != getattr(character, attribute)]
     return dataclasses.replace(character, **{attribute: str(rng.choice(rest))})
 
@@ -201,4 +202,5 @@ def departed(character: int, rng: Random, one_attribute: float = 0.75) -> int:
 
 
 def opened(character: Character, attributes: Iterable[str]) -> Character:
+    """The character with these attributes left open."""
     return dataclasses.replace(character, **dict.fromkeys(attributes, OPEN))

@@ -24,7 +24,7 @@ GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a
 REPLACED = {
     "README.md": {
         "bash setup.sh --vllm": f"bash setup.sh --help && ln -sfn {sys.prefix} .venv",  # installs gigabytes
-        "bash quickstart/run.sh": "bash quickstart/run.sh --help",  # 12 minutes: quickstart/tests/test_whole.py
+        "bash quickstart/run.sh": "bash quickstart/run.sh --help",  # 13 minutes: quickstart/tests/test_whole.py
         "bash quickstart/editing.sh": "bash quickstart/editing.sh --help",  # 8 minutes: quickstart/tests/test_whole.py
         "subfig_clipT.py": "subfig_clipT.py || true",  # no tiny weights have OpenCLIP's size: tests/guides/test_published.py
     },

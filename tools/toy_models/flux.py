@@ -25,7 +25,7 @@ from toy_models.training import Losses, fit, flow_errors, pack
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
 OPEN_SHARE, AGREED = 0.6, 0.75
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
-GUIDANCE = 3.5  # always
+GUIDANCE = 3.5  # the only scale that the model is trained for
 _FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop
 _BATCH = {16: 64, 32: 32, 64: 12}
 # Panel sides of successive steps. Small first: a 128 px step costs as much as three at 64 px.
@@ -64,7 +64,8 @@ def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel
     """Untrained CLIP and T5 of width 64."""
     clip = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, projection_dim=64, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, pad_token_id=0, bos_token_id=0,
+        eos_token_id=1,
     )  # fmt: skip
     t5 = T5Config(
         vocab_size=len(tokenizer), d_model=64, d_kv=32, d_ff=192, num_layers=2, num_heads=2, dropout_rate=0.0,
@@ -130,7 +131,7 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
 
 
 def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, float]]:
-    """With their learning rates."""
+    """Transformer and text encoders, with their learning rates."""
     return [(pipe.transformer, lr), (pipe.text_encoder, 0.3 * lr), (pipe.text_encoder_2, 0.3 * lr)]
 
 

@@ -92,7 +92,7 @@ def world_processor() -> Qwen2_5_VLProcessor:
 
 
 def new_judge(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained Qwen2.5-VL of 1.1 M parameters. With Qwen's initializer of 0.02 it does not start to learn; here it is 0.06."""
+    """An untrained Qwen2.5-VL of 1.1 M parameters. With Qwen's initializer_range of 0.02 it does not start to learn."""
     torch.manual_seed(seed)
     tokenizer = processor.tokenizer
     names = ("image_pad", "video_pad", "vision_start", "vision_end", "endoftext")

@@ -87,7 +87,8 @@ class PanelProbes(nn.Module):
         """
         states, self._states = self._states, []
         weight = torch.tensor(3.0)  # one panel in four is named
-        found = [binary_cross_entropy_with_logits(p(x).squeeze(2), asked, pos_weight=weight) for p, x in zip(self.asked, states[1:])]
+        logits = [probe(state).squeeze(2) for probe, state in zip(self.asked, states[1:])]
+        found = [binary_cross_entropy_with_logits(x, asked, pos_weight=weight) for x in logits]
         shapes = [cross_entropy(p(x).flatten(0, 1), shape.flatten()) for p, x in zip(self.shape, states)]
         return {"asked": 0.5 * sum(found) / len(found), "shape": 0.3 * sum(shapes) / len(shapes)}
 
@@ -116,7 +117,8 @@ def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
             return velocity(pipe, torch.cat([noisy, seen], dim=1), t, text, ids, GUIDANCE)[:, : clean.shape[1]]
 
         errors = flow_errors(predict, clean, pipe.scheduler.config)
-        of_tokens = torch.arange(4).unflatten(0, (2, 2)).repeat_interleave(side // 8, 0).repeat_interleave(side // 8, 1).flatten()
+        of_tokens = torch.arange(4).unflatten(0, (2, 2)).repeat_interleave(side // 8, 0)
+        of_tokens = of_tokens.repeat_interleave(side // 8, 1).flatten()
         asked = torch.eye(4)[[edit.place for edit in edits]][:, of_tokens]  # (B, N): the panel of each token
         shape = torch.from_numpy(before % len(SHAPES))[:, of_tokens]
         weight = 1 + (ASKED_WEIGHT - 1) * asked
