@@ -34,7 +34,7 @@ from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator, test_reward_kwargs
-from paco_grpo.training.checks import check_items, check_run, check_writable, text_length
+from paco_grpo.training.checks import check_items, check_run, check_writable, text_length, with_text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -72,7 +72,7 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
     All sets, rewards and adapters are checked before anything is sampled.
     """
-    names = [name for name in own.benchmarks.split(",") if name]
+    names, options = [name for name in own.benchmarks.split(",") if name], with_text_length(options)
     sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
     if own.images_per_prompt > 1:
         sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
@@ -93,8 +93,8 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
-    """Options with the text length that applies, items, and rewards that have answered."""
-    check_writable(folder)
+    """Options with the number of images, items, and rewards that have answered."""
+    check_writable(folder, option="--output")
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     check_items(options, {"test": items})
     if images_per_prompt > 1:
@@ -102,9 +102,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
         options = dataclasses.replace(options, test=test)
         if not any(item.metadata.get("open") for item in items):
             logger.warning("no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some")
-    # 0: as in training, where the length follows from both splits.
-    train = load_prompts(options.dataset, "train", options.prompt_fn) if options.max_sequence_length == 0 else []
-    options = dataclasses.replace(options, max_sequence_length=text_length(options, [*items, *train]))
+    text_length(options, items)  # warns of prompts that will be truncated
     kwargs = test_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():

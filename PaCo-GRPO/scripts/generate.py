@@ -13,7 +13,6 @@ Resolution, steps and batch size are config.test.{resolution,num_steps,batch_siz
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paco_grpo.data.prompts import common_fields, json_lines, load_prompts, read_reference, text_of
+from paco_grpo.data.prompts import common_fields, json_lines, read_reference, text_of
 from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions, read_options
@@ -35,7 +34,7 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
 from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator
-from paco_grpo.training.checks import check_items, require_promised_gpu, text_length
+from paco_grpo.training.checks import check_items, check_writable, require_promised_gpu, text_length, with_text_length
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
 
@@ -105,10 +104,9 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
         kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}
         (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
         judge.check()
-    if options.max_sequence_length == 0:  # as the run was trained, whatever the length of these prompts
-        sets = [load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")]
-        options = dataclasses.replace(options, max_sequence_length=text_length(options, [*sets[0], *sets[1]]))
-    text_length(options, items)
+    options = with_text_length(options)
+    text_length(options, items)  # warns of prompts that will be truncated
+    check_writable(own.output, option="--output")
     policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if adapter:
         add_lora(policy, lora_path=adapter)
@@ -118,7 +116,6 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
 
 def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
-    own.output.mkdir(parents=True, exist_ok=True)
     items = [item for item, _ in wanted]
     rows = [{"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True} for i, seed in wanted]
     images: list = [None] * len(wanted)

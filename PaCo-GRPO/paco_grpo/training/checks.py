@@ -1,5 +1,6 @@
 """Checks before weights are loaded: mistakes that otherwise end, or spoil, a run after hours."""
 
+import dataclasses
 import errno
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ import torch
 
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.checkpoint.files import find_checkpoint
-from paco_grpo.data.prompts import DataError
+from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
@@ -34,7 +35,7 @@ _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide
 
 
 def raise_if_any(problems: Iterable[str]) -> None:
-    """A ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
+    """Raise a ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
     if lines := [f"config.{problem}" for problem in problems]:
         raise ConfigError("\n".join(lines))
 
@@ -128,7 +129,7 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
-    """A ``DataError`` unless an editor's items have reference images, any other's none, and all sizes hold a token."""
+    """Raise a ``DataError`` unless an editor's items have reference images, any other's none, and sizes hold a token."""
     model, policy = options.pretrained.model, policy_class(options.pretrained.model)
     for split, items in splits.items():
         where = f"the {split} items"
@@ -151,17 +152,17 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             )
 
 
-def check_writable(folder: Path, needed_bytes: int = 0) -> None:
-    """Make ``folder``, or a ``ConfigError`` if it cannot be written to or lacks space."""
+def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.save_dir") -> None:
+    """Make ``folder``; a ``ConfigError`` that names ``option`` if it cannot be written to or lacks space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder} ({error.strerror}); set config.save_dir to another folder") from error
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}); set {option} to another folder") from error
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         sizes = f"{free / 2**20:.0f} MiB free, but checkpoints need about {needed_bytes / 2**20:.0f} MiB"
-        raise ConfigError(f"{folder} has {sizes}; free some or change config.save_dir")
+        raise ConfigError(f"{folder} has {sizes}; free some or change {option}")
 
 
 def is_disk_full(error: OSError) -> bool:
@@ -189,8 +190,16 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     return length
 
 
+def with_text_length(options: RunOptions) -> RunOptions:
+    """``options`` with the text length that their run was trained with, where ``config.max_sequence_length`` is 0."""
+    if options.max_sequence_length:
+        return options
+    items = [item for split in ("train", "test") for item in load_prompts(options.dataset, split, options.prompt_fn)]
+    return dataclasses.replace(options, max_sequence_length=text_length(options, items))
+
+
 def load_tokenizer(model: str) -> Any:
-    """The one that limits the prompts of ``model``."""
+    """The tokenizer that limits the prompts of ``model``."""
     from transformers import AutoTokenizer
 
     folder = policy_class(model).tokenizer_folder

@@ -43,7 +43,7 @@ def test_a_prompt_may_hold_a_line_separator(tmp_path):
 def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
     """Judge, OpenCLIP and PickScore; stopped after the first adapter, and continued."""
     config, checkpoint = trained_run.folder / "saved.yaml", trained_run.folder / "checkpoints" / "epoch_0002"
-    prompts, out = write_prompts(tmp_path / "t2is", test=4), tmp_path / "out"
+    prompts, out = write_prompts(tmp_path / "t2is", train=0, test=4), tmp_path / "out"
     architecture, weights = save_open_clip(tmp_path / "open_clip")
     clip = save_clip(tmp_path / "clip")
     evaluate = load_script("evaluate")
@@ -56,6 +56,7 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         command = [
             "--config", str(config), "--adapter", str(checkpoint), "--against", "base", "--benchmarks", f"t2is={prompts}",
             "--output", str(out), f"--config.test.reward_fn_kwargs={kwargs!r}",
+            "--config.max_sequence_length=0",  # as long as training would make it: the benchmark has no training prompts
         ]  # fmt: skip
         sample, load, stop, loaded = evaluate.evaluate, evaluate.load_generator, iter([False, True]), []
         monkeypatch.setattr(evaluate, "load_generator", lambda *given: loaded.append(1) or load(*given))
@@ -71,8 +72,8 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         for _ in range(2):  # the second time, nothing is left to do
             assert len(loaded) == 2 and len(judge.requests) == 2 * asked
             assert evaluate.main(command) == 0
-        said = capsys.readouterr().out
-        assert "## t2is" in said and "| difference |" in said
+        printed = capsys.readouterr().out
+        assert "## t2is" in printed and "| difference |" in printed
         assert evaluate.main([*command, "--config.test.num_steps=3"]) == 2  # another command is not mixed in
         assert "another test: choose another --output" in capsys.readouterr().err
     found = json.loads((out / "t2is" / "results.json").read_text())
@@ -90,10 +91,10 @@ def test_what_cannot_be_measured_is_refused_before_loading(trained_run, tmp_path
     edits = f"gedit={write_edits(tmp_path / 'gedit')}"
     common = ["--config", str(trained_run.folder / "saved.yaml"), "--output", str(tmp_path / "out"), "--benchmarks"]
     wrong = "--config.test.reward_fn_kwargs.consistency_for_editin.port=1"
-    for given, said in (
+    for given, problem in (
         (["t2iss"], "Did you mean 't2is'"), ([edits], "text alone"), (["t2is"], "dataset/fetch.py t2is"),
         ([edits, wrong], "Did you mean 'consistency_for_editing'"),
     ):  # fmt: skip
-        assert load_script("evaluate").main([*common, *given]) == 2 and said in capsys.readouterr().err
+        assert load_script("evaluate").main([*common, *given]) == 2 and problem in capsys.readouterr().err
     found = benchmarks.options_for(trained_run.options, edits)
     assert list(found.test.reward_fn) == ["consistency_for_editing"] and found.prompt_fn == "geneval_image"

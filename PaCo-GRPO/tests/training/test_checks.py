@@ -69,7 +69,8 @@ def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
 
 def test_unusable_folder_names_the_option(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="config.save_dir"):
-        check_writable(tmp_path / "file" / "runs")
+    for option in ("config.save_dir", "--output"):
+        with pytest.raises(ConfigError, match=f"cannot write.*set {option} to another"):
+            check_writable(tmp_path / "file" / "runs", option=option)
     with pytest.raises(ConfigError, match="MiB free.*config.save_dir"):
         check_writable(tmp_path, needed_bytes=1 << 60)
