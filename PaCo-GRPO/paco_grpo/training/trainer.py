@@ -74,6 +74,7 @@ class Trainer:
         logger.info("finished after %d epochs: %s", self.state.epoch, self.run.folder)
 
     def epoch(self) -> None:
+        """Sample, score and update once, and log it; saving and evaluating are left to ``fit``."""
         run, state = self.run, self.state
         self.seconds, started = defaultdict(float), time.perf_counter()
         self._seed_everything()
@@ -185,10 +186,10 @@ class Trainer:
 
     def _evaluate_if_due(self, finished: bool = False) -> None:
         epoch, frequency = self.state.epoch, self.options.eval_freq
-        due = finished or frequency > 0 and epoch % frequency == 0
-        evaluated = main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")])
-        if not due or epoch in evaluated:
+        if not finished and (frequency == 0 or epoch % frequency):
             return
+        if epoch in main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")]):
+            return  # before the run was resumed
         folder, started = self.run.folder / "eval" / files.checkpoint_name(epoch), time.perf_counter()
         self._seed_everything()
         with self.state.averaged():

@@ -71,7 +71,7 @@ class Updater:
                 rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
 
     def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether what the micro-batch ``numbers`` recomputes is off by more than the objective's limit."""
+        """Whether log-probabilities recomputed for the micro-batch ``numbers`` are off by more than the objective's limit."""
         policy, options = self.state.policy, self.options
         if policy.dtype == torch.float32 and not options.speed.compile:
             return False
@@ -83,7 +83,7 @@ class Updater:
         if off:
             logger.warning(
                 "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
-                "recomputed, those of the first samples are off by %.1e of the limit", deviation,
+                "those of the first samples are off by %.1e times the limit", deviation,
             )  # fmt: skip
         return off
 
@@ -128,7 +128,7 @@ class Updater:
                 lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
 
     def _check_weights(self) -> None:
-        """A finite gradient can still give other weights, by the optimizer's moments."""
+        """Raise unless all weights are finite: moments of the optimizer can spoil them after a finite gradient."""
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
         finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
@@ -214,7 +214,7 @@ class Updater:
         # one transfer from the device
         *values, norm = torch.stack([*(value.to(norm.device) for value in sums.values()), norm.double()]).tolist()
         found = dict(zip(sums, values, strict=True))
-        if not math.isfinite(norm):  # as it is where a loss is not
+        if not math.isfinite(norm):  # also after a loss that is not finite
             state.optimizer.zero_grad(set_to_none=True)
             loss = found.get("loss", 0.0)
             what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
@@ -222,8 +222,6 @@ class Updater:
                 f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
                 "Lower config.train.learning_rate, or look at the rewards of this epoch."
             )
-        for group in state.optimizer.param_groups:
-            group["lr"] = train.learning_rate
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.step += 1
