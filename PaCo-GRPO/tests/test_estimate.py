@@ -164,8 +164,8 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     monkeypatch.setattr(estimate, "estimate", lambda *_: found)
     common = ["--config", f"{ROOT}/config/grpo.py:t2is", f"--config.pretrained.model={tiny_flux_dir}"]
     assert estimate.main([*common, "--gpus", "8"]) == 0
-    said = capsys.readouterr().out
-    assert "fits: " in said and said.count("<- best") == 1
+    printed = capsys.readouterr().out
+    assert "fits: " in printed and printed.count("<- best") == 1
     assert estimate.main([*common, "--memory_gb", "8"]) == 1  # the CLIP rewards alone take 7.3 GiB
     assert "does not fit" in capsys.readouterr().out
     for wrong in (["--config.sample.batch_sise=2"], ["--gpus", "1"]):

@@ -38,10 +38,12 @@ ONE_IMAGE = {
 }  # fmt: skip
 SDE_FREE = {"sample.noise_level": 0}
 AUTHORS = {
-    "nft": SDE_FREE | {"train.num_sigmas": 9, "train.sigma_one": True, "train.nft_beta": 0.1, "train.lora_rank": 32, "train.beta": 1e-4},
+    "nft": SDE_FREE | {"train.num_sigmas": 9, "train.sigma_one": True, "train.nft_beta": 0.1, "train.beta": 1e-4,
+            "train.lora_rank": 32},
     "awm": SDE_FREE | {"train.num_sigmas": None, "train.sigma_fraction": 0.9, "train.beta": 3e-3},
     "dgpo": SDE_FREE | {"train.sigma_fraction": 0.7, "train.sigma_one": True, "train.lora_alpha": 128},
-    "flow_dppo": {"sample.noise_level": 0.7, "sample.num_noise_steps": 3, "sample.noise_steps": (0, 1, 2, 3, 4), "train.dppo_divergence": 1e-5},
+    "flow_dppo": {"sample.noise_level": 0.7, "sample.num_noise_steps": 3, "sample.noise_steps": (0, 1, 2, 3, 4),
+                  "train.dppo_divergence": 1e-5},
 }  # fmt: skip
 
 

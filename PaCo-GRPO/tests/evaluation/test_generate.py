@@ -11,7 +11,7 @@ from tiny_run import ROOT, as_arguments, load_script
 from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
 
-CONFIGURATIONS = {"flux": "toy_t2is", "flux2": "klein_editing", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
+CONFIGS = {"flux": "toy_t2is", "flux2": "klein_editing", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,9 @@ def generate():
 
 
 def arguments(name, model, *more):
-    options = {"pretrained.model": model, "test.resolution": 32, "test.num_steps": 2, "test.batch_size": 4, "max_sequence_length": 24}
-    return ["--config", f"{ROOT}/config/grpo.py:{CONFIGURATIONS[name]}", *as_arguments(options), *map(str, more)]
+    test = {"test.resolution": 32, "test.num_steps": 2, "test.batch_size": 4}
+    options = as_arguments({"pretrained.model": model, "max_sequence_length": 24} | test)
+    return ["--config", f"{ROOT}/config/grpo.py:{CONFIGS[name]}", *options, *map(str, more)]
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
@@ -57,8 +58,8 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     picture(1).save(tmp_path / "a.png")
     rows = [{"prompt": "x"}, {"prompt": "y", "image": "a.png"}]
     (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out", "--config.sample.guidance_scale=4"]
-    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more)) == 0
+    more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out"]
+    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more, "--config.sample.guidance_scale=4")) == 0
     assert (tmp_path / "out" / "sheet.png").is_file()
 
 

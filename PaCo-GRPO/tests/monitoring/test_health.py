@@ -92,9 +92,8 @@ def test_consistency_that_rises_while_images_become_the_same():
     """Both rising, or both falling, is no sign of it."""
 
     def signs(within, kappa):
-        rows = [
-            {"reward/within": w, "reward/kappa": k} for w, k in zip(np.linspace(*within, 12), np.linspace(*kappa, 12))
-        ]
+        pairs = zip(np.linspace(*within, 12), np.linspace(*kappa, 12))
+        rows = [{"reward/within": w, "reward/kappa": k} for w, k in pairs]
         return [finding.sign for finding in judge_epoch(rows)]
 
     assert signs((0.5, 0.9), (0.3, 0.0)) == ["reward/kappa"]

@@ -16,9 +16,10 @@ from paco_grpo.training.trainer import Trainer
 CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 OTHERS = [name for name in FAMILIES if name not in NAMES]
 SMALL = {
-    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2, "num_epochs": 1, "save_freq": 0,
-    "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4, "max_sequence_length": 16,
-    "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}', "train__reward_fn_kwargs": "{}",
+    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2,
+    "num_epochs": 1, "save_freq": 0, "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4,
+    "max_sequence_length": 16, "train__reward_fn_kwargs": "{}",
+    "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}',
 }  # fmt: skip
 
 # The two σ of two steps.
@@ -56,7 +57,9 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     assert (run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["flux_kontext", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen_image_edit", "flux2", "z_image"))])
+@pytest.mark.parametrize(
+    "name", ["flux_kontext", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen_image_edit", "flux2", "z_image"))]
+)
 def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
     """An editor has two shapes of reference in an epoch; a resumed run ends where an uninterrupted one does."""
     options = {"sample__unique_sample_num_per_epoch": 4, "num_epochs": 2, "save_freq": 1, "train__resolution": 48}

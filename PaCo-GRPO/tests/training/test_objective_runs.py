@@ -15,10 +15,7 @@ from paco_grpo.training.update import Pass
 SIGMAS = {"sample__num_steps": 5, "sample__noise_level": 0, "train__num_sigmas": 2, "train__sigma_fraction": 0.8}
 RUNS = {
     "nft": SIGMAS | {"train__sigma_one": True},
-    "awm": SIGMAS | {
-        "train__num_inner_epochs": 2, "train__awm_clip_range": 0.1,
-        "train__awm_slow_beta": 0.5,
-    },
+    "awm": SIGMAS | {"train__num_inner_epochs": 2, "train__awm_clip_range": 0.1, "train__awm_slow_beta": 0.5},
     "dgpo": SIGMAS | {
         "train__gradient_step_per_epoch": 2, "train__dgpo_reference": "slow", "train__dgpo_beta": 50.0,
         "train__dgpo_clip_range": 1e-4,

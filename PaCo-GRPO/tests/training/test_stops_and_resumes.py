@@ -42,9 +42,8 @@ def test_an_aggregation_that_fails_stops_with_the_state_saved_and_the_tracker_cl
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
     """They reach no aggregation (a negative one would be refused), and their missing scores leave no sample out."""
     changes = {"train__aggregate_fn": "geometric_mean_aggregate_fn", "num_epochs": 1}
-    options = tiny_options(
-        tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1, negative=0, no_scores=0), **changes
-    )
+    changes["train__reward_fn"] = rewards(failing=1, negative=0, no_scores=0)
+    options = tiny_options(tiny_flux_dir, tmp_path, **changes)
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0
