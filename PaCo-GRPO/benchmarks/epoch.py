@@ -10,6 +10,7 @@ with torchrun.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -117,8 +118,6 @@ def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str)
 
 def random_model(options: Any, folder: Path) -> tuple[Any, Any]:
     """``options`` with a folder of the same architecture, and the context that fills it with random weights."""
-    import dataclasses
-
     from paco_grpo.architectures import KNOWN, random_weights, write
 
     model = options.pretrained.model
@@ -171,6 +170,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The arguments of this program; all others are options of the run."""
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     made.add_argument("--random_weights", action="store_true", help="the real architecture with random weights")

@@ -153,6 +153,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The arguments of this program."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--target", action="append", required=True, metavar="NAME=URL", help="a server; may be repeated")
     made.add_argument("--model", default=DEFAULT_MODEL, help="served name, the same on every server")

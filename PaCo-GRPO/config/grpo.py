@@ -62,7 +62,7 @@ def ocr() -> ConfigDict:
 
 # --- recipes: changes to a configuration; a value may be a function of the configuration so far --------------------------
 
-# Four second-order steps after the last noise step: the same gain for 0.7 of the time (toy world, docs/scaling.md).
+# Four second-order steps after the last noise step: as much gain as with all steps in the toy world (docs/scaling.md).
 SHORT_TAIL = {"sample.tail_steps": lambda config: 4 if config.sample.noise_level else None}
 # Memory of each phase: scripts/estimate.py. 48 GB: activations are recomputed, the VAE is in main memory between uses.
 FOR_48GB = SHORT_TAIL | {"enable_gradient_checkpointing": True, "speed.offload_vae": True}

@@ -216,7 +216,7 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
         dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
 
     Raises:
-        ConfigError: Neither.
+        ConfigError: ``model`` is neither.
     """
     if known := KNOWN.get(model):
         modules = {name: _module(*module, dtype, device) for name, module in known.modules.items()}
@@ -236,7 +236,7 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: one of ``JUDGES``, a folder, or a cached hub name (ConfigError: none)."""
+    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name, else a ``ConfigError``."""
     if model in JUDGES:
         return _module(*JUDGES[model], dtype, "meta")
     try:

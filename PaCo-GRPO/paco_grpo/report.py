@@ -45,11 +45,15 @@ STYLE = """
 *{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
 main{max-width:1040px;margin:0 auto;padding:32px 16px} h1{font-size:26px;margin:0} h2{font-size:18px;margin:0 0 6px}
 section{background:#fff;border:1px solid #e3e6ea;border-radius:10px;padding:18px 20px;margin-top:16px;overflow-x:auto}
-.faint{color:#66707c;margin:0 0 12px} table{border-collapse:collapse} th,td{padding:5px 12px;text-align:right;white-space:nowrap}
+.faint{color:#66707c;margin:0 0 12px} table{border-collapse:collapse}
+th,td{padding:5px 12px;text-align:right;white-space:nowrap}
 th:first-child{text-align:left} .plot{width:100%;max-width:920px;display:block;margin-top:10px} .small{max-width:460px}
-.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:22px} .images{display:flex;gap:8px}
-figure{margin:0;flex:1;min-width:0;font-size:12px} figure img{width:100%;display:block;border-radius:6px;image-rendering:pixelated}
-.prompt{font-size:12px;margin:4px 0 0;color:#66707c;display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:22px}
+.images{display:flex;gap:8px}
+figure{margin:0;flex:1;min-width:0;font-size:12px}
+figure img{width:100%;display:block;border-radius:6px;image-rendering:pixelated}
+.prompt{font-size:12px;margin:4px 0 0;color:#66707c}
+.prompt{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
 """
 Row = Mapping[str, Any]
 Curves = dict[str, np.ndarray]  # metric -> (N, 3): epoch, mean, its standard error or NaN
@@ -86,6 +90,7 @@ def _pictures(folder: Path) -> dict[str, Row]:
 
 
 def read_run(folder: Path) -> Run:
+    """Read a run directory; a ``ValueError`` if it has no epoch and no evaluation yet."""
     metrics, config = MetricsFile(folder / "metrics.jsonl"), folder / "config.yaml"
     rows, train, test = metrics.rows(), metrics.rows("train"), metrics.rows("eval")
     if not train and not test:
@@ -274,7 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 if there is nothing to report on."""
     parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="Make one page of a run directory.")
     parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
-    parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help="files of `paco-reward accuracy --output`, the base's first")
+    judges = "files of `paco-reward accuracy --output`, the base's first"
+    parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help=judges)
     parser.add_argument("--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline")
     parser.add_argument("--title")
     parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")

@@ -266,7 +266,7 @@ class Work(NamedTuple):
     """One kind of work of a GPU."""
 
     name: str
-    pieces: float  # an epoch, an evaluation or 10,000 pairs
+    pieces: float  # per epoch, evaluation or 10,000 pairs
     flops: float  # of a piece
 
 
@@ -275,7 +275,7 @@ class Estimate:
     """What one GPU does and holds."""
 
     title: str
-    work: dict[str, list[Work]]  # by what it makes: "an epoch"
+    work: dict[str, list[Work]]  # by what it is for: "an epoch"
     resident: dict[str, int]  # bytes that stay on the device, by part
     adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
     plan: Plan | None = None  # of an epoch
@@ -309,7 +309,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
 
 
 class Measured(NamedTuple):
-    """A piece of work."""
+    """What a piece of work returns and costs."""
 
     result: Any
     flops: int

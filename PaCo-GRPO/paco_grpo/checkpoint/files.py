@@ -63,7 +63,7 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
 
 
 def begin(partial: Path) -> None:
-    """Make the hidden folder to write to."""
+    """Make the folder that a checkpoint is written to, empty."""
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "state").mkdir(parents=True)
 

@@ -12,6 +12,7 @@ from paco_grpo.policies import Policy
 def write_model_card(folder: Path, options: RunOptions, policy: Policy, epochs: int) -> None:
     """Write ``folder/README.md``, where ``folder`` is ``adapter`` (PEFT) or ``diffusers`` of a checkpoint."""
     peft, model = folder.name == "adapter", options.pretrained.model
+    train, test = options.train, options.test
     head = {
         "base_model": model,
         "library_name": "peft" if peft else "diffusers",
@@ -32,8 +33,8 @@ def write_model_card(folder: Path, options: RunOptions, policy: Policy, epochs: 
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {options.run_name}",
-        f"A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at {options.train.resolution} px.",
-        f"Use it at {options.test.resolution} px with {options.test.num_steps} steps and {guidance}.",
+        f"A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at {train.resolution} px.",
+        f"Use it at {test.resolution} px with {test.num_steps} steps and {guidance}.",
         "```python\n" + "\n".join(use) + "\n```",
         f"## Configuration\n\n```yaml\n{options_to_yaml(options)}```",
     ]

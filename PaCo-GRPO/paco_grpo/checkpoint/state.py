@@ -127,7 +127,7 @@ class Checkpoints:
         state, is_main = self.state, self.accelerator.is_main_process
         final = self.root / (name or files.checkpoint_name(state.epoch))
         folder = self.root / f".{final.name}.partial"
-        numbers = {name: getattr(state, name) for name in _NUMBERS} | {"sampler": state.sampler.state_dict()}
+        numbers = {each: getattr(state, each) for each in _NUMBERS} | {"sampler": state.sampler.state_dict()}
         text = json.dumps(numbers, indent=1)
         steps = [
             lambda: is_main and files.begin(folder),
@@ -158,7 +158,7 @@ class Checkpoints:
         return final
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote. A ``CheckpointError``: a file is missing or damaged, or of another model."""
+        """Restore what ``save`` wrote; a ``CheckpointError`` if a file is missing, damaged or of another model."""
         state, saved = self.state, folder / "state"
         try:
             for part, tensors in self._weights().items():

@@ -38,8 +38,7 @@ def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray
 
 
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Those of ``names`` that belong together: ``consistency_score`` and ``between_images``, or your own
-    ``X_consistency`` and ``X_between_images``."""
+    """The pairs among ``names``: ``consistency_score`` with ``between_images``, ``X_consistency`` with ``X_between_images``."""
     names = set(names)
     prefixes = sorted(name.removesuffix("between_images") for name in names if name.endswith("between_images"))
     found = ((w, f"{p}between_images") for p in prefixes for w in (f"{p}consistency_score", f"{p}consistency"))
@@ -52,7 +51,7 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
     Args:
         scores: Short name → (samples,), NaN = missing; {} is returned unless they have the two rewards.
         item_ids: (samples,)
-        is_open: Of each item.
+        is_open: By item id.
     """
     for names in pairs_of(scores)[:1]:
         rows = [
@@ -91,8 +90,8 @@ def agreement(
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:
-        rows: Of ``eval_data.jsonl``; each prompt has several images.
-        against: Of another evaluation of the same prompts and seeds: then differences, paired by prompt.
+        rows: Rows of ``eval_data.jsonl``, several for each prompt.
+        against: Rows of another evaluation of the same prompts and seeds: then differences, paired by prompt.
 
     Returns:
         Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".

@@ -27,6 +27,7 @@ from paco_judge.images import read_image
 
 logger = logging.getLogger(__name__)
 
+_STREAM = 21  # first word of the noise seeds
 _SHEET_IMAGES = 36
 _REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
@@ -41,7 +42,7 @@ def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> 
     for index in range(num_images or len(items)):
         repeat, position = divmod(index, len(items))
         item = items[position]
-        word = np.random.SeedSequence([21, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
+        word = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
         chosen.append((item, int(word >> np.uint64(1))))
     return chosen
 
@@ -169,6 +170,7 @@ def _files(folder: Path, number: int) -> tuple[Path, Path]:
 
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
+    """``items`` in batches of one size, at test resolution."""
     return plan_batches(policy, items, options.test.resolution, options.item_size, options.test.batch_size)
 
 

@@ -17,7 +17,8 @@ _TRACKED_IMAGES = 8
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation's ``eval_data.jsonl``."""  # of bytes: str.splitlines also splits at U+2028 in a prompt
+    """The rows of an evaluation's ``eval_data.jsonl``."""
+    # bytes, because str.splitlines also splits at U+2028 in a prompt
     return [json.loads(line) for line in (folder / "eval_data.jsonl").read_bytes().splitlines()]
 
 

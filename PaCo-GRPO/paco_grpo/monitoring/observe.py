@@ -28,7 +28,7 @@ class SampleObserver:
         self._rows: dict[int, np.ndarray] = {}
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """The images of the samples ``numbers``; with None, the epoch's distinctness is NaN."""
+        """Take in the images of the samples ``numbers``; one that is None makes the epoch's distinctness NaN."""
         for number, image in zip(numbers, images, strict=True):
             self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
             if image is not None:
@@ -63,6 +63,7 @@ class BaseProbe:
 
     @torch.no_grad()
     def prepare(self) -> None:
+        """Compute the base model's states and velocities, at the first call only."""
         if self._states:
             return
         options, policy = self.options, self.policy

@@ -75,6 +75,7 @@ class Tracker:
             self.tracker.log(dict(metrics), step=epoch)
 
     def log_images(self, name: str, images: Sequence[tuple[Image.Image, str]], epoch: int) -> None:
+        """Log ``images`` with their captions."""
         if self.name == "tensorboard":
             for number, (image, caption) in enumerate(images):
                 tag = f"{name}/{number}" if len(images) > 1 else name

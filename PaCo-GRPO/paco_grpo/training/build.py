@@ -49,7 +49,7 @@ USER_ERRORS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError,
 
 @dataclass(frozen=True)
 class RewardSets:
-    """Short name → reward."""
+    """The rewards of a run by short name."""
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
@@ -171,7 +171,7 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
 
 
 def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
-    """Of the test rewards; what ``test`` leaves out is as in training."""
+    """Name → arguments of each test reward; what ``test`` leaves out is as in training."""
     train, test = options.train, options.test
     names = test.reward_fn or train.reward_fn
     return {name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {})) for name in names}
@@ -240,7 +240,7 @@ def find_adapter(place: str | Path) -> Path:
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:
-    """``config.speed``, for a policy that has its adapters and is placed."""
+    """Apply ``config.speed`` to a policy that has its adapters and is placed."""
     speed = options.speed
     if speed.attention is not None:
         set_attention(policy, speed.attention)

@@ -22,7 +22,7 @@ class GroupFeatures:
             self.clip.load()  # a missing one is found before training
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """The images of the samples ``numbers``; of None, features are NaN."""
+        """Take in the images of the samples ``numbers``; one that is None has NaN as features."""
         present = [(n, image) for n, image in zip(numbers, images, strict=True) if image is not None]
         if self.clip is not None and present:
             features = self.clip.images([image for _, image in present], len(present))
