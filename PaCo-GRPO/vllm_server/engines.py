@@ -116,7 +116,7 @@ def check_weights(model: Model) -> None:
 def engine_command(
     engine: Engine, settings: LaunchSettings, model: Model, address: tuple[str, int], gpus: Sequence[str], copies: int
 ) -> list[str]:
-    """``address``: host and port; ``copies``: of the model, on equal parts of the GPUs."""
+    """A server's command line. ``address``: host and port; ``copies``: of the model, on equal parts of the GPUs."""
     longest = min(settings.max_model_len, int(model.config.get("max_position_embeddings", settings.max_model_len)))
     common = ["--served-model-name", model.name, "--host", address[0], "--port", str(address[1])]
     common += ["--max-model-len", str(longest)]

@@ -213,6 +213,7 @@ class Engine:
         except ValueError as error:
             text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
             job.found = ApiError(text, param="messages", code="invalid_image")
+            return
         if job.tokens + (job.request.limit or 1) > self.max_model_len:
             text = f"the prompt has {job.tokens} tokens; with the answer, at most {self.max_model_len} (MAX_MODEL_LEN)"
             job.found = ApiError(text, param="messages", code="context_length_exceeded")

@@ -19,6 +19,8 @@ import tiny_judge
 from bench_tools import answering_judge, bench, edits, examples, rank  # noqa: F401
 from pairing_tools import world  # noqa: F401
 
+from paco_judge.scorer import JudgeScorer
+
 
 @pytest.fixture(scope="session")
 def tiny():
@@ -56,6 +58,4 @@ def data_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def scorer(judge_dir):
     """The random judge, loaded."""
-    from paco_judge.scorer import JudgeScorer
-
     return JudgeScorer.from_pretrained(judge_dir, batch_size=4)

@@ -57,7 +57,8 @@ def test_three_engines_agree(judge, bench, tmp_path, server):
     ):
         folder = tmp_path / name
         command = [python, "eval_vllm.py", *options, "--dataset_dir", bench.parent, "--results_dir", folder]
-        run = subprocess.run([str(word) for word in command], cwd=RANK_FOLDER, capture_output=True, text=True, timeout=1500, check=False)
+        command = list(map(str, command))
+        run = subprocess.run(command, cwd=RANK_FOLDER, capture_output=True, text=True, timeout=1500, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
         rows = map(json.loads, next(folder.glob("*.jsonl")).read_text().splitlines())
         scores[name] = np.array([row["scores"] for row in sorted(rows, key=lambda row: row["index"])])

@@ -10,7 +10,7 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_eval.engines import make_engine, server_engine
-from paco_eval.results import BenchError, read_rows
+from paco_eval.results import BenchError
 from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import JudgeError, Pair
 from paco_judge.questions import RequestForm
@@ -60,12 +60,6 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path,
     before = rank.file.read_bytes()
     monkeypatch.setattr("paco_eval.runner.fingerprint", lambda *places: "sha256:0")
     assert rank(BrightnessJudge()) == 0 and rank.file.read_bytes().startswith(before)
-
-
-def test_a_damaged_line_of_results_or_of_a_benchmark(tmp_path):
-    (file := tmp_path / "m.jsonl").write_text('{"model": "m", "index": 0}\n[1]\n')
-    with pytest.raises(BenchError, match=r"m.jsonl line 2"):
-        read_rows(file)
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):

@@ -1,16 +1,21 @@
 """Problems of a training configuration and its data are reported before anything is loaded."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from training_tools import train_config
 
 from paco_reward.config import check_combinations, load_config
 from paco_reward.datasets import check_data
 from paco_reward.errors import PacoRewardError
+from paco_reward.launch import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,11 +94,26 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
         ({"use_dft_loss": True}, "use_dft_loss"),
         ({"train_on_prompt": True}, "train_on_prompt"),
         ({"packing": True}, "neat_packing"),
-        ({"packing": True, "neat_packing": True, "template": "qwen3_5"}, "Qwen3.5"),
+        ({"packing": True, "neat_packing": True}, "Qwen3.5"),
     ],
 )
-def test_invalid_combinations(config, named):
+def test_combinations_invalid_for_qwen3_5_are_refused_before_processes_start(config, named, data_dir, tmp_path):
     check_combinations(config | {"first_token_weight": None})
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
+    given = {"model_name_or_path": str(tmp_path), "dataset_dir": str(data_dir), "dataset": "pairs"}
+    (file := tmp_path / "train.yaml").write_text(json.dumps({"first_token_weight": 0.1} | given | config))
     with pytest.raises(PacoRewardError, match=named):
-        check_combinations({"first_token_weight": 0.1} | config)
+        run(str(file), [], {"NPROC_PER_NODE": "2"})
     check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_command_ends_its_processes(judge_dir, data_dir, tmp_path):
+    """As a scheduler's: nothing trains on, or keeps a GPU."""
+    (file := tmp_path / "train.yaml").write_text(json.dumps(train_config(judge_dir, data_dir, tmp_path, max_steps=999)))
+    command = [sys.executable, "-m", "paco_reward.cli", "train", str(file)]
+    training = psutil.Popen(command, env=os.environ | {"NPROC_PER_NODE": "2"}, stderr=subprocess.DEVNULL)
+    while len(workers := [p for p in training.children(recursive=True) if os.getsid(p.pid) == p.pid]) < 2:
+        time.sleep(0.1)
+    training.terminate()
+    assert not psutil.wait_procs([training, *workers], 20)[1]

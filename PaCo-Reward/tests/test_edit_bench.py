@@ -1,6 +1,5 @@
 """EditReward-Bench: scores, forms of the data set, broken rows, tables, the command line."""
 
-
 import calculate_statistics
 import datasets
 import numpy as np

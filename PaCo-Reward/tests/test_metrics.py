@@ -28,7 +28,8 @@ def test_auc_counts_ordered_pairs(data):
 def test_several_kinds_of_pairs_are_also_reported_each():
     scores = [0.9, 0.8, 0.3, None, 0.6]
     labels, kinds = [True, False, False, True, True], ["a", "a", "b", "b", "b"]
-    scorer = SimpleNamespace(score=lambda pairs: [Verdict(scores[pair], None if scores[pair] is not None else "none") for pair in pairs])
+    verdicts = [Verdict(score, None if score is not None else "none") for score in scores]
+    scorer = SimpleNamespace(score=lambda pairs: verdicts)
     found = measure(scorer, list(range(5)), labels, kinds)
     assert found["n"] == 4 and found["missing"] == 1 and found["accuracy"] == 0.75
     assert {kind: (own["n"], own["accuracy"]) for kind, own in found["kinds"].items()} == {"a": (2, 0.5), "b": (2, 1.0)}

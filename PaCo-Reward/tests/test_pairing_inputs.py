@@ -41,12 +41,7 @@ def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, nam
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"folder": "p77"},
-        {"rank_images": ["00/1.png", "09/1.png"]},
-        {"rank_images": ["00/1.png"]},
-    ],
+    "change", [{"folder": "p77"}, {"rank_images": ["00/1.png", "09/1.png"]}, {"rank_images": ["00/1.png"]}]
 )
 def test_problems_of_a_ranking(world, tmp_path, change):
     row = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "01/1.png"]} | change
@@ -77,7 +72,8 @@ def test_sets_of_nothing_are_an_error(world, tmp_path, lines):
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: one file a line."""
     first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl
-    file = write_lines(tmp_path / "lines.jsonl", [first | {"image": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)])
+    generations = [first | {"image": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)]
+    file = write_lines(tmp_path / "lines.jsonl", generations)
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     (item,) = read_prompts(file, world / "grids", True)
     assert item.folder == "7" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_tools import BrightnessJudge
 from fakes import fake_judge
 from PIL import Image
 
@@ -84,7 +85,8 @@ def answers(number: int, request: dict):
 
 def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
     """Files take the place of the web."""
-    monkeypatch.setattr(images.urllib.request, "urlopen", lambda url, timeout: io.BytesIO(Path(paths[int(url[-5])]).read_bytes()))
+    content = lambda url, timeout: io.BytesIO(Path(paths[int(url[-5])]).read_bytes())
+    monkeypatch.setattr(images.urllib.request, "urlopen", content)
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with fake_judge.FakeJudge(answers) as server:
         arguments = ["score", "http://a.b/0.png", "https://a.b/1.png", "--server", server.url, "--api_key_env", "JUDGE_KEY"]
@@ -100,7 +102,7 @@ def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["score", "A", "B", "--server", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["score", "A", "B", "--server", "http://127.0.0.1:9"], "vllm_server/launch.sh"),
         (["score", "A", "B", "--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
         (["score", "A", "B"], "--model"),
         (["score", "A", "--model", "x/y"], "two"),
@@ -116,3 +118,8 @@ def test_problems_are_one_line(paths, judge_dir, tmp_path, arguments, named, cap
     assert main([places.get(argument, argument) for argument in arguments]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and named in error
+
+
+def test_ctrl_c_is_one_line(paths, capsys, monkeypatch):
+    monkeypatch.setattr("paco_reward.score.load_image", BrightnessJudge(stop_after=0))
+    assert main(["score", *paths, "--model", "x/y"]) == 130 and capsys.readouterr().err == "interrupted\n"

@@ -80,6 +80,13 @@ def test_a_tensor_that_is_missing_or_does_not_fit_is_named(judge_dir, adapter_di
             load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), folder)
 
 
+def test_a_shard_that_a_download_left_out_is_named(judge_dir, tmp_path, capfd):
+    folder = shutil.copytree(judge_dir, tmp_path / "judge", ignore=shutil.ignore_patterns(MODEL))
+    index = {"metadata": {}, "weight_map": {K_PROJ: "model-00002-of-00002.safetensors"}}
+    (folder / f"{MODEL}.index.json").write_text(json.dumps(index))
+    assert main(str(folder)) == 1 and "model-00002-of-00002.safetensors" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -53,14 +53,8 @@ def run_processes(command, configs, folder) -> str:
         files[-1].write_text(yaml.safe_dump(config))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
     environment |= {"HF_DATASETS_CACHE": str(Path(folder) / "cache"), "NPROC_PER_NODE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command, *map(str, files)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    command = [sys.executable, *command, *map(str, files)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not install
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT.parent / "PaCo-Reward" / "tests")]
 from serving_tools import Shell
 
+from paco_judge.scorer import JudgeScorer
+
 torch.set_num_threads(1)
 
 
@@ -37,8 +39,6 @@ def judge_folder(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def scorer(judge_folder):
-    from paco_judge.scorer import JudgeScorer
-
     return JudgeScorer.from_pretrained(judge_folder)
 
 

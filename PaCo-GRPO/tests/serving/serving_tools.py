@@ -42,9 +42,8 @@ class Shell:
         shutil.copy(FAKE, package / "main.py")
         for name in WITH_VLLM:
             file = Path(importlib.util.find_spec(name).origin)
-            (site / (file.parent.name if file.stem == "__init__" else file.name)).symlink_to(
-                file.parent if file.stem == "__init__" else file
-            )
+            module = file.parent if file.stem == "__init__" else file
+            (site / module.name).symlink_to(module)
         self.cwd, self.port = tmp_path, free_port()
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),

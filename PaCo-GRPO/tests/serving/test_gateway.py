@@ -63,9 +63,8 @@ async def test_requests_go_to_the_server_of_their_model(upstreams):
     lifespan, http = await client(upstreams)
     async with lifespan, http:
         for name in ("A", "a-lora", "B"):
-            answer = await http.post(
-                "/v1/chat/completions", json={"model": name}, headers={"x-request-id": "7", "cookie": "c"}
-            )
+            headers = {"x-request-id": "7", "cookie": "c"}
+            answer = await http.post("/v1/chat/completions", json={"model": name}, headers=headers)
             assert answer.json() == {"port": NAMES[name], "model": name}
         _, path, headers = upstreams.asked[-1]
         assert path == "chat/completions" and headers["x-request-id"] == "7" and "cookie" not in headers

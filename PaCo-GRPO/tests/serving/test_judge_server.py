@@ -84,8 +84,9 @@ async def test_a_bad_image_is_an_error_of_its_own_request(http, tiny, monkeypatc
     monkeypatch.setattr(judge_server, "MAX_REQUEST_PIXELS", 80 * 80)
     (good,) = pairs_of(tiny, 1)
     asked = [body(good)]
-    for bad in BAD_IMAGES.values():
-        asked += [body(good, messages=build_messages([bad, data_url(good.image_a)], "same?")), body(good)]
+    for bad, limit in zip(BAD_IMAGES.values(), (2000, 1, 1, 1), strict=True):
+        messages = build_messages([bad, data_url(good.image_a)], "same?")
+        asked += [body(good, messages=messages, max_tokens=limit), body(good)]
     answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
     assert [answer.status_code for answer in answers] == [200] + [400, 200] * len(BAD_IMAGES)
     for answer in answers[1::2]:

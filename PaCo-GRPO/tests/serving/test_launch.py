@@ -161,10 +161,8 @@ def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_
     del weights["model.layers.0.self_attn.k_proj.weight"]  # vLLM fuses it with q_proj and v_proj
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     errors = shell.failed_launch(VLLM_MODEL_PATHS=str(folder))
-    assert (
-        "model.language_model.layers.0.self_attn.k_proj" in errors
-        and not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
-    )
+    assert "model.language_model.layers.0.self_attn.k_proj" in errors
+    assert not Path(shell.environment["FAKE_VLLM_RECORD"]).exists()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
     output = shell.launch(VLLM_MODEL_PATHS=str(folder))
@@ -214,8 +212,7 @@ def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer,
 
 def ask(shell, model: str, key: str | None = None) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(trust_env=False) as http:
-        return http.post(f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers)
+    return httpx.post(f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers, trust_env=False)
 
 
 def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two):

@@ -32,9 +32,8 @@ def test_tensor_parallel_size():
 def divided(gpus: int, sizes: list, parallel: str, copies: str) -> list:
     models = [Model(f"m{i}", f"/m/{i}", QWEN, "qwen2_5_vl", size << 30) for i, size in enumerate(sizes)]
     paths = ",".join(model.path for model in models)
-    settings = LaunchSettings.from_environment(
-        {"VLLM_MODEL_PATHS": paths, "VLLM_TP": parallel, "VLLM_REPLICAS": copies}
-    )
+    variables = {"VLLM_MODEL_PATHS": paths, "VLLM_TP": parallel, "VLLM_REPLICAS": copies}
+    settings = LaunchSettings.from_environment(variables)
     return [("".join(own), n) for own, n in divide_gpus(settings, models, [str(i) for i in range(gpus)])]
 
 

@@ -11,11 +11,10 @@ from paco_eval.results import BenchError
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import as_received, content_digest
 from paco_judge.questions import CHAT_OPTIONS, RequestForm, build_messages, form_of
-from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
-TOP_LOGPROBS = 20
 MAX_MODEL_LEN = 8192
 # vLLM reads these when it is imported; the user's own values win. On a CPU its default sizes would take all memory.
 VLLM_SETTINGS = {

@@ -82,7 +82,7 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
 
 
 def fingerprint(*places: str | Path) -> str | None:
-    """``sha256:…`` of the content of models and adapters: folders, or hub names in the local cache. None if there are none."""
+    """``sha256:…`` of what models and adapters hold: folders, or hub names in the local cache. None without any."""
     files = []
     for path in map(Path, places):
         if not path.exists():

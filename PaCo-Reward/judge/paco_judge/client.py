@@ -17,7 +17,7 @@ from paco_judge import transport
 from paco_judge.images import data_url
 from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
-from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class JudgeClient:
         """The answer's text, or P(Yes) if ``sampling`` is None; and why there is none."""
         if unreadable := next((url for url in urls if not isinstance(url, str)), None):
             return None, str(unreadable)
-        fields = sampling or {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+        fields = sampling or {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
         async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)):
             request = {"model": model, "messages": build_messages(urls, question, self.form)} | fields
             body = json.dumps(request).encode()

@@ -148,6 +148,7 @@ def add_form_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
+    """The form that a command line states; ``defaults`` replace ours. Raises ValueError."""
     stated = {field.name: getattr(options, field.name) for field in fields(RequestForm)}
     return RequestForm(**defaults | {name: value for name, value in stated.items() if value is not None})
 

@@ -24,7 +24,7 @@ from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
 from paco_judge.weights import WrongWeights, from_pretrained_strict
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
+EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 # Adapters that were trained with transformers before 4.52 name the layers as the published folders do.
 _NEW_NAMES = {"^visual": "model.visual", r"^model(?!\.(language_model|visual))": "model.language_model"}
 
@@ -241,8 +241,8 @@ def trained_limits(adapter: str | Path) -> dict[str, int] | None:
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())
         size = settings.get("image_processor", settings).get("size", {})
-        if all(edge in size for edge in _EDGES):
-            return {edge: size[edge] for edge in _EDGES}
+        if all(edge in size for edge in EDGES):
+            return {edge: size[edge] for edge in EDGES}
     return None
 
 

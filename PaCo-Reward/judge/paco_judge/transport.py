@@ -27,7 +27,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 class NoAnswer(Exception):
-    """``status``: of the server's refusal; None if it was not reached in time."""
+    """A request without a usable answer. ``status``: the server's HTTP status; None if it did not answer in time."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -65,7 +65,7 @@ def run(coroutine: Coroutine) -> Any:
 
 
 def json_headers(api_key: str | None) -> dict[str, str]:
-    """With the key as a bearer token."""
+    """A request's headers, the key as a bearer token. Raises ValueError."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("the API key has a character that a header cannot hold, such as a line break")
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

@@ -18,6 +18,7 @@ ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes an
         for words in (("yes", "y"), ("no", "n"))
     ),
 }
+TOP_LOGPROBS = 20  # servers give so many; no more count in this process, so that the same pairs have a score
 _ROUNDING = 1e-3  # servers may report slightly more than 0
 
 
@@ -89,7 +90,7 @@ def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float 
 
 
 def mean_score(verdicts: Sequence[Verdict]) -> float | None:
-    """Of one image: the mean over its pairs; None if a pair has no score or there is none."""
+    """The score of an image, the mean over its pairs; None if one has no score, or without pairs."""
     return _mean([verdict.p_yes for verdict in verdicts])
 
 
@@ -98,7 +99,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def editing_score(*answers: Verdict) -> float | None:
-    """Of one edit: sqrt(q1 · q2), or its only answer; None if one is missing."""
+    """The score of an edit, the root of its two answers' product, or its only answer; None if one is missing."""
     if any(answer.p_yes is None for answer in answers):
         return None
     product = math.prod(answer.p_yes for answer in answers)

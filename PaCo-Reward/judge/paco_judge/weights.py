@@ -19,7 +19,7 @@ class WrongWeights(ValueError):
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
     """``model_class.from_pretrained(path, **options)``; with ``device_map="meta"`` it reads headers only.
 
-    Raises WrongWeights: The files are damaged, lack tensors of the model, or have them in another shape.
+    Raises WrongWeights: A file is damaged or missing, or tensors of the model are missing or have another shape.
     """
     from safetensors import SafetensorError
 
@@ -27,8 +27,10 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
         model, report = model_class.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    except SafetensorError as error:
-        raise WrongWeights(f"the weights in {path} are damaged ({error}): download or export them again") from error
+    except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
+        raise WrongWeights(
+            f"the weights in {path} are damaged or incomplete ({error}): download or export them again"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise WrongWeights(f"the weights in {path} lack {len(missing)} of the model's tensors: {_some(missing)}")
     if other := sorted(report["mismatched_keys"]):

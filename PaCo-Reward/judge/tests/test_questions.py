@@ -66,11 +66,6 @@ def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
 
 
-def test_one_number_is_not_the_label_of_every_image():
-    with pytest.raises(ValueError, match="{n}"):
-        RequestForm("<img1>: ")
-
-
 @given(st.text(min_size=1).filter(str.strip))
 def test_editing_dimensions_ask_the_editing_questions(instruction):
     questions = load_editing_questions()
@@ -91,3 +86,5 @@ def test_messages_are_images_then_text_each_image_after_its_label():
     (labeled,) = build_messages(["data:a", "data:b"], "same?", RequestForm("<img{n}>: "))
     label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
     assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
+    with pytest.raises(ValueError, match="{n}"):
+        RequestForm("<img1>: ")  # of every image

@@ -26,7 +26,8 @@ def scorer(folder):
 def pairs():
     """Questions and images of different lengths and sizes, so that a batch needs padding."""
     themes = [*tiny_judge.THEMES, "x", "a paper boat " * 12]
-    return [Pair(tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50), theme_question(t)) for i, t in enumerate(themes)]
+    images = [(tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50)) for i in range(len(themes))]
+    return [Pair(*shown, theme_question(theme)) for shown, theme in zip(images, themes)]
 
 
 def p_yes(scorer, pairs, **options):

@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # from inside LLaMA-Factory: the traceback helps
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labeled pairs")
     score.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
-    accuracy.add_argument("--dataset", required=True, help="name in dataset_info.json; several, with commas, are also reported each")
+    text = "name in dataset_info.json; several, with commas, are also reported each"
+    accuracy.add_argument("--dataset", required=True, help=text)
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
     accuracy.set_defaults(command=_accuracy)
     build_command.add_parser(commands)

@@ -22,7 +22,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add `demo` to the command line."""
     text = "a page on this machine: drop images or a grid, and see the scores of all pairs and the judge's reasons"
     parser = commands.add_parser("demo", help=text, description=text)
-    parser.add_argument("--port", type=int, default=7860, help="default: %(default)s; from elsewhere: ssh -L PORT:127.0.0.1:PORT")
+    text = "default: %(default)s; from elsewhere: ssh -L PORT:127.0.0.1:PORT"
+    parser.add_argument("--port", type=int, default=7860, help=text)
     add_asking_options(parser)
     parser.set_defaults(command=run)
 

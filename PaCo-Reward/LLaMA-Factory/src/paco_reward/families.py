@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.questions import CHAT_OPTIONS
-from paco_judge.scorer import PROCESSOR_FILES, set_limits
+from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
 from paco_reward.errors import PacoRewardError
 
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat template renders.
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}
-_EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 _NO_LIMIT = 1 << 60
 
 
@@ -52,7 +51,7 @@ def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> No
 def limit_images(processor: Any, most: int) -> None:
     """Let the processor, not LLaMA-Factory, resize images, to at most ``most`` pixels and at most its own limit."""
     size = processor.image_processor.size
-    set_limits(processor, {edge: min(size[edge], most) for edge in _EDGES})
+    set_limits(processor, {edge: min(size[edge], most) for edge in EDGES})
     processor.image_max_pixels, processor.image_min_pixels = _NO_LIMIT, 1
 
 

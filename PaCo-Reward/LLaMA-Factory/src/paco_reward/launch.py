@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -15,29 +14,27 @@ from paco_reward.families import with_template
 
 
 def run(config_path: str, overrides: list[str], environment: dict[str, str]) -> int:
-    """Check a training configuration and run it; returns the exit status."""
+    """Check a training configuration, then run it here or let torchrun replace this process; returns the exit status."""
     config = load_config(config_path, overrides)
-    check_combinations(config)
     check_data(config)
+    config = with_template(config)
+    check_combinations(config)
     weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme") or "sequence"
-    print(f"template: {with_template(config)['template']}")
+    print(f"template: {config['template']}")
     print(f"loss: first_token_weight {weight} (None: LLaMA-Factory's own), {scheme} (published: released)", flush=True)
-    command = torchrun_command(config, config_path, overrides, environment)
-    if command is None:
-        train(config)
-        return 0
-    print(" ".join(command), flush=True)
-    return subprocess.run(command, env=environment, check=False).returncode
+    if command := torchrun_command(config, config_path, overrides, environment):
+        print(" ".join(command), flush=True)
+        os.execve(command[0], command, environment)  # signals to this process, as a scheduler's, are for torchrun
+    train(config)
+    return 0
 
 
 def train(config: dict[str, Any]) -> None:
     """Train in this process: the only one, or one of torchrun's."""
     from llamafactory.train.tuner import run_exp
 
-    config = with_template(config)
-    check_combinations(config)
     overlay.install()
-    run_exp(with_accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    run_exp(with_accumulation(with_template(config), int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def torchrun_command(

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def auc(p_yes: Any, label: Any) -> float | None:
     """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
 
-    Of P(Yes), (n,), and labels, (n,), True = Yes. None when one of the two classes is absent.
+    ``p_yes`` and ``label`` (True = Yes) are (n,). None when one of the two classes is absent.
     """
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     if label.all() or not label.any():

@@ -23,10 +23,9 @@ from paco_judge.questions import (
     load_editing_questions,
     load_question,
 )
-from paco_judge.verdict import Verdict, editing_score, mean_score
+from paco_judge.verdict import TOP_LOGPROBS, Verdict, editing_score, mean_score
 from paco_reward.errors import PacoRewardError
 
-TOP_LOGPROBS = 20  # as requested from servers: the same pairs have a score either way
 _SIDE = 192  # pixels of a picture in the HTML
 _NO, _YES = (240, 178, 122), (133, 193, 233)  # orange to blue, both light enough for dark text
 
@@ -48,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def add_asking_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``judge_named``."""
+    """Add the options that ``judge_named`` reads."""
     parser.add_argument("--reason_tokens", type=positive, default=512, help="longest answer (default %(default)s)")
     add_judge_options(parser)
     parser.add_argument("--server", metavar="URL", help="ask an OpenAI-compatible server instead of loading a model")
@@ -56,7 +55,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_judge_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``load_judge``."""
+    """Add the options that ``load_judge`` reads."""
     parser.add_argument("--model", "--base", dest="model", help="model folder or hub name (served name with --server)")
     parser.add_argument("--adapter", help="adapter folder for the model")
     parser.add_argument("--batch_size", type=positive, default=32, help="pairs per forward pass (default %(default)s)")
@@ -80,7 +79,7 @@ class Judge:
 
 
 def load_judge(args: argparse.Namespace) -> Any:
-    """The ``JudgeScorer`` of ``add_judge_options``. Raises ValueError or OSError."""
+    """The ``JudgeScorer`` that a command line names. Raises ValueError or OSError."""
     from paco_judge.scorer import JudgeScorer, silence_transformers
 
     if not args.model:
@@ -98,7 +97,7 @@ def client_of(args: argparse.Namespace, model: str, form: RequestForm) -> JudgeC
 
 
 def judge_named(args: argparse.Namespace) -> Judge:
-    """The judge of ``add_asking_options``. Raises as ``load_judge``."""
+    """The judge that a command line names, loaded or on a server. Raises ValueError or OSError."""
     if not args.server:
         judge = load_judge(args)
         name = f"{args.model} with {args.adapter}" if args.adapter else args.model

@@ -7,8 +7,8 @@ from paco_judge.questions import EDITING, add_form_arguments
 from paco_reward.errors import PacoRewardError
 from paco_reward.score import positive
 
-DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people (--rankings) or a judge (--server) rank
-(docs/judge.md, "Training data"). The same command resumes a stopped run."""
+DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people (--rankings) or a judge
+(--server) rank (docs/judge.md, "Training data"). The same command resumes a stopped run."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
