@@ -15,8 +15,8 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, tmp_path, caps
     output = tmp_path / "merged"
     arguments = ["export", "--base", str(judge_dir), "--adapter", str(adapter_dir), "--output", str(output)]
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert float(said.split()[-1]) < 1e-5
+    printed = capsys.readouterr().out
+    assert float(printed.split()[-1]) < 1e-5
     merged, before, base = scores(output), scores(judge_dir, adapter_dir), scores(judge_dir)
     np.testing.assert_allclose(merged, before, atol=1e-5)
     assert np.abs(merged - base).max() > 1e-3

@@ -61,7 +61,7 @@ def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "said"),
+    ("file", "change", "problem"),
     [
         (MODEL, put("k_proj.weight", None), "lack 1 of the model's tensors: " + K_PROJ),
         (MODEL, put("k_proj.weight", torch.ones(3, 128)), K_PROJ + " is [3, 128] instead of [64, 128]"),
@@ -70,11 +70,11 @@ def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_
         (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"), "that its base lacks"),
     ],
 )
-def test_a_tensor_that_is_missing_or_does_not_fit_is_named(judge_dir, adapter_dir, tmp_path, capfd, file, change, said):
+def test_a_tensor_that_is_missing_or_does_not_fit_is_named(judge_dir, adapter_dir, tmp_path, capfd, file, change, problem):
     folder = changed(judge_dir if file == MODEL else adapter_dir, tmp_path / "changed", file, change)
-    with pytest.raises(WrongWeights, match=re.escape(said)):
+    with pytest.raises(WrongWeights, match=re.escape(problem)):
         if file == MODEL:
-            assert main(str(folder)) == 1 and said in capfd.readouterr().out
+            assert main(str(folder)) == 1 and problem in capfd.readouterr().out
             from_pretrained_strict(AutoModelForImageTextToText, folder)
         else:
             load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), folder)

@@ -110,10 +110,10 @@ def test_each_written_answer_has_its_own_deadline():
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}', bytes(3 << 20)])
 def test_unreadable_answers_are_errors_and_not_cached(body):
-    said = "larger than" if len(body) > 100 else "cannot be read"
+    problem = "larger than" if len(body) > 100 else "cannot be read"
     with FakeJudge(lambda number, request: (200, body, {})) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
-        assert said in scorer.score_blocking(asked)[0].error
+        assert problem in scorer.score_blocking(asked)[0].error
         assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", "none is unpacked"
         judge.respond = lambda number, request: (200, answer(0.5), {})
         assert scorer.score_blocking(asked)[0].ok
