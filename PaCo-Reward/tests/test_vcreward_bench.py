@@ -50,8 +50,7 @@ def test_a_judge_that_compares_is_asked_in_both_orders(bench, tmp_path):
         def score(self, pair):
             return float(brightness(pair.image_b) > brightness(pair.more_images[0]))
 
-    file = tmp_path / "mine.txt"
-    file.write_text("Edit: {instruction}. Is the first edit better?")
+    (file := tmp_path / "mine.txt").write_text("Edit: {instruction}. Is the first edit better?")
     judge = Comparing()
     assert bench(judge, "--compare", file) == 0
     bench.file = bench.file.with_name("judge-vmine.jsonl")
@@ -59,7 +58,7 @@ def test_a_judge_that_compares_is_asked_in_both_orders(bench, tmp_path):
     assert all(sorted(row["scores"]) == [0.0, 1.0] and row["asked"]["compares"] for row in bench.rows)
 
 
-def test_ties_are_wrong_and_rows_without_a_winner_are_counted(bench, capsys):
+def test_ties_are_wrong_and_rows_without_a_winner_are_counted(bench, capsys, monkeypatch):
     edit_lines(bench.data, {1: lambda row: row | {"winner": "left"}})
     assert bench(lambda pairs: [Verdict(0.5)] * len(pairs)) == 1
     output = capsys.readouterr()
@@ -67,6 +66,8 @@ def test_ties_are_wrong_and_rows_without_a_winner_are_counted(bench, capsys):
     assert output.out.splitlines()[-1].split()[-1] == "7" and "0.0000" in output.out
     bench.data.write_text("")
     assert bench(BrightnessJudge()) == 2
+    monkeypatch.chdir(EVALUATION / "VCReward-Bench")  # our code's folder is not the data set
+    assert bench.main("--dataset", "") == 2 and f"dataset {vc_reward.HUB_NAME} cannot" in capsys.readouterr().err
 
 
 def test_winners():

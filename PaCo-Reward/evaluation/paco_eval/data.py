@@ -27,7 +27,9 @@ def open_source(
     """
     local_name = hub_name.partition("/")[2]
     places = (Path(place) / local_name for place in (".", "..", "../.."))
-    path = Path(dataset or next(filter(Path.is_dir, places), hub_name)).expanduser()
+    # The folder of a benchmark's code may have the data set's name; it counts if the data set was downloaded to it.
+    local = (f for f in places if f.is_dir() and ((f / "data").is_dir() or not (f / "evaluation.py").is_file()))
+    path = Path(dataset or next(local, hub_name)).expanduser()
     if path.suffix == ".jsonl":
         rows = read_rows(path)
         columns, stored = {column for row in rows for column in row}, rows.__getitem__
