@@ -8,7 +8,8 @@
 
 The other judge of results.csv is a second clone's quickstart/out/judge, with another base (from tools/: `python -m
 toy_models.build judge --seed 7 --out ../quickstart/models`), other wording (`theme` and `pair` in questions.toml) and
-other pairs (`bash quickstart/run.sh --seed 100`). FILE holds its `theme`.
+other pairs (`bash quickstart/run.sh --seed 100`). FILE holds its `theme`. It was made twice: rows of f8a6db2 and bc81b73
+were read by the first one (0.955 accurate), all others by the second (0.938).
 
 Every run is evaluated on 24 open prompts with 8 images each: w, b and kappa by the oracle, the judge and the other
 judge. Errors are between seeds. `warnings` are signs of collapse (docs/recovery.md), each with the epoch of its first
