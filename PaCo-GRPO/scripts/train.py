@@ -19,8 +19,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    for noisy in ("bitsandbytes", "diffusers"):  # diffusers warns of each truncated prompt, where we count them once
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
     from paco_grpo.options import ConfigError, read_options
 

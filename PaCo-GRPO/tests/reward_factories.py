@@ -35,7 +35,7 @@ def failing(after: int = 1000):
     def score(images, items):
         seen.extend(images)
         if len(seen) > after:
-            raise RuntimeError("the reward broke")
+            raise RuntimeError(f"the reward broke at {len(images)} images")
         return np.arange(1.0, len(images) + 1)
 
     return score

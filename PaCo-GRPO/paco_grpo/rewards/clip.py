@@ -3,9 +3,12 @@
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from unittest import mock
 
 import numpy as np
 import torch
+from httpx import HTTPError
+from huggingface_hub import constants, get_session
 from PIL import Image
 from torch.nn.functional import normalize
 
@@ -30,6 +33,15 @@ def download(load: Callable[[], object]) -> None:
     print("the weights are in the cache")
 
 
+def _hub_is_away() -> bool:
+    """Ask the hub once; where it does not answer, its own downloads try again for minutes."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10.0)
+    except (OSError, HTTPError):
+        return True
+    return False
+
+
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
@@ -52,7 +64,8 @@ class Clip:
         with self._lock:
             if self._model is None:
                 try:
-                    model = self.open()
+                    with mock.patch.object(constants, "HF_HUB_OFFLINE", _hub_is_away()):
+                        model = self.open()
                 except Exception as error:  # hub and network errors share no class
                     raise RewardError(
                         f"CLIP model {self.what} cannot be loaded ({type(error).__name__}: {error}). If its weights are "

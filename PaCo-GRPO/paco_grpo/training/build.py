@@ -219,6 +219,7 @@ def _reward_sets(
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)  # warns of each truncated prompt, where we count them once
     policy = load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,

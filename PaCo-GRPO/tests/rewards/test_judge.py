@@ -230,7 +230,7 @@ def test_what_cannot_be_asked_is_refused():
 
 
 def test_a_run_records_what_its_rewards_ask(tmp_path):
-    write_records(build_rewards({"jpeg_compressibility": 1.0, "consistency_for_editing": 0.0}), tmp_path)
+    write_records(rewards := build_rewards({"jpeg_compressibility": 1.0, "consistency_for_editing": 0.0}), tmp_path)
     ((name, record),) = json.loads((tmp_path / "questions.json").read_text()).items()
-    assert name == "consistency_for_editing"
+    assert name == "consistency_for_editing" and rewards[name].parallel_calls == 64, "images in flight"
     assert [question["name"] for question in record["questions"]] == ["editing_consistency", "editing_instruction"]

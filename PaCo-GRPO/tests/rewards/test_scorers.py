@@ -97,8 +97,8 @@ def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tmp
 
 @pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT"])
 def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, value in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py"):
         build_rewards({reward: 1.0})[reward].check()

@@ -24,26 +24,26 @@ def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_save
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1), sample__batch_size=2,
                            train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
                            sample__reward_batch_size=2, save_freq=0)  # fmt: skip
-    with pytest.raises(TrainingStopped, match="the reward broke") as stopped:
+    with pytest.raises(TrainingStopped, match="the reward broke at 2 images") as stopped:
         train(options)
     assert isinstance(stopped.value.__cause__ or stopped.value.__context__, ScoringError)
     assert [path.name for path in files.list_checkpoints(tmp_path / "runs/run/checkpoints")] == ["epoch_0001"]
 
 
-def test_an_aggregation_that_fails_stops_with_the_state_saved_and_the_tracker_closed(tiny_flux_dir, tmp_path):
+def test_an_aggregation_that_fails_stops_with_all_saved_and_closed(tiny_flux_dir, tmp_path):
     options = tiny_options(tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation")
     trainer, closed = Trainer(build_run(options)), []
-    trainer.run.tracker = SimpleNamespace(close=lambda: closed.append(1), log=lambda *_: None)
+    trainer.run.tracker = SimpleNamespace(close=lambda: closed.append("tracker"), log=lambda *_: None)
+    trainer.accelerator.end_training = lambda: closed.append("processes")
     with pytest.raises(TrainingStopped, match="aggregate_fn.*cannot join these"):
         trainer.fit()
-    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == [1]
+    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == ["processes", "tracker"]
 
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
     """They reach no aggregation (a negative one would be refused), and their missing scores leave no sample out."""
-    changes = {"train__aggregate_fn": "geometric_mean_aggregate_fn", "num_epochs": 1}
-    changes["train__reward_fn"] = rewards(failing=1, negative=0, no_scores=0)
-    options = tiny_options(tiny_flux_dir, tmp_path, **changes)
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__aggregate_fn="geometric_mean_aggregate_fn",
+                           train__reward_fn=rewards(failing=1, negative=0, no_scores=0))  # fmt: skip
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0
@@ -67,11 +67,11 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     louder = dataclasses.replace(again, train=dataclasses.replace(options.train, lora_alpha=64.0))
     with pytest.raises(ConfigError, match=r"lora_alpha.*16.*64.*resume_changed"):
         build_run(louder)
-    nft = dataclasses.replace(options.train, loss_type="nft")
-    prompts = write_prompts(tmp_path / "others", train=5)
-    for changed in (dataclasses.replace(again, train=nft), dataclasses.replace(again, dataset=str(prompts))):
-        with pytest.raises(ConfigError, match=r"config\.(dataset|train\.loss_type)"):
-            build_run(changed)
+    prompts, model = write_prompts(tmp_path / "others", train=5), tmp_path / "model"
+    model.symlink_to(tiny_flux_dir)
+    for name, value in (("dataset", prompts), ("train__loss_type", "nft"), ("pretrained__model", model)):
+        with pytest.raises(ConfigError, match=f"another config.{name.replace('__', '.')} "):
+            build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **{name: value}))
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     again, louder = (dataclasses.replace(one, dataset=str(moved)) for one in (again, louder))
     with caplog.at_level(logging.WARNING):
