@@ -190,7 +190,10 @@ def build_tiny_qwen(
     torch.manual_seed(0)
     tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-    tokenizer = qwen_tokenizer(*(f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")))
+    # A token each: then 34 tokens come before a prompt, as many as QwenImagePipeline drops.
+    words = "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
+    special = (f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"))
+    tokenizer = qwen_tokenizer(*special, "system", "Describe", "user", *(f" {word}" for word in words.split()))
     sizes = {
         "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64, "patch_size": 4,
         "merge_size": 2, "temporal_patch_size": 2,
@@ -219,10 +222,8 @@ def build_tiny_qwen(
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, initializer_range=0.2, **ids)
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
     others = {} if pipeline_class is diffusers.QwenImagePipeline else {"processor": processor}
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    return pipeline_class(
-        scheduler=scheduler, vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others
-    )
+    others["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    return pipeline_class(vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others)
 
 
 def save_clip(folder: Path) -> str:

@@ -76,10 +76,10 @@ _FLUX2 = Family(partial(build_tiny_flux2, klein=False), _flux2, references=2)
 _KLEIN = Family(build_tiny_flux2, _flux2, {"guidance_scale": 4.0}, references=2)
 _TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
 # The last block computes text that nothing reads.
-_QWEN_DISCARDED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
+_QWEN_UNUSED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
 _PLUS = Family(
     partial(build_tiny_qwen, pipeline_class=QwenImageEditPlusPipeline), _qwen_edit_plus, _TRUE_CFG, references=2,
-    discarded=_QWEN_DISCARDED,
+    discarded=_QWEN_UNUSED,
 )  # fmt: skip
 
 FAMILIES = {
@@ -87,10 +87,8 @@ FAMILIES = {
     "flux_kontext": Family(partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
-    "qwen_image_edit": Family(build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_DISCARDED),
-    "qwen_image": Family(
-        partial(build_tiny_qwen, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_DISCARDED
-    ),
+    "qwen_image_edit": Family(build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED),
+    "qwen_image": Family(partial(build_tiny_qwen, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_UNUSED),
     "stable_diffusion_3": Family(
         build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""},
         discarded=r"transformer_blocks\.1\.attn\.add_q_proj",  # the last block computes no text
