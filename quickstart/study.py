@@ -44,9 +44,7 @@ OTHER = {"port": 8078, "model": "PaCo-Reward-Other"}
 ORACLE = "paco_toy.oracle:oracle_"
 JUDGED = ("consistency_score", "between_images")
 # Weight 0: monitored, for kappa in every epoch and the warning that it can give.
-CONSISTENCY, VARIETY = (
-    {"train.reward_fn": {"consistency_score": 1.0, "between_images": weight}} for weight in (0.0, 8.0)
-)
+CONSISTENCY, VARIETY = ({"train.reward_fn": {"consistency_score": 1.0, "between_images": weight}} for weight in (0.0, 8.0))
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Without noise, images of one initial noise would be equal.

@@ -159,11 +159,11 @@ def write_report(
     }
     title = html.escape(title or run_dir.resolve().name)
     body = "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
-    page = f'''<!DOCTYPE html>
+    page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{STYLE}</style></head>
 <body><main><h1>{title}</h1><p class="faint">{html.escape(_facts(run))}</p>{body}</main></body></html>
-'''
+"""
     out.write_text(page, encoding="utf-8")
     return [out, *written]
 

@@ -188,9 +188,8 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
     attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     saves = torch.is_grad_enabled() and query.requires_grad
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale
-    )[0]
+    attention = aten._scaled_dot_product_efficient_attention
+    return attention(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
 
 
 @contextlib.contextmanager

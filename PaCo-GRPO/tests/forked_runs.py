@@ -140,9 +140,7 @@ def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, change
         sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
 
 
-def run(
-    flux: Path, folder: Path, processes: int = 1, fault: Fault | None = None, without: str = "", **changes
-) -> list[int]:
+def run(flux: Path, folder: Path, processes: int = 1, fault: Fault | None = None, without: str = "", **changes) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts

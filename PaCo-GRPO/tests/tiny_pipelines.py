@@ -145,7 +145,12 @@ def build_tiny_z_image() -> DiffusionPipeline:
     tokenizer = qwen_tokenizer("<think>", "</think>")
     tokenizer.chat_template = Z_IMAGE_CHAT
     text = transformers.Qwen3Config(
-        vocab_size=len(tokenizer), num_hidden_layers=2, initializer_range=0.2, bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **QWEN3
+        vocab_size=len(tokenizer),
+        num_hidden_layers=2,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+        **QWEN3,
     )
     return diffusers.ZImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=plain_vae(0.3611, 0.1159),
@@ -162,7 +167,11 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * QWEN3["hidden_size"], axes_dims_rope=(4, 4, 4, 4), guidance_embeds=not klein,
     )  # fmt: skip
-    parts = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "vae": vae, "transformer": transformer}
+    parts = {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        "vae": vae,
+        "transformer": transformer,
+    }
     text = QWEN3 | {"initializer_range": 0.15}
     if klein:
         tokenizer = qwen_tokenizer("<think>", "</think>")
@@ -234,11 +243,14 @@ def save_clip(folder: Path) -> str:
         "vocab_size": 32, "max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     vision = sizes | {"image_size": 16, "patch_size": 8}
-    transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    transformers.CLIPModel(config).save_pretrained(folder)
     words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     transformers.CLIPProcessor(processor, fast).save_pretrained(folder)
     return str(folder)

@@ -162,9 +162,7 @@ def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> tor
     return policy.velocity(latents, torch.full((count,), 0.6), conditioning, size, size)
 
 
-def draw(
-    policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
-) -> list[Image.Image]:
+def draw(policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int) -> list[Image.Image]:
     """Deterministically sampled images."""
     sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]

@@ -198,9 +198,7 @@ def parallel_size(gpus: int, config: Mapping, enough: float = float("inf")) -> i
     return size
 
 
-def divide_gpus(
-    settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]
-) -> list[tuple[tuple[str, ...], int]]:
+def divide_gpus(settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
     """For each model, its GPUs and the number of its copies on them. Raises LaunchError.
 
     If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where neither VLLM_TP nor

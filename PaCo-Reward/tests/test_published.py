@@ -78,9 +78,7 @@ def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
     command = ["bash", "train/paco_reward.sh", str(file), f"model_name_or_path={judge_dir}", f"dataset_dir={data_dir}"]
     command += ["dataset=pairs, edits", "eval_dataset=held_out", f"output_dir={output}", "use_cpu=true"]
     environment = os.environ | {"PYTHON": sys.executable, "NPROC_PER_NODE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2

@@ -43,7 +43,8 @@ def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForCo
 
 # The published templates in short: no system text; Qwen3.5 thinks unless it is told not to.
 _QWEN3_VL_CHAT = CHAT_TEMPLATE.replace(
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}", ""
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}",
+    "",
 )
 _QWEN3_5_CHAT = _QWEN3_VL_CHAT.replace(
     "assistant\n{% endif %}",

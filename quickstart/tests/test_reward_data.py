@@ -42,9 +42,7 @@ def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | 
         _, folder, *place = image.removesuffix(".png").split("/")
         return None if folder == "broken" else CHARACTERS[drawn[folder][int(place[0])][int(place[1])]]
 
-    return [
-        (*map(shown, row["images"]), *(message["content"] for message in row["messages"])) for row in rows(built, *names)
-    ]
+    return [(*map(shown, row["images"]), *(message["content"] for message in row["messages"])) for row in rows(built, *names)]
 
 
 def asked(question: str) -> Character | None:

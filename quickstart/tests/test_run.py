@@ -24,11 +24,12 @@ case "$*" in
   *paco_toy.summary*) echo "the table" > $out/summary.txt ;;
 esac
 """
-RL = NOTE + r"""
+FAIL_OR_HANG = r"""
 [ -n "$FAIL" ] && { echo "error: judge went away" >&2; exit 3; }
 [ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
 exit 0
 """
+RL = NOTE + FAIL_OR_HANG
 ORDER = ["build_world", "--sets_only", "annotate", "--rankings", "finish", "accuracy", "paco_reward.sh", "accuracy", "export",
          "eval_vllm", "histogram", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary",
          "paco_grpo.report", "stop.sh"]  # fmt: skip

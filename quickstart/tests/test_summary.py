@@ -41,7 +41,9 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     agreement = {when: found[when]["agreement"] for when in ("before", "after")}
     assert agreement == pytest.approx({"before": (0 + 2 / 6) / 2, "after": (2 / 6 + 1) / 2})
     differences = np.array([2 / 6, 4 / 6])
-    assert found["change"]["agreement"] == pytest.approx({"mean": differences.mean(), "stderr": differences.std(ddof=1) / 2**0.5})
+    assert found["change"]["agreement"] == pytest.approx(
+        {"mean": differences.mean(), "stderr": differences.std(ddof=1) / 2**0.5}
+    )
     assert found["change"]["choice"]["stderr"] > 0 and found["change"]["reward"]["mean"] == pytest.approx(0.2)
     assert (found["epochs"], found["num_images"], found["train_resolution"], found["test_resolution"]) == (2, 4, 64, 128)
 
@@ -62,7 +64,9 @@ def test_the_change_of_edits_is_paired(tmp_path):
     assert "+0.375 ±0.239" in table({"policy": found, "minutes": 8})
 
 
-@pytest.mark.parametrize(("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"])
+@pytest.mark.parametrize(
+    ("name", "run"), [(study_, run) for study_, runs in study.STUDIES.items() for run in runs if run != "base"]
+)
 def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     monkeypatch.chdir(study.GRPO)
     config, *arguments = study.arguments_of(name, run, 1, 10)
@@ -91,7 +95,10 @@ def test_the_evaluation_takes_its_options_and_its_results_become_columns(other, 
 
 
 def test_health_signals_are_read_from_the_log():
-    lines = ["after epoch 3: x (train/grad_norm in metrics.jsonl)", "after epoch 4: y (1.0). Likely cause: z (reward/kappa in metrics.jsonl)"]
+    lines = [
+        "after epoch 3: x (train/grad_norm in metrics.jsonl)",
+        "after epoch 4: y (1.0). Likely cause: z (reward/kappa in metrics.jsonl)",
+    ]
     assert study.warnings_of("\n".join(["started", *lines, lines[0].replace("3", "5")])) == "train/grad_norm@3 reward/kappa@4"
 
 
@@ -104,7 +111,8 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
     found = results(("variety", "j1", "c", 0, 0.1), ("variety", "j1", "d", 1, 0.3), ("gardo", "j1", "c", 0, 0.0), ("gardo", "j1", "c", 1, 0.1),
                     ("variety", "j2", "c", 2, 0.9))  # fmt: skip
     lines = study.table(found).splitlines()
-    assert len(lines) == 5 and "| variety | j1 | 0 1 | c d |" in lines[2] and "+0.200 ± 0.100" in lines[2] and "+0.750" in lines[2]
+    assert len(lines) == 5
+    assert "| variety | j1 | 0 1 | c d |" in lines[2] and "+0.200 ± 0.100" in lines[2] and "+0.750" in lines[2]
     assert "+0.900 |" in lines[4] and "±" not in lines[4].split("+0.900")[1].split("|")[0]
     (difference,) = study.table(found, "variety").splitlines()[2:]
     assert "variety − gardo | j1 | 0 1" in difference and "+0.150 ± 0.050" in difference
@@ -112,10 +120,12 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
 
 def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
     known = study.read_results()
-    assert known[["commit", "judge"]].notna().all().all() and not known.duplicated(["study", "run", "seed", "commit", "judge"]).any()
+    assert known[["commit", "judge"]].notna().all().all()
+    assert not known.duplicated(["study", "run", "seed", "commit", "judge"]).any()
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
     known.to_csv(study.RESULTS, index=False)
     policy = {"epochs": 2, "num_images": 4, "before": dict.fromkeys(MEASURES, 0.1), "after": dict.fromkeys(MEASURES, 0.2)}
     study.keep(study.row_of("rewards", "variety", 2, "abc", policy, {"oracle_kappa": 0.5}))
     last = study.read_results().iloc[-1]
-    assert len(study.read_results()) == len(known) + 1 and last["judge"] == "abc" and last["agreement_after"] == 0.2 and last["oracle_kappa"] == 0.5
+    assert len(study.read_results()) == len(known) + 1
+    assert last["judge"] == "abc" and last["agreement_after"] == 0.2 and last["oracle_kappa"] == 0.5

@@ -63,7 +63,12 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
 
 
 def test_a_short_run_of_the_editor(tmp_path):
-    sizes = {"test.num_images": 8, "eval_freq": 1000, "sample.unique_sample_num_per_epoch": 2, "sample.num_images_per_prompt": 4}
+    sizes = {
+        "test.num_images": 8,
+        "eval_freq": 1000,
+        "sample.unique_sample_num_per_epoch": 2,
+        "sample.num_images_per_prompt": 4,
+    }
     options = [f"--config.{name}={value}" for name, value in sizes.items()]
     out, printed, _ = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
     policy = json.loads((out / "editing" / "summary.json").read_text())["policy"]

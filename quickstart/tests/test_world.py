@@ -60,7 +60,12 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, len(CHARACTERS) - 1), min_size=4, max_size=4), FOUR_VIEWS, st.sampled_from([32, 64]), st.integers(0, 2**31))
+@given(
+    st.lists(st.integers(0, len(CHARACTERS) - 1), min_size=4, max_size=4),
+    FOUR_VIEWS,
+    st.sampled_from([32, 64]),
+    st.integers(0, 2**31),
+)
 def test_the_oracle_is_exact_on_clean_renderings(characters, views, side, seed):
     reading = read_grids([draw(characters, views, side, seed)])
     assert reading.valid.all() and reading.character.tolist() == [characters] and reading.view.tolist() == [list(views)]
@@ -99,7 +104,12 @@ def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, align
 
 
 def test_between_images_counts_what_other_images_of_the_prompt_show():
-    panels = [stars(*["red"] * 4), stars("red", "red", "blue", "blue"), stars(*["red"] * 4), stars(*["blue"] * 4, shape="cross")]
+    panels = [
+        stars(*["red"] * 4),
+        stars("red", "red", "blue", "blue"),
+        stars(*["red"] * 4),
+        stars(*["blue"] * 4, shape="cross"),
+    ]
     images = [draw(each) for each in panels]
     open_prompt, full = grid_prompt(STAR, VIEWS[:4]), grid_prompt(CHARACTERS[0], VIEWS[:4])
     items = [Item(0, open_prompt), Item(0, open_prompt), Item(1, open_prompt), Item(0, open_prompt)]
@@ -133,7 +143,9 @@ def test_empty_or_flat_panels_are_invalid(level):
 def test_edits_are_judged_exactly_on_clean_renderings(seed, side):
     edit, *more = (random_edit(np.random.default_rng(seed + i), KNOWN, KNOWN) for i in range(5))
     # Every other panel shows another character elsewhere.
-    others = [edit.result if i == edit.place or other.result == edit.characters[i] else other.result for i, other in enumerate(more)]
+    others = [
+        edit.result if i == edit.place or other.result == edit.characters[i] else other.result for i, other in enumerate(more)
+    ]
     moved = [v if i == edit.place else VIEWS[(VIEWS.index(v) + 3) % len(VIEWS)] for i, v in enumerate(edit.views)]
     scenes = [(edit.edited(), edit.views), (edit.characters, edit.views), (others, moved)]
     images = [to_image(render_grid(*scene, side)) for scene in scenes]

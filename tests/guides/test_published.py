@@ -61,7 +61,11 @@ def test_servers(terminal):
     assert "Ready:  Paco-Reward-7B" in terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=alone)
     for block in (ONE_PORT.replace("8000", shared), TWO_PORTS.replace("8000", first).replace("8001", second)):
         terminal.run("conda activate vllm\n" + block, "PaCo-GRPO")
-    for port, names in ((shared, ["Gemma-3-4B-IT", "Paco-Reward-7B"]), (first, ["Paco-Reward-7B"]), (second, ["Gemma-3-4B-IT"])):
+    for port, names in (
+        (shared, ["Gemma-3-4B-IT", "Paco-Reward-7B"]),
+        (first, ["Paco-Reward-7B"]),
+        (second, ["Gemma-3-4B-IT"]),
+    ):
         models = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
         assert sorted(model["id"] for model in models) == names
 

@@ -12,6 +12,7 @@ FILES = [REPO / name for name in LISTED.splitlines() if (REPO / name).is_file()]
 
 def test_ruff_is_clean():
     subprocess.run([sys.executable, "-m", "ruff", "check", "-q"], cwd=REPO, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", "--check"], cwd=REPO, check=True)
 
 
 def test_nothing_is_pickled():

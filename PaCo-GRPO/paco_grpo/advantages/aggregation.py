@@ -56,9 +56,7 @@ class product_aggregate_fn:
     reward_weights: Mapping[str, float]  # exponents ≥ 0
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        return _per_group(
-            lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0
-        )
+        return _per_group(lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
@@ -113,9 +111,7 @@ class weighted_advantage_sum_aggregate_fn:
 
 
 MEANS = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)}
-FACTORIES = {
-    cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)
-}
+FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
 
 
 def get_aggregate_fn(

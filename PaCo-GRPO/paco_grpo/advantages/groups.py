@@ -98,9 +98,7 @@ def compute_advantages(
     return AdvantageResult(advantages, kept, stats)
 
 
-def _groups(
-    item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool
-) -> dict[str, np.ndarray]:
+def _groups(item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool) -> dict[str, np.ndarray]:
     """Key → positions of the kept samples of each group of at least two, groups by first appearance.
 
     A key is the prompt's text; where two items share it, text plus item id; "all" for one group of everything.

@@ -84,9 +84,7 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
     return dataclasses.replace(options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs))
 
 
-def agreement(
-    rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
-) -> dict[str, Agreement]:
+def agreement(rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Agreement]:
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:

@@ -160,9 +160,7 @@ def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], LossOutpu
     return lambda function: Objective(function, **needs)
 
 
-def with_kl(
-    loss: torch.Tensor, metrics: dict[str, torch.Tensor], weight: float, kl: Callable[[], torch.Tensor]
-) -> LossOutput:
+def with_kl(loss: torch.Tensor, metrics: dict[str, torch.Tensor], weight: float, kl: Callable[[], torch.Tensor]) -> LossOutput:
     """``loss`` + ``weight``·KL, all (B,); the reference forward in ``kl`` happens only if the weight is not 0."""
     if weight != 0:
         metrics["kl"] = kl()

@@ -30,8 +30,7 @@ from paco_judge.weights import from_pretrained_strict
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
 _ATTENTION_TARGETS = tuple(
-    f"attn.{name}"
-    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 )
 
 
@@ -152,9 +151,7 @@ class DiffusersPolicy(Policy):
         return TextConditioning(**self._encode_texts(items, [()] * len(items)))
 
     @torch.no_grad()
-    def _encode_texts(
-        self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
-    ) -> dict[str, torch.Tensor | None]:
+    def _encode_texts(self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor | None]:
         """The fields of ``TextConditioning``, where the encoder of each item's text sees the images of ``seen``.
 
         Each (text, images) goes through the encoders alone: in a batch, the last bits would depend on the other texts.

@@ -220,9 +220,7 @@ class WinRate(JudgeReward):
         return [_pair(text, (*references, images[i], images[j])) for i, j in orders], score
 
 
-def mean_over_comparisons(
-    count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float
-) -> np.ndarray:
+def mean_over_comparisons(count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float) -> np.ndarray:
     """Each image's mean over its answered comparisons, (count,): NaN if none was answered, ``alone`` if there was none.
 
     ``values``: what each comparison (i, j) contributes to i and to j, NaN = no answer.

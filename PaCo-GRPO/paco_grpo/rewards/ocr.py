@@ -89,6 +89,4 @@ def _paddleocr(lang: str, gpu: bool) -> Reader:
     from paddleocr import PaddleOCR
 
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
-    return lambda image: " ".join(
-        line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or []
-    )
+    return lambda image: " ".join(line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or [])

@@ -37,9 +37,7 @@ class Sampling:
         return sigmas[torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))]
 
 
-def sample_noise_steps(
-    noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
-) -> tuple[int, ...]:
+def sample_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int) -> tuple[int, ...]:
     """The noise steps of one epoch, ascending: all of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802)."""
     candidates = sorted(set(noise_steps))
     if num_noise_steps is None:

@@ -52,9 +52,7 @@ def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]
     return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
 
 
-def plan_batches(
-    policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int
-) -> list[Batch]:
+def plan_batches(policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int) -> list[Batch]:
     """Batches of ``items`` that share a forward; ``numbers`` are indices into ``items``."""
     sizes, keys = [], []
     for item in items:  # one reference image in memory at a time

@@ -55,8 +55,8 @@ def sde_step(
 ) -> Transition:
     """Flow-SDE step (Flow-GRPO, arXiv 2505.05470, eq. 9).
 
-        s = a·sqrt(σ_i / (1 − σ̃)),  σ̃ = σ_i, but σ_1 where σ_i is exactly 1
-        mean = x·(1 + s²/(2σ_i)·dt) + v·(1 + s²(1−σ_i)/(2σ_i))·dt;  std = s·sqrt(−dt)
+    s = a·sqrt(σ_i / (1 − σ̃)),  σ̃ = σ_i, but σ_1 where σ_i is exactly 1
+    mean = x·(1 + s²/(2σ_i)·dt) + v·(1 + s²(1−σ_i)/(2σ_i))·dt;  std = s·sqrt(−dt)
     """
     dt = sigma_next - sigma
     sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
@@ -91,9 +91,7 @@ def cps_step(
     return Transition(mean=mean, std=s, s=s, cps=True)
 
 
-def euler_step(
-    latents: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor
-) -> torch.Tensor:
+def euler_step(latents: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
     """Deterministic step x + v·dt, as diffusers' FlowMatchEulerDiscreteScheduler."""
     return latents + _expand(sigma_next - sigma, latents) * velocity
 

@@ -35,8 +35,7 @@ def expected(total, items, global_std, per_prompt=True):
     advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
     single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = [
-        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])]
-        for i in range(len(items))
+        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])] for i in range(len(items))
     ]
     for i, members in enumerate(members_of):
         kept[i] = not np.isnan(total[i]) and len(members) >= 2
@@ -52,9 +51,7 @@ def expected(total, items, global_std, per_prompt=True):
 @given(epochs(), st.booleans(), st.booleans())
 def test_weighted_sum(epoch, global_std, per_prompt):
     rewards, items, prompts = epoch
-    result = compute_advantages(
-        rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt
-    )
+    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt)
     total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
     advantages, kept = expected(total, items, global_std, per_prompt)
     np.testing.assert_array_equal(result.kept, kept)
@@ -111,7 +108,9 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="'global_std'"):
         get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
     weights = {"a": 1.0, "bb": 2.0}
-    named = ({"name": name, "arguments": {"reward_weights": weights}} for name in ("product_aggregate_fn", "log_tame_aggregate_fn"))
+    named = (
+        {"name": name, "arguments": {"reward_weights": weights}} for name in ("product_aggregate_fn", "log_tame_aggregate_fn")
+    )
     for spec in (weighted_advantage_sum_aggregate_fn(weights), *named):
         with pytest.raises(ValueError, match="config.train.aggregate_fn.* reward_weights lack b"):  # not after an epoch
             get_aggregate_fn(spec, WEIGHTS)
@@ -159,9 +158,7 @@ def test_weighted_advantage_sum(global_std):
     rng = np.random.default_rng(3)
     a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
     function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
-    result = compute_advantages(
-        {"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function
-    )
+    result = compute_advantages({"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function)
     by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]
     np.testing.assert_allclose(result.advantages, by_hand)
 

@@ -9,9 +9,7 @@ from paco_grpo.data.sampler import GroupSampler
 SMALL = st.integers(1, 12)
 
 
-@given(
-    items=SMALL, m=SMALL, share=SMALL, latents=st.integers(1, 4), seed=st.integers(0, 2**31), epoch=st.integers(0, 50)
-)
+@given(items=SMALL, m=SMALL, share=SMALL, latents=st.integers(1, 4), seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
 def test_each_prompt_has_its_images_and_each_initial_noise_its_share(items, m, share, latents, seed, epoch):
     k = share * latents
     samples = GroupSampler(items, m, k, seed, latents).samples(epoch)

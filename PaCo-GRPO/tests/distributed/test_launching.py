@@ -50,7 +50,8 @@ def test_several_machines_reach_the_launcher(tmp_path):
     assert launch(tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines).returncode == 0
     _module, _torchrun, *arguments, _cpu = called(tmp_path)
     read = get_args_parser().parse_args(arguments)
-    assert (read.nnodes, read.node_rank, read.nproc_per_node, read.master_addr, read.master_port) == ("2", 1, "3", "node0", 29601)
+    assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "3")
+    assert (read.master_addr, read.master_port) == ("node0", 29601)
     assert read.training_script_args == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
     config = tmp_path / "own.yaml"
     config.write_text("distributed_type: MULTI_GPU\n")

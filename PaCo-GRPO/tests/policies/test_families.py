@@ -118,9 +118,7 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     tokenizer = load_tokenizer(str(folder))
     counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
     policy = load(name, folder, max_sequence_length=len(counted) + 1)
-    policy.pipeline.text_encoder.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
-    )
+    policy.pipeline.text_encoder.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     policy.encode([item])
     mask = seen[0]["attention_mask"][0].bool()
     assert seen[0]["input_ids"][0, mask].tolist() == counted and mask.sum() == len(mask) - 1
@@ -132,9 +130,7 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
 def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     policy = trained(name, tiny_folder(name))
     conditioning = policy.encode(items(name, *PROMPTS))
-    result = rollout(
-        policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(3, (0, 1), noise_level=0.7, cps=cps)
-    )
+    result = rollout(policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(3, (0, 1), noise_level=0.7, cps=cps))
     wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in result.noise_steps]
     again = recompute_old(policy, dataclasses.replace(result, noise_steps=wiped))
     for step, new in zip(result.noise_steps, again.noise_steps, strict=True):

@@ -48,9 +48,7 @@ def run_judge(
     return run_benchmark(items, Path(args.results_dir) / f"{short}{version}.jsonl", stamp, make, args.batch_size)
 
 
-def run_benchmark(
-    items: Sequence[Item], file: Path, stamp: Row, make: Callable[[], ScorePairs], batch_size: int
-) -> int:
+def run_benchmark(items: Sequence[Item], file: Path, stamp: Row, make: Callable[[], ScorePairs], batch_size: int) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
     ``stamp``: as of ``open_results``. ``make``: makes the engine; called only if an item is left to score.

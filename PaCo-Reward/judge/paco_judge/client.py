@@ -87,9 +87,7 @@ class JudgeClient:
         """One verdict for each pair, in order. Raises JudgeError: The first call found no server, or another model."""
         return [Verdict(*found) for found in transport.run(self._ask_all(self.check(), pairs, None))]
 
-    def write_blocking(
-        self, pairs: Sequence[Pair], max_tokens: int, **sampling: float
-    ) -> list[tuple[str | None, str | None]]:
+    def write_blocking(self, pairs: Sequence[Pair], max_tokens: int, **sampling: float) -> list[tuple[str | None, str | None]]:
         """Each pair's whole answer and None, or None and why there is none. Raises JudgeError.
 
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.

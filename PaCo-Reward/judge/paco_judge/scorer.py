@@ -40,9 +40,7 @@ class Chat:
 class JudgeScorer:
     """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. ``batch_size``: pairs per forward pass."""
 
-    def __init__(
-        self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.processor, self.batch_size, self.form = model.eval(), processor, batch_size, form
@@ -51,8 +49,7 @@ class JudgeScorer:
         self.yes_id, self.no_id = option_ids(processor.tokenizer)
         encode = lambda word: processor.tokenizer.encode(word, add_special_tokens=False)
         self._answer_ids = [
-            sorted({encode(word)[0] for word in words if len(encode(word)) == 1})
-            for words in ANSWER_TOKENS[form.answer_tokens]
+            sorted({encode(word)[0] for word in words if len(encode(word)) == 1}) for words in ANSWER_TOKENS[form.answer_tokens]
         ]
 
     @classmethod

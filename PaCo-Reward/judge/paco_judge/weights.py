@@ -24,9 +24,7 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
     from safetensors import SafetensorError
 
     try:
-        model, report = model_class.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, report = model_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
         raise WrongWeights(
             f"the weights in {path} are damaged or incomplete ({error}): download or export them again"

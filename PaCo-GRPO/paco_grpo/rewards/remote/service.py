@@ -63,9 +63,7 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns 2 if the reward cannot work."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0])
     parser.add_argument("--reward", required=True, help="a reward's name, or package.module:factory")
     parser.add_argument("--kwargs", default={}, type=json.loads, help="JSON object: arguments of the reward")
     parser.add_argument("--device", default="cpu", help="where it computes: cpu, cuda, cuda:1 (default: cpu)")

@@ -112,9 +112,7 @@ class FilePairs(Sequence[Pair]):
         return Pair(load_image(first), load_image(second), question)
 
 
-def labeled_pairs(
-    dataset_dir: str | Path, dataset: str, form: RequestForm = DEFAULT_FORM
-) -> tuple[FilePairs, list[bool]]:
+def labeled_pairs(dataset_dir: str | Path, dataset: str, form: RequestForm = DEFAULT_FORM) -> tuple[FilePairs, list[bool]]:
     """Pairs of a local data set, and whether their answer begins with Yes. Raises PacoRewardError."""
     prefix, rows, labels = pair_prefix(form), [], []
     examples = load_examples(dataset_dir, dataset)

@@ -188,9 +188,7 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     return sum(len(item.sources) for item in items)
 
 
-def _write_datasets(
-    output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
-) -> dict[str, dict[str, int]]:
+def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str) -> dict[str, dict[str, int]]:
     """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question."""
     info, numbers = {}, {}
     for name, pairs in datasets.items():
