@@ -110,8 +110,9 @@ def _load_python(path: Path, name: str) -> ConfigDict:
         raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
     try:
         found = function(*arguments)
-    except KeyError as error:
-        raise ConfigError(f"{path}: {error.args[0]}") from error
+    except (AttributeError, KeyError) as error:  # ConfigDict puts its KeyError into an AttributeError
+        words = getattr(error.args[0], "args", error.args)[0]
+        raise ConfigError(f"{path}: {' '.join(str(words).split())}") from error
     if not isinstance(found, ConfigDict):
         raise ConfigError(f"{path}: {name or 'get_config'} returns {type(found).__name__}, not a ConfigDict")
     return found

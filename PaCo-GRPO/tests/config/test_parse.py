@@ -113,6 +113,8 @@ def test_tables_in_a_file(load_file):
     [
         ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
         ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
+        ("config.train.learning_rat = 1", "config.train.learning_rat. Did you mean config.train.learning_rate"),
+        ("config.trian.beta = 1", "my_config.py: 'trian'.*\"train\""),
     ],
 )
 def test_wrong_line_of_a_file_names_the_option(load_file, line, named):
