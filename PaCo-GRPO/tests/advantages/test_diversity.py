@@ -25,6 +25,8 @@ def test_entropy_bonus_is_minus_the_log_of_a_leave_one_out_kernel_density():
             assert found[i] == pytest.approx(-np.log(density))
     assert found[8] == 0
     assert not perceptual_entropy_bonus(np.ones((4, 3)), [np.arange(4)]).any()
+    mostly_equal = perceptual_entropy_bonus(np.eye(2)[[0, 0, 0, 0, 1]], [np.arange(5)])  # the median distance is 0
+    assert mostly_equal == pytest.approx([-np.log((3 + np.exp(-0.5)) / 4)] * 4 + [0.5])
 
 
 def test_factors_are_the_relative_distance_to_the_nearest_neighbor():

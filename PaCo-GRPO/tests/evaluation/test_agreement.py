@@ -67,12 +67,13 @@ def test_a_difference_is_paired_by_prompt():
 
 
 def test_of_a_training_epoch():
-    """Three prompts with two images each; the last is not open, the second lacks an answer."""
-    scores = {NAMES[0]: np.array([0.9, 0.7, 0.5, np.nan, 0.1, 0.1]), NAMES[1]: np.array([0.5, 0.7, 0.8, 0.8, 0.0, 0.0])}
-    items, values = np.array([0, 0, 1, 1, 2, 2]), {"within": 0.65, "between": 0.3, "kappa": 0.5}
-    found = of_epoch(scores, items, [True, True, False])
+    """Four prompts with two images each; the second lacks an answer, the third is not open, the last lacks all w."""
+    within, between = [0.9, 0.7, 0.5, np.nan, 0.1, 0.1, np.nan, np.nan], [0.5, 0.7, 0.8, 0.8, 0.0, 0.0, 0.9, 0.9]
+    scores = {NAMES[0]: np.array(within), NAMES[1]: np.array(between)}
+    items, values = np.repeat(range(4), 2), {"within": 0.65, "between": 0.3, "kappa": 0.5}
+    found = of_epoch(scores, items, [True, True, False, True])
     assert found == pytest.approx({f"reward/{name}": value for name, value in values.items()})
-    assert of_epoch(scores, items, [False] * 3) == of_epoch({NAMES[0]: np.ones(2)}, items[:2], [True]) == {}
+    assert of_epoch(scores, items, [False] * 4) == of_epoch({NAMES[0]: np.ones(2)}, items[:2], [True]) == {}
 
 
 def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
