@@ -27,8 +27,12 @@ from paco_grpo.policies.base import Policy
 _SIGMAS = 4  # default: σ an epoch
 
 
+def _is_guided(train: TrainOptions) -> bool:
+    return train.dgpo_reference == "guided"
+
+
 def _noised(step: Step, policy: Policy, train: TrainOptions) -> Noised:
-    return Noised(step, policy, shared=True, guided_reference=train.dgpo_reference == "guided")
+    return Noised(step, policy, shared=True, guided_reference=_is_guided(train))
 
 
 def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
@@ -73,6 +77,7 @@ def _check(options: RunOptions) -> Iterator[str]:
     check=_check,
     first_pass=error_change,
     group_weights=group_weights,
+    guided_reference=_is_guided,
 )
 def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.

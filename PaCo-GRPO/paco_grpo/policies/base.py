@@ -29,7 +29,7 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False  # … must have one …
     several_images: ClassVar[bool] = False  # … may have more than one
     has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
-    samples_guided: bool = True  # with true CFG, whether images are sampled with it (config.train.dgpo_reference)
+    samples_guided: bool = True  # with true CFG, whether images are sampled with it (``Objective.guided_reference``)
     text_sees_image: ClassVar[bool] = False  # its text encoder reads the reference (config.pretrained.image_positions)
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there

@@ -100,7 +100,8 @@ def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read."""
     model, sample, problems = options.pretrained.model, options.sample, []
     if not samples_guided(options) and not policy_class(model).would_guide(sample.guidance_scale, sample.negative_prompt):
-        problems.append("train.dgpo_reference='guided' needs true CFG: sample.guidance_scale, sample.negative_prompt")
+        named = f"train.loss_type={options.train.loss_type!r} with a guided reference"
+        problems.append(f"{named} needs true CFG: sample.guidance_scale, sample.negative_prompt")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:

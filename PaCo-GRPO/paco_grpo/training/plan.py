@@ -58,8 +58,7 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
 
 def samples_guided(options: RunOptions) -> bool:
     """Whether images are sampled with true CFG; a guided reference teaches the model to do without."""
-    train = options.train
-    return train.dgpo_reference != "guided" or get_objective(train.loss_type).group_weights is None
+    return not get_objective(options.train.loss_type).guided_reference(options.train)
 
 
 def merges_lora(options: RunOptions, device: torch.device) -> bool:

@@ -221,7 +221,7 @@ def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
         folder = tmp_path / f"{reference}{len(latents)}"
         options = tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), folder, **changes | more)
         if (reference, text) == ("guided", "None"):
-            with pytest.raises(ConfigError, match="dgpo_reference"):
+            with pytest.raises(ConfigError, match="loss_type='dgpo' with a guided"):
                 build_run(options)
         else:
             latents[reference, text] = sampled(build_run(options))[1]
