@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paco_grpo.options import OPTIONS
 from paco_grpo.options.__main__ import page
+from paco_grpo.options.schema import GROUPS, RunOptions
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -19,3 +20,7 @@ def test_a_test_changes_every_option():
 def test_configuration_page_is_current():
     assert (TESTS.parents[1] / "docs" / "configuration.md").read_text() == page()
     assert all(option.description and f"| `{name}` |" in page() for name, option in OPTIONS.items())
+
+
+def test_nothing_can_be_written_into_options():
+    assert all(group.__dataclass_params__.frozen for group in (RunOptions, *GROUPS.values()))

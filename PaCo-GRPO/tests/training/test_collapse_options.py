@@ -9,7 +9,9 @@ from tiny_run import rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.options import ConfigError
+from paco_grpo.options.schema import TrainOptions
 from paco_grpo.rewards.clip import ClipScore
+from paco_grpo.training import features as features_module
 from paco_grpo.training import trainer as trainer_module
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
@@ -19,8 +21,8 @@ from paco_grpo.training.trainer import Trainer
 def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_path, monkeypatch):
     clip = save_clip(tmp_path / "clip")
     options = tiny_options(
-        tiny_flux_dir, tmp_path, num_epochs=1, train__neighbor_factor=True, train__perceptual_entropy=0.5,
-        train__diversity_features=clip if kind == "clip" else kind,
+        tiny_flux_dir, tmp_path, num_epochs=1, train__diversity_features=clip if kind == "clip" else kind,
+        **{"train__perceptual_entropy": 0.5} if kind == "clip" else {"train__neighbor_factor": True},
     )  # fmt: skip
     run, seen, images = build_run(options), [], []
     monkeypatch.setattr(trainer_module, "compute_advantages", lambda *a, **k: seen.append(k) or compute_advantages(*a, **k))
@@ -35,7 +37,15 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
     latents, pictures = zip(*images, strict=True)
     expected = torch.stack(latents).flatten(1) if kind == "latents" else ClipScore(clip).images(pictures, 8)
     np.testing.assert_allclose(seen[0]["features"], expected.numpy(), rtol=1e-4, atol=1e-5)
-    assert seen[0]["entropy_bonus"] == 0.5 and seen[0]["nearest_neighbor"]
+    assert (seen[0]["entropy_bonus"], seen[0]["nearest_neighbor"]) == {"clip": (0.5, False), "latents": (0.0, True)}[kind]
+
+
+def test_features_of_two_processes_are_in_global_order(monkeypatch):
+    other = {0: np.array([1.0]), 1: np.array([3.0])}
+    monkeypatch.setattr(features_module, "gather_object", lambda mine: [*mine, other])
+    features = features_module.GroupFeatures(TrainOptions(diversity_features="latents"), torch.device("cpu"))
+    found = features.gathered([torch.zeros(1, 1, 2), torch.full((1, 1, 2), 2.0)], total=4)
+    assert found.tolist() == [[0, 0], [1, 0], [2, 2], [3, 0]]
 
 
 def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path):
