@@ -35,8 +35,8 @@ def _as_names(value: Any) -> Any:
 
 
 def _folder_name(name: str) -> str:
-    if not name.isprintable() or name.startswith(("/", "~")) or ".." in name.split("/"):
-        raise ValueError("must be a printable name of a folder inside save_dir")
+    if not name.isprintable() or "/" in name or name in (".", ".."):
+        raise ValueError("must be a printable name of one folder, without a path: that is save_dir")
     return name
 
 
