@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from paco_grpo.data import prompts
 from paco_grpo.data.prompts import DataError, load_prompts
 
 COLORS = ["red", "lime", "blue", "white", "black"]
@@ -115,10 +116,12 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, columns, named):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 
-def test_several_images_keep_their_order(tmp_path):
+def test_several_images_keep_their_order_and_are_read_when_they_are_used(tmp_path, monkeypatch):
     write_jsonl(tmp_path, {"prompt": "x", "images": ["b.png", "a.png"]}, {"prompt": "y", "images": ["a.png"]})
     write(tmp_path / "test.arrow", prompt=["x", "y"], images=[[BLUE, RED], [RED]])
     for split, kind in (("train", "geneval_image"), ("test", "arrow_editing")):
-        first, second = load_prompts(tmp_path, split, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(prompts, "read_image", None)
+            first, second = load_prompts(tmp_path, split, kind)
         assert [corner(image) for image in first.images] == [(0, 0, 255), (255, 0, 0)]
         assert (second.num_images, corner(second.images[0]), second.more_images) == (1, (255, 0, 0), ())

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from forked_runs import (
 from safetensors.torch import load_file
 from tiny_run import tiny_options
 
+from paco_grpo.distributed import processes
 from paco_grpo.distributed.launch import build_strategy
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
@@ -79,6 +81,15 @@ def test_which_strategy_is_chosen(tiny_flux_dir, tmp_path, caplog):
             build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes, **FSDP2), CPUS)
     build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
     assert "config.train.sharding='fsdp2', but there is only one process" in caplog.text
+
+
+def test_any_error_of_the_main_process_ends_all(monkeypatch):
+    sent = []
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda given: sent.append(given) or given)
+    for error, forwarded in ((KeyError("x"), RuntimeError), (OSError("x"), OSError)):
+        with pytest.raises(forwarded, match="x"):
+            processes.main_decides(CPUS, Mock(side_effect=error))
+    assert len(sent) == 2
 
 
 @pytest.mark.parametrize(

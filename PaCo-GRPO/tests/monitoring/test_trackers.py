@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -24,13 +25,17 @@ def test_metrics_continue_where_the_run_resumes(tmp_path):
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
 
 
-def test_tracker_that_does_not_start(tmp_path, monkeypatch):
+def test_a_tracker_does_not_start_or_is_finished(tmp_path, monkeypatch):
     def init(**arguments):
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(TrackingError, match="No API key configured.*WANDB_MODE"):
         Tracker("wandb", tmp_path, "p", "r", {})
+    run = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: run))
+    Tracker("wandb", tmp_path, "p", "r", {}).close()
+    run.finish.assert_called_once()
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):

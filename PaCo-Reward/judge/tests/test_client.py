@@ -95,7 +95,7 @@ def test_temporary_faults_are_retried(fault):
 
 @pytest.mark.parametrize(("status", "attempts"), [(400, 1), (404, 1), (500, 3)])
 def test_an_error_is_not_retried_forever(status, attempts):
-    with FakeJudge(lambda number, request: (status, {"error": {"message": "no such thing"}}, {})) as judge:
+    with FakeJudge(lambda number, request: (status, b"no such\x1bthing", {})) as judge:
         (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, f"always {status}"))
         assert verdict.p_yes is None and f"HTTP {status}: " in verdict.error and "no such thing" in verdict.error
         assert len(judge.requests) == attempts
@@ -108,10 +108,14 @@ def test_each_written_answer_has_its_own_deadline():
     assert written == [("Yes. Both show a fox.", None)] * 4
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}', bytes(3 << 20)])
+BODIES = b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}', bytes(3 << 20), zlib.compress(bytes(3 << 20))
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_unreadable_answers_are_errors_and_not_cached(body):
-    problem = "larger than" if len(body) > 100 else "cannot be read"
-    with FakeJudge(lambda number, request: (200, body, {})) as judge:
+    problem = "larger than" if len(body) > 1 << 20 else "cannot be read"
+    packed = {"content-encoding": "deflate"} if body[:1] == b"x" else {}
+    with FakeJudge(lambda number, request: (200, body, packed)) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
         assert problem in scorer.score_blocking(asked)[0].error
         assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", "none is unpacked"
