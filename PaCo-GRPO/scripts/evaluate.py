@@ -74,7 +74,7 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
     """
     names, options = [name for name in own.benchmarks.split(",") if name], with_text_length(options)
     sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
-    if own.images_per_prompt > 1:
+    if own.images_per_prompt != 1:
         sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
     for each in sets.values():
         check_run(each)

@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_is_refused_before_loading(trained_run, tmp_path
     wrong = "--config.test.reward_fn_kwargs.consistency_for_editin.port=1"
     for given, problem in (
         (["t2iss"], "Did you mean 't2is'"), ([edits], "text alone"), (["t2is"], "dataset/fetch.py t2is"),
-        ([edits, wrong], "Did you mean 'consistency_for_editing'"),
+        ([edits, wrong], "Did you mean 'consistency_for_editing'"), ([edits, "--images_per_prompt", "0"], "at least 4"),
     ):  # fmt: skip
         assert load_script("evaluate").main([*common, *given]) == 2 and problem in capsys.readouterr().err
     found = benchmarks.options_for(trained_run.options, edits)
