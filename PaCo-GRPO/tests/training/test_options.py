@@ -146,12 +146,14 @@ def test_full_training_without_lora(make):
 
 
 def test_options_of_the_evaluation(make):
-    images = set()
+    images, sizes = set(), []
     for changes in ({}, {"test__num_steps": 3}, {"test__seed": 5}, {"test__resolution": 40}):
-        run = make(num_epochs=0, **changes)
+        run = make(num_epochs=0, sample__reward_batch_size=2, **changes)
+        score = run.rewards.test["brightness"]
+        run.rewards.test["brightness"] = lambda *given, score=score: sizes.append(len(given[0])) or score(*given)
         Trainer(run).fit()
         images.add((run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes())
-    assert len(images) == 4
+    assert len(images) == 4 and sizes == [2, 2, 1] * 4
 
 
 def test_ema_and_8_bit_adam(make, monkeypatch):

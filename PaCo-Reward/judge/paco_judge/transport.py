@@ -111,7 +111,7 @@ async def request(method: str, url: str, headers: dict[str, str], deadline: floa
             _down_since[url] = time.monotonic()
             logger.warning("nothing answers at %s (%s); retrying", url, error)
         cause = "no answer before the deadline" if type(error) is TimeoutError else f"{type(error).__name__}: {error}"
-        raise NoAnswer(cause) from error
+        raise NoAnswer(cause[:500]) from error
     if response.status != 200:
         text = answer.decode("utf-8", "replace")[:500]
         text = "".join(letter if letter.isprintable() else " " for letter in text).strip()
