@@ -118,7 +118,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
     accelerator, train, sample = strategy.accelerator, options.train, options.sample
     items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
-    digest = main_decides(accelerator, lambda: checks.check_earlier_run(options, folder, items["train"]))
+    hashes = main_decides(accelerator, lambda: checks.check_earlier_run(options, folder, items["train"]))
     checks.check_items(options, items)
     options = dataclasses.replace(options, max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]]))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
@@ -166,7 +166,7 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
         lock=lock,
     )
     if accelerator.is_main_process:
-        _log_start(run, digest)
+        _log_start(run, hashes)
     return run
 
 
@@ -282,9 +282,9 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **kwargs)
 
 
-def _log_start(run: Run, prompts: str) -> None:
+def _log_start(run: Run, hashes: dict[str, str]) -> None:
     """Write config.yaml and plan.json, and log both (main process)."""
-    found = {"device": str(run.accelerator.device), "engine": run.state.strategy.name, "prompts": prompts}
+    found = {"device": str(run.accelerator.device), "engine": run.state.strategy.name} | hashes
     plan = json.dumps(dataclasses.asdict(run.plan) | found, indent=1)
     for name, text in (("config.yaml", options_to_yaml(run.options)), ("plan.json", plan)):
         (run.folder / name).write_text(text, encoding="utf-8")

@@ -216,29 +216,44 @@ _BOUND = (
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
 
 
-def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) -> str:
+def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) -> dict[str, str]:
     """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
 
-    Every option that differs from the saved configuration is logged; those of ``_BOUND``, and other training prompts
-    (``items``), are refused unless ``config.resume_changed`` is set. Returns a hash of the prompts, for plan.json.
+    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other training prompts
+    (``items``) and other weights in the model's folder are refused unless ``config.resume_changed`` is set. Returns
+    hashes of the prompts and the weights, for plan.json.
     """
     prompts = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
+    hashes = {"prompts": prompts, "weights": _hash_weights(Path(options.pretrained.model).expanduser())}
     if not options.resume_from:
         if (folder / "metrics.jsonl").is_file():
             raise ConfigError(f"{folder} already holds a run: give --config.resume_from=latest or another run_name")
-        return prompts
+        return hashes
     checkpoint = find_checkpoint(options.resume_from, folder)
     earlier = folder if checkpoint is None else checkpoint.parents[1]
     if not (earlier / "config.yaml").is_file():
-        return prompts
+        return hashes
     before, bound = load_options(str(earlier / "config.yaml")), []
     for name in OPTIONS:
         saved, now = (attrgetter(name)(each) for each in (before, options))
         if saved != now and name not in _UNIMPORTANT:
             logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
             bound += [f"config.{name} ({saved!r} -> {now!r})"] if name in _BOUND else []
-    if (earlier / "plan.json").is_file() and json.loads((earlier / "plan.json").read_text()).get("prompts", prompts) != prompts:
-        bound.append(f"config.dataset ({options.dataset} holds other training prompts)")
+    plan = json.loads((earlier / "plan.json").read_text()) if (earlier / "plan.json").is_file() else {}
+    for what, option in (("prompts", "dataset"), ("weights", "pretrained.model")):
+        if plan.get(what, hashes[what]) != hashes[what]:
+            bound.append(f"config.{option} ({attrgetter(option)(options)} holds other {what})")
     if bound and not options.resume_changed:
         raise ConfigError(f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True")
-    return prompts
+    return hashes
+
+
+def _hash_weights(model: Path) -> str:
+    """A hash of samples from the transformer's files in a folder; a hub name has none."""
+    digest = hashlib.sha256()
+    for file in sorted((model / "transformer").glob("*.safetensors")):
+        with file.open("rb") as content:
+            for part in range(16):
+                content.seek(file.stat().st_size * part // 16)
+                digest.update(content.read(4096))
+    return digest.hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -61,17 +62,23 @@ def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
 
 
 def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)
+    flux = shutil.copytree(tiny_flux_dir, tmp_path / "flux")
+    options = tiny_options(flux, tmp_path, num_epochs=1)
     train(options)
     again = dataclasses.replace(options, resume_from="latest", num_epochs=2)
     louder = dataclasses.replace(again, train=dataclasses.replace(options.train, lora_alpha=64.0))
     with pytest.raises(ConfigError, match=r"lora_alpha.*16.*64.*resume_changed"):
         build_run(louder)
-    prompts, model = write_prompts(tmp_path / "others", train=5), tmp_path / "model"
-    model.symlink_to(tiny_flux_dir)
-    for name, value in (("dataset", prompts), ("train__loss_type", "nft"), ("pretrained__model", model)):
+    prompts = write_prompts(tmp_path / "others", train=5)
+    for name, value in (("dataset", prompts), ("train__loss_type", "nft"), ("pretrained__model", tiny_flux_dir)):
         with pytest.raises(ConfigError, match=f"another config.{name.replace('__', '.')} "):
-            build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **{name: value}))
+            build_run(tiny_options(flux, tmp_path, resume_from="latest", **{name: value}))
+    (file,) = (flux / "transformer").glob("*.safetensors")
+    weights = file.read_bytes()
+    file.write_bytes(bytes(len(weights)))
+    with pytest.raises(ConfigError, match="pretrained.model .* holds other weights"):
+        build_run(again)
+    file.write_bytes(weights)
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     again, louder = (dataclasses.replace(one, dataset=str(moved)) for one in (again, louder))
     with caplog.at_level(logging.WARNING):
