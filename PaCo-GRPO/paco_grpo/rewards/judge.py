@@ -16,7 +16,7 @@ from paco_judge.grid import pairs, split_image, split_prompt
 from paco_judge.questions import BETTER, EDITING, Question, RequestForm, load_question, record
 
 # Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN = missing).
-Asked = tuple[list[Pair], Callable[[np.ndarray], Any]]
+ScoreRequest = tuple[list[Pair], Callable[[np.ndarray], Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class JudgeReward(ServerReward):
     def form(self) -> RequestForm:
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """The questions on ``images`` of one ``item``: a single image, or all of them where it ``compares_images``."""
         raise NotImplementedError
 
@@ -132,13 +132,13 @@ class ConsistencyScore(JudgeReward):
         check_panels(item, cls.name)
         _texts(*cls.load(kwargs.get("question", cls.question)), item, cls.name)
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         (image,) = images
         cells = split_image(image, *check_panels(item, self.name))
         asked, of_pairs = self.about([(cells[i], cells[j]) for i, j in pairs(len(cells))], item)
         return asked, lambda p_yes: of_pairs(p_yes).mean()
 
-    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> Asked:
+    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> ScoreRequest:
         """Questions on n pairs of sub-figures → their P(Yes), (n,): mean within a dimension, then over dimensions."""
         dimensions = _texts(self.asked[0], item, self.name)
         texts = [text for dimension in dimensions for text in dimension]
@@ -168,7 +168,7 @@ class BetweenImages(ConsistencyScore):
         if self.others < 2:
             raise ValueError(f"others={self.others} must be at least 2")
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About one pair of sub-figures of each two neighbors; nothing where the item is not open."""
         cells = [split_image(image, *check_panels(item, self.name)) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
@@ -206,7 +206,7 @@ class WinRate(JudgeReward):
         if self.opponents is not None and (self.opponents < 2 or self.opponents % 2):
             raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """Both orders of each two neighbors, one after the other."""
         compared = neighbors(len(images), len(images) if self.opponents is None else self.opponents)
         references = item.images
@@ -266,7 +266,7 @@ class ConsistencyForEditing(JudgeReward):
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         check_references(item, "consistency_for_editing")
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """All of the first question, then all of the second."""
         check_references(item, "consistency_for_editing")
         (image,), references = images, item.images
@@ -302,7 +302,7 @@ class GridLayout(JudgeReward):
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         check_panels(item, "grid_layout")
 
-    def ask(self, images: Sequence[Image.Image], item: Item) -> Asked:
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         rows, cols = check_panels(item, "grid_layout")
         questions = [Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images]
         return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes

@@ -117,7 +117,7 @@ Cell = tuple[int, int, str]  # the numbers of two images, and the dimension of t
 
 
 @dataclass(frozen=True)
-class Answers:
+class ScoreReport:
     """What a judge says about some images."""
 
     judge: str
@@ -143,7 +143,7 @@ class Answers:
 
 def ask(
     judge: Judge, images: Sequence[Image.Image], names: Sequence[str], questions: Mapping[str, str], reasons: bool = False
-) -> Answers:
+) -> ScoreReport:
     """The judge's P(Yes), and its ``reasons`` if they are wanted."""
     cells = [(0, edit, dimension) for edit in range(1, len(images)) for dimension in questions]
     if "" in questions:
@@ -154,13 +154,13 @@ def ask(
         overall = editing_score(*(scores[0, edit, dimension] for dimension in questions))
         scores[0, edit, "overall"] = Verdict(overall, None if overall is not None else "an answer is missing")
     scores = {cell: scores[cell] for cell in sorted(scores, key=lambda cell: cell[:2])}
-    return Answers(judge.name, images, names, questions, scores, dict(zip(cells, judge.explain(pairs))) if reasons else {})
+    return ScoreReport(judge.name, images, names, questions, scores, dict(zip(cells, judge.explain(pairs))) if reasons else {})
 
 
 def questions_about(
     theme: str | None = None, instruction: str | None = None, templates: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """``Answers.questions``: on pairs with or without a theme, or, given an instruction, on edits.
+    """``ScoreReport.questions``: on pairs with or without a theme, or, given an instruction, on edits.
 
     ``templates``: shipped names or text files, one, or for edits up to two; default: theme, pair, or the editing questions.
     """
@@ -173,7 +173,7 @@ def questions_about(
     return {"": load_question(question, about).text(theme=theme)}
 
 
-def sheet(answers: Answers, whole_page: bool = False) -> str:
+def sheet(answers: ScoreReport, whole_page: bool = False) -> str:
     """HTML with the pictures inside, to put into a page or as a ``whole_page``; every text in it is escaped."""
     html = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
     return jinja2.Template(html, autoescape=True, undefined=jinja2.StrictUndefined).render(

@@ -25,10 +25,12 @@ _FEWEST_REASON_CHARACTERS = 12
 
 logger = logging.getLogger(__name__)
 
-Asked = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
+PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 
 
-def ask(asked: Iterable[Asked], output: Path, judge: JudgeClient, what: str, texts: bool = False) -> dict[Asked, Any]:
+def ask(
+    asked: Iterable[PairQuestion], output: Path, judge: JudgeClient, what: str, texts: bool = False
+) -> dict[PairQuestion, Any]:
     """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
 
     A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. Raises PacoRewardError: the server
@@ -74,7 +76,7 @@ def rank_by_scores(
     Sets with a missing score are left out and counted; the next run asks again.
     """
 
-    def asked(one: CandidateSet, name: str) -> Asked:
+    def asked(one: CandidateSet, name: str) -> PairQuestion:
         return f"images/{one.folder}/{one.ref_image}", f"images/{one.folder}/{name}", questions[one.folder]
 
     known = ask((asked(one, name) for one in sets for name in one.comp_images), output, judge, "rankings")
