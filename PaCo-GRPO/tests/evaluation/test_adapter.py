@@ -1,6 +1,7 @@
 """Evaluations and adapters: plain diffusers reads them, scripts/evaluate.py repeats them, model cards describe them."""
 
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -91,22 +92,28 @@ def test_model_card(trained):
 def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     checkpoint, out, main = trained[1], tmp_path / "out", load_script("generate").main
     arguments = [
-        "--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "2",
+        "--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "3",
         "--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b.",
-        "--output", str(out), "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B'}}",
+        "--output", str(out), "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B', 'port': 1}}",
     ]  # fmt: skip
-    with fake_judge.FakeJudge() as judge:
+
+    def respond(number, request):
+        """The first question is not answered."""
+        p_yes = 0.1 + zlib.crc32(json.dumps(request).encode()) % 800 / 1000
+        return (400, {}, {}) if number == 1 else (200, fake_judge.answer(p_yes), {})
+
+    with fake_judge.FakeJudge(respond) as judge:
         assert main([*arguments, "--judge", judge.url, "--best", "1", "--panels"]) == 0
-        assert len(judge.requests) == 4
     rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
-    assert [(row["file"], row["judge"], row["kept"]) for row in rows] == [
-        (f"{item:05d}_seed{seed}.png", pytest.approx(0.75), seed == 0) for item in (0, 1) for seed in (0, 1)
-    ]
-    names = {path.name for path in out.glob("0*.png")}  # equal scores: the first is kept
-    assert names == {f"0000{item}_seed0{panel}.png" for item in (0, 1) for panel in ("", "_panel1", "_panel2")}
-    height, width, _ = pixels(out / "00000_seed0.png").shape
-    assert pixels(out / "00000_seed0_panel1.png").shape == (height, width // 2, 3)
+    assert [row["file"] for row in rows] == [f"0000{item}_seed{seed}.png" for item in (0, 1) for seed in range(3)]
+    assert sum(row["judge"] is None for row in rows) == 1
+    best = [max(three, key=lambda row: row["judge"] or 0)["file"] for three in (rows[:3], rows[3:])]
+    assert [row["file"] for row in rows if row["kept"]] == best
+    names = {path.name for path in out.glob("0*.png")}
+    assert names == {file.replace(".png", f"{panel}.png") for file in best for panel in ("", "_panel1", "_panel2")}
+    height, width, _ = pixels(out / best[0]).shape
+    assert pixels(out / best[0].replace(".png", "_panel1.png")).shape == (height, width // 2, 3)
     height, width, _ = pixels(out / "sheet.png").shape
-    assert height > width  # a line below each picture
+    assert 3 * height > 2 * width  # two rows of three, with a line below each picture
     assert main([*arguments, "--judge", judge.url]) == 2
     assert judge.url in capsys.readouterr().err

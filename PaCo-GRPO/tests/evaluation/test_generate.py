@@ -38,7 +38,8 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     images = ["--image", tmp_path / "a.png", "--image", tmp_path / "b.png"] if name in EDITORS else []
     if name == "qwen_image_edit":  # with true CFG, which the toy configuration does not use
         images += [f"--config.sample.guidance_scale={guidance}", "--config.sample.negative_prompt= "]
-    more = ["--prompt", "make it blue", "--prompt", "b", "--seeds", "0,7", "--adapter", tmp_path / "adapter", *images]
+    prompts = ["--prompt", "make it blue", "--prompt", "1x2 [LEFT]: a. [RIGHT]: b."]
+    more = [*prompts, "--seeds", "0,7", "--adapter", tmp_path / "adapter", *images]
     status = generate.main(arguments(name, tiny_folder(name), *more, "--output", tmp_path / "out"))
     assert status == 0, capsys.readouterr().err
     files = {path.name for path in (tmp_path / "out").iterdir()}
