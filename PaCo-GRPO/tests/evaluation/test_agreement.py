@@ -85,18 +85,22 @@ def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
 
 
 def test_evaluate_with_images_per_prompt(trained_run, tmp_path, capsys):
-    """Two open prompts and one that describes everything; a judge whose answers are known."""
-    prompts = write_prompts(tmp_path / "prompts", test=3, first_open=2)
-    with fake_judge.FakeJudge() as judge:
+    """Two open prompts and one that describes everything; an adapter against the base model."""
+    prompts, adapter = write_prompts(tmp_path / "prompts", test=3, first_open=2), trained_run.folder / "checkpoints/epoch_0002"
+    with fake_judge.FakeJudge(fake_judge.by_content) as judge:
         command = [
             "--config", str(trained_run.folder / "saved.yaml"), "--output", str(tmp_path), "--images_per_prompt", "4",
             f"--config.dataset={prompts}", "--config.test.reward_fn={'consistency_score': 1.0}",
             f"--config.test.reward_fn_kwargs={{'consistency_score': {{'base_url': '{judge.url}'}}}}",
+            "--adapter", str(adapter), "--against", "base",
         ]  # fmt: skip
         assert load_script("evaluate").main(command) == 0
-    found, read = json.loads((tmp_path / "results.json").read_text())["agreement"]["base"]["all"], read_rows(tmp_path)
-    assert len(read) == 12 and len({row["seed"] for row in read}) == 12 and found["kappa"]["prompts"] == 2
-    by_open = [row for row in read if row["open"]]
-    w, b = np.mean([r["rewards"][NAMES[0]] for r in by_open]), 1 - np.mean([r["rewards"][NAMES[1]] for r in by_open])
-    assert found["kappa"]["mean"] == pytest.approx(float(kappa(w, b))) and found["between"]["mean"] == pytest.approx(b)
+    found, expected = json.loads((tmp_path / "results.json").read_text())["agreement"], []
+    for name, folder in ((str(adapter), tmp_path), ("base", tmp_path / "against")):
+        read, own = read_rows(folder), found[name]["all"]
+        assert len(read) == 12 and len({row["seed"] for row in read}) == 12 and own["kappa"]["prompts"] == 2
+        w, b = np.mean([[r["rewards"][NAMES[0]], 1 - r["rewards"][NAMES[1]]] for r in read if r["open"]], axis=0)
+        expected.append(float(kappa(w, b)))
+        assert own["kappa"]["mean"] == pytest.approx(expected[-1]) and own["between"]["mean"] == pytest.approx(b)
+    assert found["difference"]["all"]["kappa"]["mean"] == pytest.approx(expected[0] - expected[1]) != 0
     assert "κ" in capsys.readouterr().out
