@@ -110,17 +110,20 @@ def mine():
     assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
-def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_dir, tmp_path):
-    """Before the first update, the distance to the reference is 0 with it, and not with the base."""
+@pytest.mark.parametrize("objective", ["ppo", "awm"])
+def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_dir, tmp_path, objective):
+    """Until the first update, the distance to the reference and the KL are 0 with it, and not with the base."""
     first = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__learning_rate=0.1)
     train(first)
     adapter = tmp_path / "runs/run/checkpoints/epoch_0001/adapter"
     found = {}
     for reference in ("base", "start"):
-        options = tiny_options(tiny_flux_dir, tmp_path, run_name=reference, train__lora_path=adapter,
-                               train__reference=reference, train__beta=0.1)  # fmt: skip
+        options = tiny_options(tiny_flux_dir, tmp_path, run_name=reference, train__lora_path=adapter, train__timesteps=1,
+                               train__reference=reference, train__beta=0.1, train__loss_type=objective)  # fmt: skip
         run = build_run(options)
-        found[reference] = run.probe.measure()["health/velocity_change"]
+        distance = run.probe.measure()["health/velocity_change"]
         assert not any(f".{lora.START}." in name for name in run.state.parameters)
+        Trainer(run).epoch()
         run.close()
-    assert found["start"] == 0 and found["base"] > 0
+        found[reference] = distance, rows_of(options, "train")[0]["train/kl"]
+    assert found["start"] == (0, 0) and min(found["base"]) > 0
