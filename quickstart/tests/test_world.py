@@ -117,6 +117,8 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
     assert oracle_between_images()(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
     assert oracle_between_images()(images[:1] * 2, [Item(0, full)] * 2).tolist() == [1.0, 1.0]
     assert oracle_between_images()([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [0.0, 0.0]
+    gray = Image.new("RGB", (64, 64), (128,) * 3)  # panels that show no character are like no other
+    assert oracle_between_images()([gray] * 2, [Item(0, open_prompt)] * 2).tolist() == [1.0, 1.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
