@@ -103,6 +103,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
         name = "consistency_for_editing" if items[0].num_images else "consistency_score"
         kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}
         (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
+        judge.check_items(items)
         judge.check()
     options = with_text_length(options)
     text_length(options, items)  # warns of prompts that will be truncated

@@ -69,6 +69,7 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     [
         ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
         ("flux", "--prompt x --best 1", "--judge"),
+        ("flux", "--prompt x --judge http://127.0.0.1:1", "needs a grid"),
         ("flux_kontext", "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png", "--image is given 2"),
         ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
     ],
