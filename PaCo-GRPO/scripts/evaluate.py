@@ -33,8 +33,8 @@ from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.training import checks
 from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator, test_reward_kwargs
-from paco_grpo.training.checks import check_items, check_run, check_writable, text_length, with_text_length
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
+        checks.require_promised_gpu(os.environ)
         shown = evaluate_all(read_options(rest)[0], own)
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
@@ -72,12 +73,12 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
     All sets, rewards and adapters are checked before anything is sampled.
     """
-    names, options = [name for name in own.benchmarks.split(",") if name], with_text_length(options)
+    names, options = [name for name in own.benchmarks.split(",") if name], checks.with_text_length(options)
     sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
     if own.images_per_prompt != 1:
         sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
     for each in sets.values():
-        check_run(each)
+        checks.check_run(each)
     adapters = {"": own.adapter} | ({"against": own.against} if own.against else {})
     adapters = {name: find_adapter(place) if place and place != BASE else None for name, place in adapters.items()}
     strategy = start_processes(options)
@@ -94,15 +95,15 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
     """Options with the number of images, items, and rewards that have answered."""
-    check_writable(folder, option="--output")
+    checks.check_writable(folder, option="--output")
     items = load_prompts(options.dataset, "test", options.prompt_fn)
-    check_items(options, {"test": items})
+    checks.check_items(options, {"test": items})
     if images_per_prompt > 1:
         test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
         options = dataclasses.replace(options, test=test)
         if not any(item.metadata.get("open") for item in items):
             logger.warning("no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some")
-    text_length(options, items)  # warns of prompts that will be truncated
+    checks.text_length(options, items)  # warns of prompts that will be truncated
     kwargs = test_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():

@@ -58,7 +58,8 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, capsys, en
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert load_script("train").train(None, "") == 2 and "ACCELERATE_USE_CPU=true" in capsys.readouterr().err
+    assert load_script("train").train(None, "") == load_script("evaluate").main([]) == 2
+    assert capsys.readouterr().err.count("ACCELERATE_USE_CPU=true") == 2
     for hidden in ({"CUDA_VISIBLE_DEVICES": ""}, environment | {"ACCELERATE_USE_CPU": "true"}):
         require_promised_gpu(hidden)
 
