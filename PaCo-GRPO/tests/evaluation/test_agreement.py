@@ -69,7 +69,8 @@ def test_a_difference_is_paired_by_prompt():
 def test_of_a_training_epoch():
     """Four prompts with two images each; the second lacks an answer, the third is not open, the last lacks all w."""
     within, between = [0.9, 0.7, 0.5, np.nan, 0.1, 0.1, np.nan, np.nan], [0.5, 0.7, 0.8, 0.8, 0.0, 0.0, 0.9, 0.9]
-    scores = {NAMES[0]: np.array(within), NAMES[1]: np.array(between)}
+    monitored = {"oracle_consistency": np.ones(8), "oracle_between_images": np.ones(8)}  # not the first pair
+    scores = {NAMES[0]: np.array(within), NAMES[1]: np.array(between)} | monitored
     items, values = np.repeat(range(4), 2), {"within": 0.65, "between": 0.3, "kappa": 0.5}
     found = of_epoch(scores, items, [True, True, False, True])
     assert found == pytest.approx({f"reward/{name}": value for name, value in values.items()})
