@@ -50,6 +50,8 @@ def test_what_a_run_writes(finished):
         assert names == {"sheet.png", *(f"{i:05d}.png" for i in range(5))}
     assert (folder / "checkpoints" / "epoch_0003" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
     assert list((folder / "tensorboard").iterdir())
+    saved = json.loads((folder / "checkpoints/epoch_0003/state/trainer.json").read_text())
+    assert saved["epoch"] == saved["sampler"]["epoch"] == 3  # each epoch has prompts and seeds of its own
     assert load_options(str(folder / "config.yaml")) == finished
 
 
