@@ -53,6 +53,7 @@ class Trainer:
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # of each phase of the current epoch
+        self.started, self.observer = 0.0, SampleObserver()  # of the current epoch
 
     def fit(self) -> None:
         """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that is not finite."""
@@ -75,30 +76,28 @@ class Trainer:
 
     def epoch(self) -> None:
         """Sample, score and update once, and log it; saving and evaluating are left to ``fit``."""
-        run, state = self.run, self.state
-        self.seconds, started = defaultdict(float), time.perf_counter()
-        self._seed_everything()
-        samples, observer = state.sampler.samples(), SampleObserver()
-        with contextlib.closing(ScoreQueue(run.rewards.train, self.options.sample.reward_batch_size)) as queue:
-            rollouts = self._sample(samples, queue, observer)
-            with self._timed("train"):  # needs no scores, so it runs while the last images are scored
-                run.updater.prepare(rollouts)
-                if run.probe:
-                    run.probe.prepare()
+        samples = self._begin()
+        with contextlib.closing(ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)) as queue:
+            rollouts = self._sample(samples, queue)
+            self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
             scores = self._scores(queue, len(samples.item_ids))
         result = self._advantages(scores, rollouts)
-        with self._timed("train"):
-            losses = run.updater.run(rollouts, result.advantages, result.kept, state.epoch, self._signaled)
-        with self._timed("health"):
-            observed = observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
-            observed |= run.probe.measure() if run.probe else {}
-        observed |= of_epoch(scores, samples.item_ids, [bool(item.metadata.get("open")) for item in run.train_items])
-        self.seconds["epoch"] = time.perf_counter() - started
-        state.train_seconds += self.seconds["epoch"]
-        state.epoch += 1
-        self.epochs_trained += 1
-        state.sampler.advance()
+        losses = self._update(rollouts, result)
+        observed = self._observe(rollouts, scores)
+        self._end()
         self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
+
+    def _begin(self) -> EpochSamples:
+        self.seconds, self.started, self.observer = defaultdict(float), time.perf_counter(), SampleObserver()
+        self._seed_everything()
+        return self.state.sampler.samples()
+
+    def _end(self) -> None:
+        self.seconds["epoch"] = time.perf_counter() - self.started
+        self.state.train_seconds += self.seconds["epoch"]
+        self.state.epoch += 1
+        self.epochs_trained += 1
+        self.state.sampler.advance()
 
     def _seed_everything(self) -> None:
         """Nothing of ours uses the global generators, but a user's reward may."""
@@ -111,12 +110,12 @@ class Trainer:
         yield
         self.seconds[phase] += time.perf_counter() - started
 
-    def _sample(self, samples: EpochSamples, queue: ScoreQueue, observer: SampleObserver) -> Rollouts:
+    def _sample(self, samples: EpochSamples, queue: ScoreQueue) -> Rollouts:
         run, policy = self.run, self.state.policy
         adapter = run.objective.sampling_snapshot(self.state.step)
 
         def on_images(images: list, numbers: list[int]) -> None:
-            for each in filter(None, (observer, run.features)):
+            for each in filter(None, (self.observer, run.features)):
                 each.add(images, numbers)
 
         try:
@@ -130,6 +129,12 @@ class Trainer:
             if not any_process(self.accelerator, self._signaled()):
                 self._scores(queue, len(samples.item_ids))  # raises the error of the reward that failed
             raise
+
+    def _prepare(self, rollouts: Rollouts) -> None:
+        with self._timed("train"):
+            self.run.updater.prepare(rollouts)
+            if self.run.probe:
+                self.run.probe.prepare()
 
     def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
@@ -165,6 +170,17 @@ class Trainer:
             )
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})")
+
+    def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
+        with self._timed("train"):
+            return self.run.updater.run(rollouts, result.advantages, result.kept, self.state.epoch, self._signaled)
+
+    def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Signs of collapse: health/… and reward/{within,between,kappa}."""
+        with self._timed("health"):
+            found = self.observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
+            found |= self.run.probe.measure() if self.run.probe else {}
+            return found | of_epoch(scores, rollouts.item_ids, [bool(i.metadata.get("open")) for i in self.run.train_items])
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
         findings, epoch = [], self.state.epoch
