@@ -45,7 +45,7 @@ def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(tiny_flux_di
     )  # fmt: skip
     policy = train(options).run.state.policy
     (row,) = rows_of(options, "train")
-    assert row["train/ratio_deviation"] == 0.0
+    assert row["train/ratio_deviation"] < 1e-5
     assert row["train/grad_norm"] > 0
     save_diffusers(policy, tmp_path / "lora")
     diffusers.FluxPipeline.from_pretrained(tiny_flux_dir).load_lora_weights(tmp_path / "lora")

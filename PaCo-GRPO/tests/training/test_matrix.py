@@ -51,7 +51,7 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     Trainer(run).fit()
     (row,) = rows_of(config, "train")
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
-    assert row.get("train/ratio_deviation", 0) == 0  # float32, first update
+    assert row.get("train/ratio_deviation", 0) < 1e-5  # float32, first update: rounding alone
     moved = [n for n, p in run.state.parameters.items() if not torch.equal(p, before[n])]
     assert len(moved) > len(before) // 3
     assert (run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
