@@ -38,7 +38,7 @@ def problem(config) -> str:
 
 
 def test_dataset_problems(config, data, tmp_path):
-    assert "known: held_out, pairs" in problem(config | {"dataset": "pair"})
+    assert "held_out, pairs" in problem(config | {"dataset": "pair"})
     assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
     assert "hf download X-GenGroup/PaCo-Dataset" in problem(config | {"dataset_dir": "PaCo-Dataset"})
     rows = json.loads((data / "pairs.json").read_text())
