@@ -28,7 +28,7 @@ STD_FLOOR = 1e-6
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6). If ``std`` is None, it is that of ``values`` (√ of the mean square)."""
+    """(values − mean) / max(std, 1e-6); ``std`` defaults to the values' own (population) standard deviation."""
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 

@@ -20,7 +20,7 @@ class AdvantageResult:
 
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
-    # For the log. zero_std_share is that of groups whose aggregate does not vary, dropped_share that of samples not kept.
+    # For the log: zero_std_share (of groups whose aggregate does not vary), dropped_share (of samples not kept), …
     stats: dict[str, float]
 
 

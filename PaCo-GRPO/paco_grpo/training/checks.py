@@ -249,7 +249,7 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
 
 
 def _hash_weights(model: Path) -> str:
-    """A hash of samples from the transformer's files in a folder; a hub name has none."""
+    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which has no such files."""
     digest = hashlib.sha256()
     for file in sorted((model / "transformer").glob("*.safetensors")):
         with file.open("rb") as content:

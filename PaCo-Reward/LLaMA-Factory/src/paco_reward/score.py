@@ -173,14 +173,14 @@ def questions_about(
     return {"": load_question(question, about).text(theme=theme)}
 
 
-def sheet(answers: ScoreReport, whole_page: bool = False) -> str:
+def sheet(report: ScoreReport, whole_page: bool = False) -> str:
     """HTML with the pictures inside, to put into a page or as a ``whole_page``; every text in it is escaped."""
     html = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
     return jinja2.Template(html, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        answers=answers,
+        report=report,
         whole_page=whole_page,
-        pictures=[_picture(image) for image in answers.images],
-        small=[max(image.size) < _SIDE for image in answers.images],
+        pictures=[_picture(image) for image in report.images],
+        small=[max(image.size) < _SIDE for image in report.images],
         color=_color,
     )
 
@@ -201,18 +201,18 @@ def run(args: argparse.Namespace) -> int:
         raise PacoRewardError("give at least two images")
     questions = questions_about(args.theme, args.instruction, args.question)
     images = [load_image(source) for source in args.images]
-    answers = ask(judge_named(args), images, args.images, questions, args.reasons)
+    report = ask(judge_named(args), images, args.images, questions, args.reasons)
     width = max(map(len, args.images))
-    for cell, verdict in answers.scores.items():
+    for cell, verdict in report.scores.items():
         i, j, dimension = cell
         shown = f"{verdict.p_yes:.4f}" if verdict.ok else f"no score: {verdict.error}"
-        print(f"{args.images[i]:<{width}}  {args.images[j]:<{width}}  {dimension:<{18 * answers.about_edits}}{shown}")
-        if cell in answers.reasons:
-            print(f"    {answers.reasons[cell]}")
+        print(f"{args.images[i]:<{width}}  {args.images[j]:<{width}}  {dimension:<{18 * report.about_edits}}{shown}")
+        if cell in report.reasons:
+            print(f"    {report.reasons[cell]}")
     if args.html:
-        Path(args.html).write_text(sheet(answers, whole_page=True), encoding="utf-8")
-    if answers.missing:
-        raise PacoRewardError(f"{answers.missing} of {len(answers.scores)} answers have no score, so there is no mean")
-    if not answers.about_edits:
-        print(f"mean  {answers.mean:.4f}")
+        Path(args.html).write_text(sheet(report, whole_page=True), encoding="utf-8")
+    if report.missing:
+        raise PacoRewardError(f"{report.missing} of {len(report.scores)} answers have no score, so there is no mean")
+    if not report.about_edits:
+        print(f"mean  {report.mean:.4f}")
     return 0
