@@ -44,11 +44,19 @@ OTHER = {"port": 8078, "model": "PaCo-Reward-Other"}
 ORACLE = "paco_toy.oracle:oracle_"
 JUDGED = ("consistency_score", "between_images")
 # Weight 0: monitored, for kappa in every epoch and the warning that it can give.
-CONSISTENCY, VARIETY = ({"train.reward_fn": {"consistency_score": 1.0, "between_images": weight}} for weight in (0.0, 8.0))
+CONSISTENCY, VARIETY = (
+    {"train.reward_fn": {"consistency_score": 1.0, "between_images": weight}}
+    for weight in (0.0, 8.0)
+)
 # Objectives with a ratio need two optimizer steps an epoch: at the first one it is 1, and all of them are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
 # Without noise, images of one initial noise would be equal.
-FORWARD = {"sample.noise_level": 0.0, "sample.same_latent": False, "sample.latents_per_prompt": 1, "train.num_sigmas": 3}
+FORWARD = {
+    "sample.noise_level": 0.0,
+    "sample.same_latent": False,
+    "sample.latents_per_prompt": 1,
+    "train.num_sigmas": 3,
+}
 OBJECTIVES = {
     "ppo": RATIO,
     "guard_grpo": RATIO,
@@ -74,10 +82,16 @@ STUDIES = {
         "consistency_80": CONSISTENCY | LONG,
         "variety_80": VARIETY | LONG,
     },
-    "objectives": {name: VARIETY | more | {"train.loss_type": name} for name, more in OBJECTIVES.items()},
+    "objectives": {
+        name: VARIETY | more | {"train.loss_type": name} for name, more in OBJECTIVES.items()
+    },
 }
 # Column -> the within-image reward whose kappa it is.
-JUDGES = {"oracle": "oracle_consistency", "judge": "consistency_score", "other": "other_consistency"}
+JUDGES = {
+    "oracle": "oracle_consistency",
+    "judge": "consistency_score",
+    "other": "other_consistency",
+}
 SHOWN = {
     "oracle_w": "w", "oracle_b": "diversity 1 − b", "oracle_kappa": "κ", "consistency_after": "consistency, full prompts",
     "judge_kappa": "κ by the judge", "other_kappa": "κ by another judge", "minutes": "minutes",
@@ -121,7 +135,9 @@ def agreement_columns(folder: Path) -> dict[str, float]:
     values, columns = {"w": "within", "b": "between", "kappa": "kappa"}, {}
     for judge, reward in JUDGES.items():
         each = found.get(f"all, {reward}") or {}
-        columns |= {f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each.get(key)}
+        columns |= {
+            f"{judge}_{name}": each[key]["mean"] for name, key in values.items() if each.get(key)
+        }
     return columns
 
 
@@ -133,12 +149,26 @@ def warnings_of(log: str) -> str:
     return " ".join(f"{signal}@{epoch}" for signal, epoch in first.items())
 
 
-def row_of(study: str, name: str, seed: int, judge: str, policy: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict:
+def row_of(
+    study: str,
+    name: str,
+    seed: int,
+    judge: str,
+    policy: Mapping[str, Any],
+    more: Mapping[str, Any] = {},
+) -> dict:
     """A row of results.csv; ``policy``: ``policy_measures`` of a run, empty for the base model."""
-    row = {"study": study, "run": name, "seed": seed, "commit": commit(), "judge": judge} | dict(more)
+    row = {"study": study, "run": name, "seed": seed, "commit": commit(), "judge": judge} | dict(
+        more
+    )
     if policy:
         row |= {"epochs": policy["epochs"], "images": policy["num_images"]}
-        row |= {f"{m}_{when}": policy[when][m] for m in MEASURES if m in policy["after"] for when in ("before", "after")}
+        row |= {
+            f"{m}_{when}": policy[when][m]
+            for m in MEASURES
+            if m in policy["after"]
+            for when in ("before", "after")
+        }
     return row
 
 
@@ -148,7 +178,9 @@ def read_results() -> pd.DataFrame:
 
 def keep(row: Mapping[str, Any]) -> None:
     """Adds a finished run to results.csv."""
-    pd.concat([read_results(), pd.DataFrame([row])]).to_csv(RESULTS, index=False, float_format="%.4f")
+    pd.concat([read_results(), pd.DataFrame([row])]).to_csv(
+        RESULTS, index=False, float_format="%.4f"
+    )
 
 
 def mean_and_error(values: Sequence[float]) -> str:
@@ -164,10 +196,17 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
     Of the quickstart, the changes from before to after training; of the other studies, what the trained model does.
     """
     if "oracle_kappa" in results and results["oracle_kappa"].notna().any():
-        values = {label: results[c] for c, label in SHOWN.items() if c in results and results[c].notna().any()}
+        values = {
+            label: results[c]
+            for c, label in SHOWN.items()
+            if c in results and results[c].notna().any()
+        }
         values["diversity 1 − b"] = 1 - values["diversity 1 − b"]
     else:
-        values = {label: results[f"{name}_after"] - results[f"{name}_before"] for name, label in MEASURES.items()}
+        values = {
+            label: results[f"{name}_after"] - results[f"{name}_before"]
+            for name, label in MEASURES.items()
+        }
     rows = results[["run", "judge", "seed", "commit"]].assign(**values)
     if against:
         base, others = rows[rows["run"] == against], rows[rows["run"] != against]
@@ -175,23 +214,36 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
         rows["run"] = f"{against} − " + rows["run"]
         for label in values:
             rows[label] = rows[f"{label} of base"] - rows[label]
-    lines = [" | ".join(["", "run", "judge", "seeds", "commits", *values, ""]).strip(), "|---" * (4 + len(values)) + "|"]
+    lines = [
+        " | ".join(["", "run", "judge", "seeds", "commits", *values, ""]).strip(),
+        "|---" * (4 + len(values)) + "|",
+    ]
     for (name, judge), own in rows.groupby(["run", "judge"], sort=False):
         cells = [name, judge, " ".join(map(str, own["seed"])), " ".join(own["commit"].unique())]
-        lines.append(f"| {' | '.join([*cells, *(mean_and_error(own[label]) for label in values)])} |")
+        lines.append(
+            f"| {' | '.join([*cells, *(mean_and_error(own[label]) for label in values)])} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> None:
     """Trains some runs at a time, one thread each, beside a server of each judge; keeps each finished run."""
     judge, other, question = arguments.judge, arguments.other_judge, arguments.other_question
-    other_options = {} if other is None else OTHER | ({"question": str(question.resolve())} if question else {})
+    other_options = (
+        {} if other is None else OTHER | ({"question": str(question.resolve())} if question else {})
+    )
     OUT.mkdir(parents=True, exist_ok=True)
     servers = []
     for served, folder in ((SERVED, judge), (OTHER, other)):
         if folder is not None:
-            variables = {"VLLM_PORT": str(served["port"]), "VLLM_LABEL": f"paco-study-{served['port']}"}
-            variables |= {"VLLM_MODEL_NAMES": served["model"], "VLLM_MODEL_PATHS": str(folder.resolve())}
+            variables = {
+                "VLLM_PORT": str(served["port"]),
+                "VLLM_LABEL": f"paco-study-{served['port']}",
+            }
+            variables |= {
+                "VLLM_MODEL_NAMES": served["model"],
+                "VLLM_MODEL_PATHS": str(folder.resolve()),
+            }
             servers.append({"VLLM_ENGINE": "transformers", **os.environ, **variables})
 
     def one(name: str, seed: int) -> dict:
@@ -202,7 +254,9 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
         with open(log, "w") as file:
 
             def run(command: Sequence[str]) -> None:
-                subprocess.run(command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True)
+                subprocess.run(
+                    command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True
+                )
 
             if name != "base":
                 options = arguments_of(arguments.study, name, seed, arguments.epochs)
@@ -211,7 +265,9 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
             run(agreement_command(folder, seed, other_options))
         policy = policy_measures(folder) if name != "base" else {}
         more = {"minutes": minutes, "warnings": warnings_of(log.read_text(errors="replace"))}
-        return row_of(arguments.study, name, seed, judge_id(judge), policy, more | agreement_columns(folder))
+        return row_of(
+            arguments.study, name, seed, judge_id(judge), policy, more | agreement_columns(folder)
+        )
 
     pool = ThreadPoolExecutor(arguments.jobs)
     try:
@@ -226,16 +282,24 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=["quickstart", *STUDIES])
     parser.add_argument("--runs", nargs="+", help="names of runs; default all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of each run of rewards and objectives")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="epochs of each run of rewards and objectives"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
     parser.add_argument("--other_judge", type=Path, help="a second judge, which only evaluates")
-    parser.add_argument("--other_question", type=Path, help="text file with the other judge's question")
-    parser.add_argument("--any_commit", action="store_true", help="runs of other commits count as finished")
+    parser.add_argument(
+        "--other_question", type=Path, help="text file with the other judge's question"
+    )
+    parser.add_argument(
+        "--any_commit", action="store_true", help="runs of other commits count as finished"
+    )
     parser.add_argument("--table", action="store_true", help="no training")
     arguments = parser.parse_args()
     study, judge = arguments.study, arguments.judge
@@ -249,17 +313,34 @@ def main() -> None:
             known = known[known["commit"] == commit()]
         if study != "quickstart":
             if not (judge / "config.json").exists():
-                sys.exit(f"no judge in {judge}: run quickstart/run.sh first, or name one with --judge")
+                sys.exit(
+                    f"no judge in {judge}: run quickstart/run.sh first, or name one with --judge"
+                )
             known = known[known["judge"] == judge_id(judge)]
         finished = set(zip(known["run"], known["seed"], strict=True))
         todo = [each for each in todo if each not in finished]
         if study == "quickstart":
             for _, seed in todo:  # all epochs on any machine
-                subprocess.run(["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"], check=True)
+                subprocess.run(
+                    ["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"],
+                    check=True,
+                )
                 out = HERE / "out"
                 judged = judge_measures(out)
-                more = {"judge_accuracy": judged["judge"]["lora"]["accuracy"], "kendalltau": judged["rank"]["kendalltau"]}
-                keep(row_of(study, study, seed, "own", policy_measures(out / "runs" / "toy_t2is_awm"), more))
+                more = {
+                    "judge_accuracy": judged["judge"]["lora"]["accuracy"],
+                    "kendalltau": judged["rank"]["kendalltau"],
+                }
+                keep(
+                    row_of(
+                        study,
+                        study,
+                        seed,
+                        "own",
+                        policy_measures(out / "runs" / "toy_t2is_awm"),
+                        more,
+                    )
+                )
         elif todo:
             train(todo, arguments)
     results = read_results().query("study == @study")

@@ -46,7 +46,10 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:
-        print(f"error: the GPU's memory is too small; lower the batch sizes ({str(error)[:200]})", file=sys.stderr)
+        print(
+            f"error: the GPU's memory is too small; lower the batch sizes ({str(error)[:200]})",
+            file=sys.stderr,
+        )
         return 3
     if found is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,9 @@ def changes(arguments: argparse.Namespace, folder: str) -> list[str]:
     return [f"--config.{name}={value}" for name, value in given.items()]
 
 
-def measure(arguments: argparse.Namespace, options: Any, name: str, folder: str) -> dict[str, Any] | None:
+def measure(
+    arguments: argparse.Namespace, options: Any, name: str, folder: str
+) -> dict[str, Any] | None:
     """The report; None on processes other than the main one."""
     import torch
 
@@ -144,19 +149,26 @@ def count_calls(pipeline: Any, calls: Counter[str]) -> list[Any]:
     return handles
 
 
-def profile(epoch: Callable[[], Any], device: Any, trace: Path, rows: int = 20) -> list[dict[str, Any]]:
+def profile(
+    epoch: Callable[[], Any], device: Any, trace: Path, rows: int = 20
+) -> list[dict[str, Any]]:
     """One more epoch under torch.profiler: the operations that take most, in milliseconds; ``trace`` is for Chrome."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
     cuda = device.type == "cuda"
     trace.parent.mkdir(parents=True, exist_ok=True)
-    with profiled(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+    with profiled(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    ) as profiler:
         epoch()
     profiler.export_chrome_trace(str(trace))
     took = "self_device_time_total" if cuda else "self_cpu_time_total"
     events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, took))[:rows]
-    return [{"name": event.key, "calls": event.count, "ms": getattr(event, took) / 1000} for event in events]
+    return [
+        {"name": event.key, "calls": event.count, "ms": getattr(event, took) / 1000}
+        for event in events
+    ]
 
 
 def table(found: dict[str, Any]) -> str:
@@ -165,7 +177,10 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"{what}, {found['images_per_second']:.2f} a second"]
     lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
     lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
-    lines += [f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}" for row in found["operations"]]
+    lines += [
+        f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}"
+        for row in found["operations"]
+    ]
     return "\n".join(lines)
 
 
@@ -173,8 +188,12 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this program; all others are options of the run."""
     style = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
-    made.add_argument("--random_weights", action="store_true", help="the real architecture with random weights")
-    made.add_argument("--rewards", action="store_true", help="score with the configuration's own rewards")
+    made.add_argument(
+        "--random_weights", action="store_true", help="the real architecture with random weights"
+    )
+    made.add_argument(
+        "--rewards", action="store_true", help="score with the configuration's own rewards"
+    )
     made.add_argument("--repeats", type=int, default=3, help="measured epochs")
     made.add_argument("--profile", action="store_true", help="one more epoch under torch.profiler")
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))

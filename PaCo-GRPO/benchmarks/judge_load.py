@@ -41,7 +41,9 @@ def picture(rng: np.random.Generator, size: int) -> Image.Image:
     """A smooth random picture with a little noise, ``size`` pixels along a side."""
     coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float64)
-    return Image.fromarray(np.clip(smooth + rng.normal(0, 3, (size, size, 3)), 0, 255).astype(np.uint8))
+    return Image.fromarray(
+        np.clip(smooth + rng.normal(0, 3, (size, size, 3)), 0, 255).astype(np.uint8)
+    )
 
 
 def request_bodies(model: str, count: int, size: int, rng: np.random.Generator) -> list[bytes]:
@@ -56,7 +58,9 @@ def request_bodies(model: str, count: int, size: int, rng: np.random.Generator) 
     return bodies[:count]
 
 
-async def ask(url: str, headers: dict, bodies: Sequence[bytes], concurrency: int) -> tuple[float, list, list]:
+async def ask(
+    url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
+) -> tuple[float, list, list]:
     """Send all requests, ``concurrency`` at a time: seconds, latencies in ms of the answered ones, errors."""
     waiting, latencies, errors = list(bodies), [], []
 
@@ -74,7 +78,10 @@ async def ask(url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
             else:
                 errors.append(f"HTTP {answer.status}: {text[:200]}")
 
-    limits = {"timeout": aiohttp.ClientTimeout(total=DEADLINE_S), "connector": aiohttp.TCPConnector(limit=0)}
+    limits = {
+        "timeout": aiohttp.ClientTimeout(total=DEADLINE_S),
+        "connector": aiohttp.TCPConnector(limit=0),
+    }
     async with aiohttp.ClientSession(headers=headers, **limits) as session:
         start = time.perf_counter()
         await asyncio.gather(*(worker(session) for _ in range(concurrency)))
@@ -84,16 +91,28 @@ async def ask(url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
 def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
     """All rounds of all targets without the warm-up. Raises JudgeError: A server is missing or lacks the model."""
     key = arguments.api_key
-    models = {name: JudgeClient(url, model=arguments.model, api_key=key).check() for name, url in targets.items()}
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    models = {
+        name: JudgeClient(url, model=arguments.model, api_key=key).check()
+        for name, url in targets.items()
+    }
+    headers = {"content-type": "application/json"} | (
+        {"authorization": f"Bearer {key}"} if key else {}
+    )
     rng, rounds = np.random.default_rng(0), []
     for index in range(arguments.rounds + 1):
         for concurrency in arguments.concurrency:
             for name in rng.permutation(list(targets)).tolist():
                 count = max(arguments.pairs, concurrency) if index else concurrency
                 bodies = request_bodies(models[name], count, arguments.size, rng)
-                seconds, latencies, errors = asyncio.run(ask(targets[name], headers, bodies, concurrency))
-                found = {"target": name, "concurrency": concurrency, "round": index, "errors": len(errors)}
+                seconds, latencies, errors = asyncio.run(
+                    ask(targets[name], headers, bodies, concurrency)
+                )
+                found = {
+                    "target": name,
+                    "concurrency": concurrency,
+                    "round": index,
+                    "errors": len(errors),
+                }
                 found |= {"pairs_per_second": len(latencies) / seconds, "latencies_ms": latencies}
                 found["first_error"] = errors[0] if errors else None
                 trouble = f", {len(errors)} errors: {errors[0]}" if errors else ""
@@ -108,10 +127,16 @@ def summary(rounds: Sequence[Row]) -> list[Row]:
     rows = []
     for target, level in sorted({(each["target"], each["concurrency"]) for each in rounds}):
         own = [each for each in rounds if (each["target"], each["concurrency"]) == (target, level)]
-        row = {"target": target, "concurrency": level, "errors": sum(each["errors"] for each in own)}
+        row = {
+            "target": target,
+            "concurrency": level,
+            "errors": sum(each["errors"] for each in own),
+        }
         row["pairs_per_second"] = float(np.median([each["pairs_per_second"] for each in own]))
         for percent in PERCENTILES:
-            found = [np.percentile(each["latencies_ms"], percent) for each in own if each["latencies_ms"]]
+            found = [
+                np.percentile(each["latencies_ms"], percent) for each in own if each["latencies_ms"]
+            ]
             row[f"p{percent}_ms"] = float(np.median(found)) if found else None
         rows.append(row)
     return rows
@@ -119,7 +144,12 @@ def summary(rounds: Sequence[Row]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The summary as text."""
-    names = ("concurrency", "errors", "pairs_per_second", *(f"p{percent}_ms" for percent in PERCENTILES))
+    names = (
+        "concurrency",
+        "errors",
+        "pairs_per_second",
+        *(f"p{percent}_ms" for percent in PERCENTILES),
+    )
     lines = [f"{'server':<16}" + "".join(f"{name:>18}" for name in names)]
     for row in rows:
         values = ("-" if row[name] is None else round(row[name], 1) for name in names)
@@ -143,7 +173,9 @@ def main(given: Sequence[str] | None = None) -> int:
     except (ValueError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")}
+    settings = {
+        name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")
+    }
     rows = summary(rounds)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     made = {"settings": settings, "targets": rows, "rounds": rounds}
@@ -154,14 +186,33 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of this program."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--target", action="append", required=True, metavar="NAME=URL", help="a server; may be repeated")
-    made.add_argument("--model", default=DEFAULT_MODEL, help="served name, the same on every server")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--target",
+        action="append",
+        required=True,
+        metavar="NAME=URL",
+        help="a server; may be repeated",
+    )
+    made.add_argument(
+        "--model", default=DEFAULT_MODEL, help="served name, the same on every server"
+    )
     made.add_argument("--api-key", help="if the servers want one")
-    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64], help="questions in flight")
-    made.add_argument("--pairs", type=int, default=192, help="questions per round and concurrency (at least that many)")
+    made.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16, 64], help="questions in flight"
+    )
+    made.add_argument(
+        "--pairs",
+        type=int,
+        default=192,
+        help="questions per round and concurrency (at least that many)",
+    )
     made.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
-    made.add_argument("--size", type=int, default=64, help="pixels of a 2x2 grid; 1024 for a real generator's")
+    made.add_argument(
+        "--size", type=int, default=64, help="pixels of a 2x2 grid; 1024 for a real generator's"
+    )
     made.add_argument("--output", type=Path, default=Path("benchmarks/results/judge_load.json"))
     return made
 

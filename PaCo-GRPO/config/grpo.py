@@ -73,8 +73,12 @@ FOR_80GB = SHORT_TAIL | {
     "speed.compile": True, "sample.batch_size": 7, "train.batch_size": 2, "test.batch_size": 4,
 }  # fmt: skip
 # The two CLIP models of t2is in half precision leave room for T5; on the CPU, they score while images are sampled.
-CLIP_IN_HALF = {f"train.reward_fn_kwargs.{name}": {"dtype": "float16"} for name in ("subfig_clipT", "pickscore")}
-CLIP_ON_CPU = {f"train.reward_fn_kwargs.{name}": {"device": "cpu"} for name in ("subfig_clipT", "pickscore")}
+CLIP_IN_HALF = {
+    f"train.reward_fn_kwargs.{name}": {"dtype": "float16"} for name in ("subfig_clipT", "pickscore")
+}
+CLIP_ON_CPU = {
+    f"train.reward_fn_kwargs.{name}": {"device": "cpu"} for name in ("subfig_clipT", "pickscore")
+}
 
 
 def _paper_settings(images: int, prompts: int, rank: int = 32) -> dict[str, Any]:
@@ -235,7 +239,11 @@ def get_config(name: str = "") -> ConfigDict:
         start, changes = RECIPES[name]
         return _changed(get_config(start) if start else config_dict(), changes)
     function = globals().get(name)
-    if getattr(function, "__module__", "") == __name__ and not name.startswith("_") and function is not get_config:
+    if (
+        getattr(function, "__module__", "") == __name__
+        and not name.startswith("_")
+        and function is not get_config
+    ):
         return function()
     for suffix, changes in SUFFIXES.items():
         if name.endswith(suffix):

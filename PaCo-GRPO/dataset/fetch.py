@@ -43,17 +43,27 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
-        raise DataError(f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}")
+        raise DataError(
+            f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}"
+        )
     known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
     splits: dict[str, list[dict]] = {"train": [], "test": []}
-    for split, files in known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]:
+    for split, files in (
+        known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]
+    ):
         for _, row in (line for file in files for line in json_lines(file)):
             theme = str(row.get("theme") or row["prompt"])
             splits[split or _split_of(theme)].append(row)
     for split, rows in splits.items():
         if open_twins:
-            rows = [each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each]
-        _write_lines(out / f"{split}_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows), limit)
+            rows = [
+                each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each
+            ]
+        _write_lines(
+            out / f"{split}_metadata.jsonl",
+            (json.dumps(row, ensure_ascii=False) for row in rows),
+            limit,
+        )
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -67,9 +77,13 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if theme is None:
         return None
     twin = {**row, "prompt": theme[0] + prompt[len(head) :], "open": True}
-    twin |= {name: f"{row[name]} (open)" for name in ("idx", "category") if row.get(name) is not None}
+    twin |= {
+        name: f"{row[name]} (open)" for name in ("idx", "category") if row.get(name) is not None
+    }
     if row.get("criteria"):
-        twin["criteria"] = {name: texts for name, texts in row["criteria"].items() if name != "Identity"}
+        twin["criteria"] = {
+            name: texts for name, texts in row["criteria"].items() if name != "Identity"
+        }
     return twin
 
 
@@ -77,12 +91,23 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """GEdit-Bench, as published in Parquet files → ``geneval_image``, all of it as the test split."""
     rows = []
     (out / "images").mkdir()
-    english = (row for row in _parquet_rows(_files(source, "*.parquet")) if row["instruction_language"] == "en")
+    english = (
+        row
+        for row in _parquet_rows(_files(source, "*.parquet"))
+        if row["instruction_language"] == "en"
+    )
     for row in islice(english, limit):
         name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
         image = row.get("input_image_raw") or row["input_image"]
         read_image(image["bytes"]).save(out / name)
-        rows.append({"prompt": row["instruction"], "image": name, "idx": row["key"], "category": row["task_type"]})
+        rows.append(
+            {
+                "prompt": row["instruction"],
+                "image": name,
+                "idx": row["key"],
+                "category": row["task_type"],
+            }
+        )
     _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
@@ -92,7 +117,9 @@ def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> Non
     Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives. No picture
     is in both splits.
     """
-    schema = pa.schema({"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
+    schema = pa.schema(
+        {"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
+    )
     read = _image_reader(source)
     edits = []
     for row in json.loads(_files(source, "text_and_image_to_image*.json")[0].read_bytes()):
@@ -104,7 +131,10 @@ def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> Non
         with pq.ParquetWriter(out / f"{split}.parquet", schema) as writer:
             for start in range(0, len(chosen), _PIECE):  # a large set is never in memory
                 piece = chosen[start : start + _PIECE]
-                rows = [{"prompt": prompt, "image": {"bytes": read(name), "path": None}} for name, prompt in piece]
+                rows = [
+                    {"prompt": prompt, "image": {"bytes": read(name), "path": None}}
+                    for name, prompt in piece
+                ]
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
@@ -113,7 +143,11 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
     members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
     for archive in sorted(folder.rglob("*.tar")):
         with tarfile.open(archive) as tar:
-            members |= {member.name.removeprefix("./"): (archive, member) for member in tar if member.isfile()}
+            members |= {
+                member.name.removeprefix("./"): (archive, member)
+                for member in tar
+                if member.isfile()
+            }
 
     def read(name: str) -> bytes:
         for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
@@ -147,7 +181,11 @@ def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         lines = (" ".join(line.split()) for line in text_of(source / f"{split}.txt").splitlines())
-        _write_lines(out / f"{split}.txt", dict.fromkeys(line for line in lines if _QUOTED.search(line)), limit)
+        _write_lines(
+            out / f"{split}.txt",
+            dict.fromkeys(line for line in lines if _QUOTED.search(line)),
+            limit,
+        )
 
 
 def _split_of(text: str) -> str:
@@ -156,7 +194,9 @@ def _split_of(text: str) -> str:
     return "test" if int.from_bytes(digest, "big") / 2**64 < _TEST_SHARE else "train"
 
 
-def _parquet_rows(files: Iterable[Path], columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def _parquet_rows(
+    files: Iterable[Path], columns: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
     for file in files:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns):
             yield from batch.to_pylist()
@@ -185,19 +225,32 @@ SETS = {
     "t2is": PublicSet("geneval", t2is, "ChengyouJia/T2IS-Bench", ("*.jsonl",)),
     "gedit": PublicSet("geneval_image", gedit, "stepfun-ai/GEdit-Bench", ("*.parquet",)),
     "sharegpt-4o-image": PublicSet(
-        "arrow_editing", sharegpt_4o_image, "FreedomIntelligence/ShareGPT-4o-Image", ("text_and_image_to_image*",)
+        "arrow_editing",
+        sharegpt_4o_image,
+        "FreedomIntelligence/ShareGPT-4o-Image",
+        ("text_and_image_to_image*",),
     ),
-    "pickscore": PublicSet("general_ocr", pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)),
+    "pickscore": PublicSet(
+        "general_ocr", pickscore, "yuvalkirstain/pickapic_v1_no_images", ("*.parquet",)
+    ),
     "ocr": PublicSet("general_ocr", ocr, _FLOW_GRPO + "/dataset/ocr", ("train.txt", "test.txt")),
 }
 
 
 def download(public: PublicSet, name: str) -> Path:
     """Folder with the set as published. Raises DataError."""
-    urls = [f"{public.place}/{file}" for file in public.files] if public.place.startswith("https:") else []
+    urls = (
+        [f"{public.place}/{file}" for file in public.files]
+        if public.place.startswith("https:")
+        else []
+    )
     try:
         if not urls:
-            return Path(snapshot_download(public.place, repo_type="dataset", allow_patterns=list(public.files)))
+            return Path(
+                snapshot_download(
+                    public.place, repo_type="dataset", allow_patterns=list(public.files)
+                )
+            )
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         for url, file in zip(urls, public.files, strict=True):
             with urllib.request.urlopen(url, timeout=60) as answer:
@@ -213,7 +266,9 @@ def download(public: PublicSet, name: str) -> Path:
         ) from error
 
 
-def convert(public: PublicSet, source: Path, output: Path, options: argparse.Namespace) -> dict[str, int]:
+def convert(
+    public: PublicSet, source: Path, output: Path, options: argparse.Namespace
+) -> dict[str, int]:
     """Number of items of each split, after reading them as a run would. Raises DataError."""
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -225,30 +280,47 @@ def convert(public: PublicSet, source: Path, output: Path, options: argparse.Nam
             scratch.replace(output)  # an empty folder may be there
         return counts
     except Exception as error:  # damaged files, other columns
-        raise DataError(f"{source} cannot be converted ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{source} cannot be converted ({type(error).__name__}: {error})"
+        ) from error
 
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 with one message."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=sorted(SETS))
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
     parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
-    parser.add_argument("--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)")
-    parser.add_argument("--open_twins", action="store_true", help="T2IS: prompts also without their shared description")
+    parser.add_argument(
+        "--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)"
+    )
+    parser.add_argument(
+        "--open_twins",
+        action="store_true",
+        help="T2IS: prompts also without their shared description",
+    )
     options = parser.parse_args(arguments)
-    public, output = SETS[options.name], options.output or Path(__file__).with_name(f"public-{options.name}")
+    public, output = (
+        SETS[options.name],
+        options.output or Path(__file__).with_name(f"public-{options.name}"),
+    )
     try:
         if options.source is not None and not options.source.is_dir():
             raise DataError(f"--source {options.source} is not a folder")
         if output.exists() and any(output.iterdir()):
-            raise DataError(f"{output} is not empty; give another folder with --output, or remove it")
+            raise DataError(
+                f"{output} is not empty; give another folder with --output, or remove it"
+            )
         counts = convert(public, options.source or download(public, options.name), output, options)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
-    print(f"{output}: {listed} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}")
+    print(
+        f"{output}: {listed} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}"
+    )
     return 0
 
 

@@ -32,7 +32,9 @@ from paco_grpo.policies import POLICIES, Policy
 class Tokens:
     """A tokenizer that needs no download."""
 
-    special: tuple[str, ...]  # tokens with the ids 0, 1, …; the first one pads; "<unk>" is among them
+    special: tuple[
+        str, ...
+    ]  # tokens with the ids 0, 1, …; the first one pads; "<unk>" is among them
     template: str = "$A"  # special tokens around the text
     length: int = 131072
     chat_template: str = ""
@@ -84,7 +86,11 @@ _QWEN3_4B = {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8,
     "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-_QWEN3_8B = _QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+_QWEN3_8B = _QWEN3_4B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
 _FLUX_VAE = ("AutoencoderKL", {  # also of Stable Diffusion 3.5 but for the scaling
     "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "use_quant_conv": False,
@@ -117,9 +123,15 @@ def _qwen_image(pipeline: str, **transformer: Any) -> Architecture:
     )  # fmt: skip
 
 
-def _flux2(pipeline: str, transformer: dict[str, Any], text: tuple[str, dict], tokens: Tokens) -> Architecture:
+def _flux2(
+    pipeline: str, transformer: dict[str, Any], text: tuple[str, dict], tokens: Tokens
+) -> Architecture:
     vae = ("AutoencoderKLFlux2", {})
-    modules = {"transformer": ("Flux2Transformer2DModel", transformer), "text_encoder": text, "vae": vae}
+    modules = {
+        "transformer": ("Flux2Transformer2DModel", transformer),
+        "text_encoder": text,
+        "vae": vae,
+    }
     return Architecture(pipeline, modules, {"tokenizer": tokens})
 
 
@@ -169,7 +181,9 @@ _Z_IMAGE = Architecture(
 )  # fmt: skip
 
 
-def _qwen3_vl(hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list) -> Any:
+def _qwen3_vl(
+    hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list
+) -> Any:
     """``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack`` reach the text."""
     return "Qwen3VLForConditionalGeneration", {
         "tie_word_embeddings": tied,
@@ -209,7 +223,9 @@ KNOWN = {
 }
 
 
-def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "meta") -> DiffusionPipeline:
+def pipeline_of(
+    model: str, dtype: torch.dtype, device: torch.device | str = "meta"
+) -> DiffusionPipeline:
     """The pipeline of a hub name in ``KNOWN``, or a local folder, without its weights: as each class initializes them.
 
     Args:
@@ -225,12 +241,22 @@ def pipeline_of(model: str, dtype: torch.dtype, device: torch.device | str = "me
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
     folder = Path(model).expanduser()
     if not (folder / "model_index.json").is_file():
-        raise ConfigError(f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}")
+        raise ConfigError(
+            f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
+        )
     modules = {}
     for part, entry in DiffusionPipeline.load_config(folder).items():
-        kind = getattr(importlib.import_module(entry[0]), entry[1]) if isinstance(entry, list) and entry[0] else object
+        kind = (
+            getattr(importlib.import_module(entry[0]), entry[1])
+            if isinstance(entry, list) and entry[0]
+            else object
+        )
         if issubclass(kind, nn.Module):
-            loaded = kind.load_config if hasattr(kind, "load_config") else kind.config_class.from_pretrained
+            loaded = (
+                kind.load_config
+                if hasattr(kind, "load_config")
+                else kind.config_class.from_pretrained
+            )
             modules[part] = _module(entry[1], loaded(folder / part), dtype, device)
     return DiffusionPipeline.from_pretrained(folder, **modules)
 
@@ -242,11 +268,15 @@ def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(model)
     except OSError as error:
-        raise ConfigError(f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}") from error
+        raise ConfigError(
+            f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}"
+        ) from error
     return _module(config.architectures[0], config, dtype, "meta")
 
 
-def _module(class_name: str, config: Any, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+def _module(
+    class_name: str, config: Any, dtype: torch.dtype, device: torch.device | str
+) -> nn.Module:
     """``config``: values, or a configuration of transformers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if class_name.startswith("Autoencoder") else dtype)
@@ -262,11 +292,17 @@ def _module(class_name: str, config: Any, dtype: torch.dtype, device: torch.devi
 
 def _tokenizer(tokens: Tokens) -> Any:
     """Gives about as many tokens as the real one; every piece of text is ``<unk>``."""
-    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>")
+    )
     # about 1.5 pieces per word with punctuation, close to what real tokenizers need for English
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w{1,8}|[^\w\s]"), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"\w{1,8}|[^\w\s]"), behavior="removed", invert=True
+    )
     around = [(token, i) for i, token in enumerate(tokens.special) if token in tokens.template]
-    tokenizer.post_processor = processors.TemplateProcessing(single=tokens.template, special_tokens=around)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=tokens.template, special_tokens=around
+    )
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=tokens.special[0], unk_token="<unk>", model_max_length=tokens.length,
         additional_special_tokens=list(tokens.special), chat_template=tokens.chat_template or None,
@@ -300,9 +336,13 @@ def random_weights(model: str) -> Iterator[None]:
     def from_pretrained(path: Path, *, dtype: torch.dtype, **options: Any) -> Policy:
         pipeline = pipeline_of(model, dtype, PartialState().device)
         for module in pipeline.components.values():
-            for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+            for name, parameter in (
+                module.named_parameters() if isinstance(module, nn.Module) else ()
+            ):
                 if parameter.ndim > 1:
-                    parameter.data.normal_(0.0, 0.02)  # activations neither vanish nor overflow in bfloat16
+                    parameter.data.normal_(
+                        0.0, 0.02
+                    )  # activations neither vanish nor overflow in bfloat16
                 else:
                     parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         return policy(pipeline, dtype=dtype, **options)

@@ -17,7 +17,9 @@ SERVER_SETTINGS = {
 class ApiError(Exception):
     """A request that is refused or has failed. ``param``: the field at fault; ``code``: OpenAI's, machine-readable."""
 
-    def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -49,7 +51,9 @@ async def read_body(request: Request, limit: int) -> bytes:
             body += part
             if len(body) > limit:
                 message = f"the body has more than {limit} bytes; send less at once (request_size), or raise the limit"
-                raise ApiError(f"{message} (VLLM_MAX_BODY_MB, --max-body-mb)", 413, code="request_too_large")
+                raise ApiError(
+                    f"{message} (VLLM_MAX_BODY_MB, --max-body-mb)", 413, code="request_too_large"
+                )
     except ClientDisconnect as error:
         raise ApiError("the caller left before the body was complete", 499) from error
     return bytes(body)
@@ -65,6 +69,10 @@ class KeyGuard:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._key):
-                error = ApiError("a valid API key is needed: Authorization: Bearer …", 401, code="invalid_api_key")
+                error = ApiError(
+                    "a valid API key is needed: Authorization: Bearer …",
+                    401,
+                    code="invalid_api_key",
+                )
                 return await error.response()(scope, receive, send)
         await self._app(scope, receive, send)

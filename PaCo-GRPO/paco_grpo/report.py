@@ -35,7 +35,12 @@ HEALTH = {
     "advantage/zero_std_share": "groups without spread", "health/velocity_change": "distance to the base",
     "health/latent_std_vs_first": "spread of latents / first", "health/distinctness_vs_first": "distinctness / first",
 }  # fmt: skip
-PHASES = {"sampling": "sample", "waiting for rewards": "reward_wait", "training": "train", "evaluation": "eval"}
+PHASES = {
+    "sampling": "sample",
+    "waiting for rewards": "reward_wait",
+    "training": "train",
+    "evaluation": "eval",
+}
 PLOT = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.formatter.useoffset": False,
     "legend.frameon": False, "legend.fontsize": 7, "figure.constrained_layout.use": True,
@@ -68,7 +73,9 @@ class Run:
     test: Curves  # rewards of the evaluations
     health: Curves
     seconds: Mapping[str, float]  # phase -> total
-    pairs: Sequence[tuple[Row, Row]]  # rows of eval_data.jsonl: same prompt and seed in the first and in the last evaluation
+    pairs: Sequence[
+        tuple[Row, Row]
+    ]  # rows of eval_data.jsonl: same prompt and seed in the first and in the last evaluation
     epochs: int
 
 
@@ -79,14 +86,20 @@ def _curve(rows: Sequence[Row], key: str, error: str = "", divisor: float = 1.0)
 
 def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
     names = dict.fromkeys(name for row in rows for name in means(row, prefix))
-    curves = {name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor) for name in names}
+    curves = {
+        name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor)
+        for name in names
+    }
     return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _pictures(folder: Path) -> dict[str, Row]:
     """Rows of one evaluation with saved images, whose paths they get."""
     rows = [row for row in read_rows(folder) if row["file"]]
-    return {row["file"]: row | {key: folder / row[key] for key in ("file", "reference") if row.get(key)} for row in rows}
+    return {
+        row["file"]: row | {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
+        for row in rows
+    }
 
 
 def read_run(folder: Path) -> Run:
@@ -94,17 +107,29 @@ def read_run(folder: Path) -> Run:
     metrics, config = MetricsFile(folder / "metrics.jsonl"), folder / "config.yaml"
     rows, train, test = metrics.rows(), metrics.rows("train"), metrics.rows("eval")
     if not train and not test:
-        raise ValueError(f"{metrics.path} has no epoch and no evaluation yet; let the run finish one first")
+        raise ValueError(
+            f"{metrics.path} has no epoch and no evaluation yet; let the run finish one first"
+        )
     saved = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
     groups = [(group, values) for group, values in saved.items() if isinstance(values, dict)]
-    options = saved | {f"{group}.{name}": value for group, values in groups for name, value in values.items()}
-    images = options.get("sample.num_images_per_prompt", 0) * options.get("sample.unique_sample_num_per_epoch", 0)
-    seconds = {name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()}
+    options = saved | {
+        f"{group}.{name}": value for group, values in groups for name, value in values.items()
+    }
+    images = options.get("sample.num_images_per_prompt", 0) * options.get(
+        "sample.unique_sample_num_per_epoch", 0
+    )
+    seconds = {
+        name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()
+    }
     evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
     if len(evaluations) > 1:
         before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
         # Evaluations use the same items and seeds in the same order: the file name identifies the image.
-        pairs = [(before[n], after[n]) for n in before if n in after and before[n]["prompt"] == after[n]["prompt"]]
+        pairs = [
+            (before[n], after[n])
+            for n in before
+            if n in after and before[n]["prompt"] == after[n]["prompt"]
+        ]
     return Run(
         config=options,
         train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
@@ -117,7 +142,11 @@ def read_run(folder: Path) -> Run:
 
 
 def write_report(
-    run_dir: Path, out: Path, judge: Sequence[Path] = (), stage_seconds: Path | None = None, title: str | None = None
+    run_dir: Path,
+    out: Path,
+    judge: Sequence[Path] = (),
+    stage_seconds: Path | None = None,
+    title: str | None = None,
 ) -> list[Path]:
     """Write the page ``out`` and its figures; returns the files written, the page first.
 
@@ -129,32 +158,54 @@ def write_report(
     run = read_run(run_dir)
     judges = [json.loads(path.read_bytes()) for path in judge]
     stages = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
-    metrics = [name for name in ("accuracy", "auc") if len(judges) > 1 and all(name in each for each in judges)]
-    ends = [[f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))] for name in metrics]
+    metrics = [
+        name
+        for name in ("accuracy", "auc")
+        if len(judges) > 1 and all(name in each for each in judges)
+    ]
+    ends = [
+        [f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))]
+        for name in metrics
+    ]
     accuracy = _table(["", "before training", "after"], ends)
     names = [name for name in run.train if name in run.test]
-    names += [name for name in run.test if name.startswith("oracle_consistency") and name not in names]
+    names += [
+        name for name in run.test if name.startswith("oracle_consistency") and name not in names
+    ]
     # Chosen by category and place, never by score.
     sorted_pairs = sorted(run.pairs, key=lambda pair: pair[0].get("category") or "")
-    places = np.linspace(0, len(sorted_pairs) - 1, min(GALLERY, len(sorted_pairs))).round().astype(int)
+    places = (
+        np.linspace(0, len(sorted_pairs) - 1, min(GALLERY, len(sorted_pairs))).round().astype(int)
+    )
     shown_pairs = [sorted_pairs[place] for place in places]
     gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in shown_pairs)
     with matplotlib.rc_context(PLOT):
-        figures = {"curves": _curves(run), "oracle": _judge_and_oracle(run), "health": _health(run), "time": _time(stages)}
+        figures = {
+            "curves": _curves(run),
+            "oracle": _judge_and_oracle(run),
+            "health": _health(run),
+            "time": _time(stages),
+        }
     out.parent.mkdir(parents=True, exist_ok=True)
     written, shown = [], dict.fromkeys(figures, "")
     for name, figure in figures.items():
         if figure is not None:
             written.append(out.with_name(f"{out.stem}_{name}.png"))
             figure.savefig(written[-1], dpi=150)
-            kind, png = "plot small" if name in ("oracle", "time") else "plot", written[-1].read_bytes()
-            shown[name] = f'<img class="{kind}" alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+            kind, png = (
+                "plot small" if name in ("oracle", "time") else "plot",
+                written[-1].read_bytes(),
+            )
+            shown[name] = (
+                f'<img class="{kind}" alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+            )
     changed = f'<p class="faint">Same prompts, same noise.</p><div class="gallery">{gallery}</div>'
     note = '<p class="faint">± and bands are one standard error; evaluations use the averaged weights.</p>'
     sections = {
         "What changed": changed if gallery else "<p>No two evaluations with saved images yet.</p>",
         "By how much": note + _measures(run) + shown["curves"],
-        "Can I trust it": accuracy + shown["oracle"] + shown["health"] or "<p>Nothing to compare the reward with.</p>",
+        "Can I trust it": accuracy + shown["oracle"] + shown["health"]
+        or "<p>Nothing to compare the reward with.</p>",
         "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
     }
     title = html.escape(title or run_dir.resolve().name)
@@ -174,15 +225,24 @@ def _label(name: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["".join(f"<th>{cell}</th>" for cell in head)]
-    lines += [f"<th>{html.escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) for name, *cells in rows]
+    lines += [
+        f"<th>{html.escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells)
+        for name, *cells in rows
+    ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 
 
 def _facts(run: Run) -> str:
-    train, test, seed = (run.config.get(name) for name in ("train.resolution", "test.resolution", "seed"))
+    train, test, seed = (
+        run.config.get(name) for name in ("train.resolution", "test.resolution", "seed")
+    )
     if not run.config:
         return f"{run.epochs} epochs"
-    parts = [f"{run.epochs} epochs", f"trained at {train} px, evaluated at {test} px", f"seed {seed}"]
+    parts = [
+        f"{run.epochs} epochs",
+        f"trained at {train} px, evaluated at {test} px",
+        f"seed {seed}",
+    ]
     parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type")]
     return " · ".join(map(str, parts))
 
@@ -190,14 +250,22 @@ def _facts(run: Run) -> str:
 def _card(before: Row, after: Row, names: Sequence[str]) -> str:
     """Before and after with scores; for edits the reference image first."""
     shown = [("reference", before["reference"], {})] if before.get("reference") else []
-    shown += [(caption, row["file"], row["rewards"]) for caption, row in (("before", before), ("after", after))]
+    shown += [
+        (caption, row["file"], row["rewards"])
+        for caption, row in (("before", before), ("after", after))
+    ]
     images = ""
     for caption, file, scores in shown:
         image = load_image(file)
         image.thumbnail((SIDE, SIDE))
         values = {_label(name): scores.get(name) for name in (names if scores else ())}
-        lines = "".join(f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}" for name, x in values.items())
-        images += f'<figure><img alt="{caption}" src="{data_url(image)}"><b>{caption}</b>{lines}</figure>'
+        lines = "".join(
+            f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}"
+            for name, x in values.items()
+        )
+        images += (
+            f'<figure><img alt="{caption}" src="{data_url(image)}"><b>{caption}</b>{lines}</figure>'
+        )
     prompt, category = html.escape(before["prompt"]), html.escape(before.get("category") or "")
     text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
     return f'<article><span class="faint">{category}</span><div class="images">{images}</div>{text}</article>'
@@ -207,7 +275,10 @@ def _measures(run: Run) -> str:
     """Every evaluated reward in the first and the last evaluation, with the change."""
     rows = []
     for name, curve in run.test.items():
-        ends = [f"{value:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for _, value, e in curve[[0, -1]]]
+        ends = [
+            f"{value:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}")
+            for _, value, e in curve[[0, -1]]
+        ]
         rows.append([_label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
     return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
 
@@ -236,14 +307,18 @@ def _curves(run: Run) -> Figure:
 
 def _judge_and_oracle(run: Run) -> Figure | None:
     """The training reward against the oracle, image by image, in the first and the last evaluation."""
-    oracle = next((name for name in ("oracle_consistency", "oracle_edit") if name in run.test), None)
+    oracle = next(
+        (name for name in ("oracle_consistency", "oracle_edit") if name in run.test), None
+    )
     judge = next((name for name in run.train if name in run.test and name != oracle), None)
     if oracle is None or judge is None:
         return None
     figure = Figure(figsize=(4.5, 3.6))
     axes = figure.subplots()
     for when, name in enumerate(("before", "after")):
-        points = [[pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs]
+        points = [
+            [pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs
+        ]
         points = np.array([point for point in points if None not in point]).reshape(-1, 2)
         axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
     axes.set(xlabel=_label(oracle), ylabel=_label(judge))
@@ -277,19 +352,30 @@ def _time(seconds: Mapping[str, float]) -> Figure | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 if there is nothing to report on."""
-    parser = argparse.ArgumentParser(prog="python -m paco_grpo.report", description="Make one page of a run directory.")
+    parser = argparse.ArgumentParser(
+        prog="python -m paco_grpo.report", description="Make one page of a run directory."
+    )
     parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
     judges = "files of `paco-reward accuracy --output`, the base's first"
     parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help=judges)
-    parser.add_argument("--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline")
+    parser.add_argument(
+        "--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline"
+    )
     parser.add_argument("--title")
-    parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it")
+    parser.add_argument(
+        "--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it"
+    )
     asked = parser.parse_args(argv)
     out = asked.out or asked.run_dir / "report.html"
     try:
-        print(*write_report(asked.run_dir, out, asked.judge, asked.stage_seconds, asked.title), sep="\n")
+        print(
+            *write_report(asked.run_dir, out, asked.judge, asked.stage_seconds, asked.title),
+            sep="\n",
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
-        print(f"error: no report on {asked.run_dir}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"error: no report on {asked.run_dir}: {type(error).__name__}: {error}", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -22,11 +22,15 @@ class Batched:
     """
 
     def __len__(self) -> int:
-        return next(len(value) for value in self._values().values() if isinstance(value, torch.Tensor))
+        return next(
+            len(value) for value in self._values().values() if isinstance(value, torch.Tensor)
+        )
 
     def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
-        return dataclasses.replace(self, **{name: _select(value, index) for name, value in self._values().items()})
+        return dataclasses.replace(
+            self, **{name: _select(value, index) for name, value in self._values().items()}
+        )
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -38,16 +42,24 @@ class Batched:
             if not all(torch.equal(getattr(first, name), getattr(part, name)) for part in parts):
                 raise ValueError(f"cannot join {type(first).__name__}: {name} differs")
         names = first._values()
-        return dataclasses.replace(first, **{name: _cat([getattr(part, name) for part in parts]) for name in names})
+        return dataclasses.replace(
+            first, **{name: _cat([getattr(part, name) for part in parts]) for name in names}
+        )
 
     def _values(self) -> dict[str, Any]:
         """The fields that are not marked as shared."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "shared" not in f.metadata}
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if "shared" not in f.metadata
+        }
 
 
 def _select(value: Any, index: torch.Tensor | Sequence[int] | slice) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[index if isinstance(index, slice) else to_device(torch.as_tensor(index), value.device)]
+        return value[
+            index if isinstance(index, slice) else to_device(torch.as_tensor(index), value.device)
+        ]
     if isinstance(value, list):
         return [_select(part, index) for part in value]
     return value.select(index) if isinstance(value, Batched) else value
@@ -78,7 +90,9 @@ class NoiseStep(Batched):
     latents: torch.Tensor  # (B, N, C) float32, x_t before the step
     next_latents: torch.Tensor  # (B, N, C) float32, x' after it
     mean: torch.Tensor  # (B, N, C) float32, mean of x' under the sampling policy
-    log_prob: torch.Tensor  # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
+    log_prob: (
+        torch.Tensor
+    )  # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
 
 
 @dataclass
@@ -90,7 +104,9 @@ class Rollout(Batched):
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B
     noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling
-    sigmas: torch.Tensor = field(metadata={"shared": True})  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
+    sigmas: torch.Tensor = field(
+        metadata={"shared": True}
+    )  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
     height: int  # pixels
     width: int  # pixels
     noise_level: float  # a

@@ -71,7 +71,10 @@ JUDGE_TOKENS, JUDGE_PARAMETERS = 300, 8.3e9
 TEXT_TOKENS, ANSWER_TOKENS = 150, 100  # of a pair in judge training, besides its two images
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED_JUDGE = ROOT / "PaCo-Reward" / "config" / "paco_reward_lora.yaml"
-PROMPT = "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. " * 4
+PROMPT = (
+    "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. "
+    * 4
+)
 
 
 _FLOPS = flop_registry | {
@@ -103,20 +106,32 @@ class FakeDevice(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             known = _known(args[0])
             with unset_fake_temporarily():
-                return known.item() if known is not None else 1e-6 if args[0].is_floating_point() else 1
+                return (
+                    known.item()
+                    if known is not None
+                    else 1e-6
+                    if args[0].is_floating_point()
+                    else 1
+                )
         values = _values(func, tensors, args, kwargs)
         to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         if to_cpu and fake and fake[0].fake_device.type == "cuda":  # what comes back is real
             with unset_fake_temporarily():
                 zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
                 return zeros if values is None else values
-        if func is aten.index.Tensor:  # a mask whose values are known selects a known number of rows
+        if (
+            func is aten.index.Tensor
+        ):  # a mask whose values are known selects a known number of rows
             args = args[0], [rows for index in args[1] for rows in _rows(index)]
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         with self.mode:
             if values is not None and torch.Tag.dynamic_output_shape in func.tags:
                 where = fake[0].fake_device
-                out = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=where), values)
+                out = tree_map_only(
+                    torch.Tensor,
+                    lambda t: torch.empty(t.shape, dtype=t.dtype, device=where),
+                    values,
+                )
             else:
                 out = func(*args, **kwargs)
         packet = func._overloadpacket
@@ -138,7 +153,9 @@ class FakeDevice(TorchDispatchMode):
 
     def _faked(self, tensor: torch.Tensor) -> FakeTensor:
         with unset_fake_temporarily():
-            return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor.detach())
+            return (
+                tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor.detach())
+            )
 
     def _free(self, size: int) -> None:
         self.live -= size
@@ -173,19 +190,27 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
     return None if any(v.is_floating_point() for v in tree_leaves(out)) else out
 
 
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """``scaled_dot_product_attention`` as CUDA computes it: autocast, one data type, a fused kernel."""
     if torch.is_autocast_enabled("cuda"):
         low = torch.get_autocast_dtype("cuda")
         query, key, value = (t.to(low) if t.is_floating_point() else t for t in (query, key, value))
     if not query.dtype == key.dtype == value.dtype:
-        raise RuntimeError(f"query, key and value must have one dtype, not {query.dtype}, {key.dtype}, {value.dtype}")
+        raise RuntimeError(
+            f"query, key and value must have one dtype, not {query.dtype}, {key.dtype}, {value.dtype}"
+        )
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
     if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+            attn_mask.logical_not(), -torch.inf
+        )
     attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     saves = torch.is_grad_enabled() and query.requires_grad
     attention = aten._scaled_dot_product_efficient_attention
@@ -197,13 +222,21 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
     """Inside the block CUDA exists and computes nothing; its autocast is active."""
     make = torch.tensor
 
-    def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
-        numbers = [x.item() if isinstance(x, torch.Tensor) else x for x in data] if isinstance(data, list) else data
+    def of_numbers(
+        data: Any, **kwargs: Any
+    ) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
+        numbers = (
+            [x.item() if isinstance(x, torch.Tensor) else x for x in data]
+            if isinstance(data, list)
+            else data
+        )
         return make(numbers, **kwargs)
 
     patches = {
         "torch.cuda.is_available": lambda: True,
-        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # autocast would switch itself off
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: (
+            False
+        ),  # autocast would switch itself off
         "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.empty_cache": lambda: None,
@@ -221,15 +254,24 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
 
 # What CUDA's autocast computes in float32, and the CPU's does not.
 _FLOAT32 = (
-    *(f"torch.nn.functional.{name}" for name in ("layer_norm", "rms_norm", "group_norm", "softmax")),
-    *(f"torch.{place}{name}" for place in ("", "Tensor.") for name in ("pow", "rsqrt", "softmax", "sum")),
+    *(
+        f"torch.nn.functional.{name}"
+        for name in ("layer_norm", "rms_norm", "group_norm", "softmax")
+    ),
+    *(
+        f"torch.{place}{name}"
+        for place in ("", "Tensor.")
+        for name in ("pow", "rsqrt", "softmax", "sum")
+    ),
 )
 
 
 def _in_float32(function: Callable) -> Callable:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            args = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, args)
+            args = tree_map_only(
+                torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, args
+            )
         return function(*args, **kwargs)
 
     return compute
@@ -257,7 +299,9 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
                             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
                         device.seen.add(new.untyped_storage())
                         parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if parameter else new
+                        made[id(tensor)] = (
+                            nn.Parameter(new, tensor.requires_grad) if parameter else new
+                        )
                     tensors[name] = made[id(tensor)]
 
 
@@ -296,7 +340,9 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
             add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
         else:
             policy.transformer.float().requires_grad_(True)
-        snapshots = [snapshot.name for snapshot in get_objective(train.loss_type).for_run(train).snapshots]
+        snapshots = [
+            snapshot.name for snapshot in get_objective(train.loss_type).for_run(train).snapshots
+        ]
         for snapshot in [START] * (train.reference == "start") + snapshots:
             add_snapshot(policy, snapshot)
     if options.enable_gradient_checkpointing:
@@ -330,7 +376,9 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     device = FakeDevice("cuda")
     policy = build_policy(options, device, "cuda:0")
     batch = plan.sample_batch_size
-    edits = policy.needs_image or (policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing"))
+    edits = policy.needs_image or (
+        policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing")
+    )
     noisy = bool(sample.noise_steps and sample.noise_level)
     few = dataclasses.replace(train, timesteps=(0,), num_sigmas=None)
 
@@ -339,11 +387,21 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         item = Item(0, PROMPT, side, side, image=Image.new("RGB", (side, side)) if edits else None)
         encode = measured(device, lambda: policy.encode([item]))
         text, ids, how = encode.result, [0] * count, Sampling(num_steps=2, **more)
-        denoise = measured(device, lambda: rollout(policy, text.select(ids), ids, range(count), side, side, how))
-        return [encode, denoise, measured(device, lambda: policy.decode(denoise.result.clean_latents, side, side))]
+        denoise = measured(
+            device, lambda: rollout(policy, text.select(ids), ids, range(count), side, side, how)
+        )
+        return [
+            encode,
+            denoise,
+            measured(device, lambda: policy.decode(denoise.result.clean_latents, side, side)),
+        ]
 
     with fake_cuda(device):
-        noise = {"noise_steps": (0,) if noisy else (), "noise_level": sample.noise_level, "cps": sample.cps}
+        noise = {
+            "noise_steps": (0,) if noisy else (),
+            "noise_level": sample.noise_level,
+            "cps": sample.cps,
+        }
         encode, denoise, decode = sampled(train.resolution, batch, **noise)
         images = denoise.result
         trained = images.select([0] * min(train.batch_size, plan.samples_per_process))
@@ -352,11 +410,17 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     device = FakeDevice("cpu")
     policy = build_policy(options, device, "cpu")
     with device.mode:
-        on_cpu = _map(lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, FakeTensor) else t, trained)
+        on_cpu = _map(
+            lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, FakeTensor) else t,
+            trained,
+        )
     step = _step(on_cpu, objective, few)
     with fake_cpu(device):
         _add_gradients(policy.transformer)
-        first = measured(device, lambda: objective.first_pass and objective.first_pass(step, policy, few).detach())
+        first = measured(
+            device,
+            lambda: objective.first_pass and objective.first_pass(step, policy, few).detach(),
+        )
         update = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
 
     # from these pieces to an epoch
@@ -365,7 +429,9 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     tail = sample.num_steps - 1 - max(sample.noise_steps) if noisy else 0
     forwards = sample.num_steps - tail + min(tail, sample.tail_steps or tail)
     if sample.same_latent:
-        forwards -= before * (1 - 1 / min(batch, sample.num_images_per_prompt // sample.latents_per_prompt))
+        forwards -= before * (
+            1 - 1 / min(batch, sample.num_images_per_prompt // sample.latents_per_prompt)
+        )
     schedule = dataclasses.replace(
         images, sigmas=range(sample.num_steps + 1),
         noise_steps=[dataclasses.replace(images.noise_steps[0], index=i) for i in sample.noise_steps[:noise_steps]],
@@ -375,13 +441,19 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         Work("encode", min(plan.prompts, plan.samples_per_process), encode.flops),
         Work("denoise", plan.rollout_batches * forwards, denoise.flops / 2),
         Work("decode", plan.rollout_batches, decode.flops),
-        Work("train", -(-plan.samples_per_process // train.batch_size) * steps, first.flops + update.flops),
+        Work(
+            "train",
+            -(-plan.samples_per_process // train.batch_size) * steps,
+            first.flops + update.flops,
+        ),
     ]
     if options.health.probe_images and options.use_lora:
         work.append(Work("probe", options.health.probe_images, denoise.flops / 2 / batch))
     test_images = test.num_images or test.batch_size  # where the prompt set is not here
     with contextlib.suppress(DataError):
-        test_images = test.num_images or len(load_prompts(options.dataset, "test", options.prompt_fn))
+        test_images = test.num_images or len(
+            load_prompts(options.dataset, "test", options.prompt_fn)
+        )
     batches = math.ceil(test_images / (processes * test.batch_size))
     evaluation = [
         Work("evaluate", batches * test.num_steps, show.flops / 2), Work("decode", batches, decode_test.flops)
@@ -394,14 +466,28 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     kept = _bytes(images) - _bytes(images.conditioning)
     recorded = sum(_bytes(step) for step in images.noise_steps)
     per_image = (kept + (noise_steps - 1) * recorded) // batch  # nothing is recorded without noise
-    records = per_image * plan.samples_per_process + _bytes(encode.result) * min(plan.prompts, plan.samples_per_process)
+    records = per_image * plan.samples_per_process + _bytes(encode.result) * min(
+        plan.prompts, plan.samples_per_process
+    )
     vae = offloaded.get("VAE", 0)
     moved = sum(size for part, size in offloaded.items() if part != "VAE" or edits)
     adds = {
         "encode": {"weights": moved, "activations": encode.peak},
-        "sample": {"records": records, "denoising": denoise.peak + layer, "decoding meanwhile": decode.peak + vae},
-        "train": {"records": records, "gradients": gradients, "activations": max(update.peak, first.peak) + layer},
-        "update": {"records": records, "gradients": gradients, "gradients in one message": gradients * (processes > 1)},
+        "sample": {
+            "records": records,
+            "denoising": denoise.peak + layer,
+            "decoding meanwhile": decode.peak + vae,
+        },
+        "train": {
+            "records": records,
+            "gradients": gradients,
+            "activations": max(update.peak, first.peak) + layer,
+        },
+        "update": {
+            "records": records,
+            "gradients": gradients,
+            "gradients in one message": gradients * (processes > 1),
+        },
         "evaluate": {"denoising": show.peak + layer},
         "show": {"decoding": decode_test.peak + vae},
     }
@@ -449,12 +535,16 @@ def _quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
     named = [module for part in parts for module in part.named_modules() if bits]
     linear = [(name, module.weight) for name, module in named if isinstance(module, nn.Linear)]
     layers = [weight for name, weight in linear if "lora_" not in name and "lm_head" not in name]
-    stored = 1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096  # nf4: 8 bits for 64 weights, a float32 for 256 of these
+    stored = (
+        1 if bits == 8 else 1 / 2 + 1 / 64 + 1 / 4096
+    )  # nf4: 8 bits for 64 weights, a float32 for 256 of these
     saved = sum(int(weight.nbytes - weight.numel() * stored) for weight in layers)
     return saved, max((weight.nbytes for weight in layers), default=0)
 
 
-def _weights(policy: Policy, options: RunOptions, processes: int, saved: int) -> tuple[dict, dict, int]:
+def _weights(
+    policy: Policy, options: RunOptions, processes: int, saved: int
+) -> tuple[dict, dict, int]:
     """Bytes by part that stay on the device, bytes by part that come only to compute, and bytes of the gradients."""
     gradients = _bytes([p for p in policy.transformer.parameters() if p.requires_grad])
     old = _bytes([p for p in lora_parameters(policy) if not p.requires_grad])
@@ -469,7 +559,10 @@ def _weights(policy: Policy, options: RunOptions, processes: int, saved: int) ->
         for part in ("transformer",) if options.use_lora else resident:
             resident[part] //= processes
         gradients //= 1 if options.use_lora else processes
-    parts = {"VAE": _bytes(policy.pipeline.vae), "text encoders": sum(map(_bytes, policy.text_encoders()))}
+    parts = {
+        "VAE": _bytes(policy.pipeline.vae),
+        "text encoders": sum(map(_bytes, policy.text_encoders())),
+    }
     if not options.speed.offload_vae:
         resident["VAE"] = parts.pop("VAE")
     return {part: size for part, size in resident.items() if size}, parts, gradients
@@ -496,8 +589,12 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
     from llamafactory.model.model_utils.checkpointing import prepare_model_for_training
     from transformers import HfArgumentParser
 
-    known = {field.name for kind in _TRAIN_ARGS for field in dataclasses.fields(kind)} | {"global_batch_size"}
-    if unknown := [key for key in config if key not in known and not key.startswith("first_token_")]:
+    known = {field.name for kind in _TRAIN_ARGS for field in dataclasses.fields(kind)} | {
+        "global_batch_size"
+    }
+    if unknown := [
+        key for key in config if key not in known and not key.startswith("first_token_")
+    ]:
         raise ConfigError(f"LLaMA-Factory has no argument {', '.join(unknown)}")
     kinds = HfArgumentParser((ModelArguments, FinetuningArguments))
     arguments, finetuning = kinds.parse_dict(config, allow_extra_keys=True)
@@ -521,8 +618,12 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
     tokens = min(2 * image_tokens + TEXT_TOKENS + ANSWER_TOKENS, config.get("cutoff_len", 2048))
     # the vision tower; a merger sees tokens, every other layer sees patches
     tower = next(module for part, module in model.named_modules() if part.endswith("visual"))
-    weights = sum(p.numel() / (square if "merger" in part else 1) for part, p in tower.named_parameters())
-    whole = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # blocks that attend to the whole image
+    weights = sum(
+        p.numel() / (square if "merger" in part else 1) for part, p in tower.named_parameters()
+    )
+    whole = len(
+        getattr(vision, "fullatt_block_indexes", range(vision.depth))
+    )  # blocks that attend to the whole image
     seeing = 2 * weights * patches + 4 * whole * vision.hidden_size * patches**2
     features = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # of a token
     pixels = 4 * patches * 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -537,11 +638,16 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
 
     def learn() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            given = {"inputs_embeds": model.get_input_embeddings()(torch.zeros_like(labels)), "position_ids": positions}
+            given = {
+                "inputs_embeds": model.get_input_embeddings()(torch.zeros_like(labels)),
+                "position_ids": positions,
+            }
             if weight is None:
                 loss = model(**given, labels=labels).loss
             else:
-                with answer_positions_only(model.get_output_embeddings(), find_answers(labels).mask):
+                with answer_positions_only(
+                    model.get_output_embeddings(), find_answers(labels).mask
+                ):
                     loss = first_token_loss(model(**given).logits.float(), labels, weight, scheme)
         loss.backward()
 
@@ -555,7 +661,13 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
         "trained weights": trained,
         "optimizer": trained // 2 if "8bit" in config.get("optim", "") else 2 * trained,
     }
-    adds = {"micro-batch": {"images": images, "gradients": trained, "activations": micro_batch.peak + layer}}
+    adds = {
+        "micro-batch": {
+            "images": images,
+            "gradients": trained,
+            "activations": micro_batch.peak + layer,
+        }
+    }
     pairs = 10_000 / processes
     work = [Work("see", 2 * pairs, seeing), Work("learn", pairs / rows, micro_batch.flops)]
     title = f"{name} on {processes} GPU(s): pairs of {tokens} tokens, {rows} at a time on each"
@@ -572,14 +684,19 @@ def pairs_of(options: RunOptions) -> float:
     return 2 if "consistency_for_editing" in names else 0
 
 
-def split(found: Estimate, flops: float, pairs: float, rate: float, generating: int, serving: int) -> dict[str, float]:
+def split(
+    found: Estimate, flops: float, pairs: float, rate: float, generating: int, serving: int
+) -> dict[str, float]:
     """Seconds of an epoch; the judge starts after the first batch is sampled and cannot finish before the last one is.
 
     ``flops`` and ``rate`` (pairs) are of one GPU and second, ``pairs`` of one image.
     """
     plan, size = found.plan, found.plan.sample_batch_size
     # of an image
-    seconds = {w.name: w.pieces * w.flops / flops / plan.samples_per_process for w in found.work["an epoch"]}
+    seconds = {
+        w.name: w.pieces * w.flops / flops / plan.samples_per_process
+        for w in found.work["an epoch"]
+    }
     share = math.ceil(plan.samples / generating)
     train = share * seconds.pop("train")
     first = min(size, share) * sum(seconds.values())
@@ -587,7 +704,13 @@ def split(found: Estimate, flops: float, pairs: float, rate: float, generating: 
     sample = batches * first
     judge = plan.samples * pairs / (serving * rate)
     wait = max(judge / batches, first + judge - sample)
-    return {"sample": sample, "judge": judge, "wait": wait, "train": train, "epoch": sample + wait + train}
+    return {
+        "sample": sample,
+        "judge": judge,
+        "wait": wait,
+        "train": train,
+        "epoch": sample + wait + train,
+    }
 
 
 def report(found: Estimate, memory: float, flops: float, card: str) -> bool:
@@ -598,9 +721,14 @@ def report(found: Estimate, memory: float, flops: float, card: str) -> bool:
             seconds = work.pieces * work.flops / flops
             print(f"{work.name:<13} {work.pieces:>7.0f} {work.flops / 1e12:>13.2f} {seconds:>9.1f}")
         print()
-    print(f"seconds: assumed {EFFICIENCY:.0%} of the stated {flops / EFFICIENCY / 1e12:.0f} TFLOPS; not measured\n")
+    print(
+        f"seconds: assumed {EFFICIENCY:.0%} of the stated {flops / EFFICIENCY / 1e12:.0f} TFLOPS; not measured\n"
+    )
     print("GiB on a GPU\nresident: " + _parts(found.resident))
-    totals = {phase: sum([*found.resident.values(), *parts.values()]) for phase, parts in found.adds.items()}
+    totals = {
+        phase: sum([*found.resident.values(), *parts.values()])
+        for phase, parts in found.adds.items()
+    }
     for phase, parts in found.adds.items():
         print(f"{phase:<12} {totals[phase] / GIB:6.1f}  + {_parts(parts)}")
     worst = max(totals, key=totals.__getitem__)
@@ -628,14 +756,22 @@ def card_of(arguments: argparse.Namespace) -> tuple[str, float, float]:
 def main(given: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--gpu", choices=GPUS, default="H100 80GB")
     parser.add_argument("--memory_gb", type=float, help="or the card's memory alone, as sold")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch's images")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="GPUs that share an epoch's images"
+    )
     parser.add_argument("--judge", action="store_true", help="judge training: [YAML] [key=value …]")
     parser.add_argument("--gpus", type=int, help="GPUs to divide between generator and judge")
-    parser.add_argument("--judge_pairs_per_second", type=float, help="of a judge on one GPU (benchmarks/judge_load.py)")
+    parser.add_argument(
+        "--judge_pairs_per_second",
+        type=float,
+        help="of a judge on one GPU (benchmarks/judge_load.py)",
+    )
     arguments, rest = parser.parse_known_args(given)
     user_errors: tuple = (ConfigError, PolicyLoadError, DataError, ImportError, OSError)
     each, pairs = 0, 0.0  # GPUs that hold one judge; questions about an image
@@ -653,15 +789,21 @@ def main(given: Sequence[str] | None = None) -> int:
             if arguments.gpus and (pairs := pairs_of(options)):
                 each = math.ceil(2 * JUDGE_PARAMETERS / (0.8 * memory))
                 if arguments.gpus <= each:
-                    raise ConfigError(f"--gpus {arguments.gpus} is too few for a judge on {each} and a generator")
-            found = estimate(options, name, arguments.gpus - each if arguments.gpus else arguments.processes)
+                    raise ConfigError(
+                        f"--gpus {arguments.gpus} is too few for a judge on {each} and a generator"
+                    )
+            found = estimate(
+                options, name, arguments.gpus - each if arguments.gpus else arguments.processes
+            )
     except user_errors as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     fits = report(found, memory, flops, card)
     if pairs:
         rate = arguments.judge_pairs_per_second or flops / (2 * JUDGE_PARAMETERS * JUDGE_TOKENS)
-        print(f"\njudge: {pairs:.1f} pairs an image, {rate:.0f} a second and GPU; {each} GPU(s) hold one")
+        print(
+            f"\njudge: {pairs:.1f} pairs an image, {rate:.0f} a second and GPU; {each} GPU(s) hold one"
+        )
         serving = range(each, arguments.gpus, each)
         splits = {n: split(found, flops, pairs, rate, arguments.gpus - n, n) for n in serving}
         best = min(serving, key=lambda n: splits[n]["epoch"])

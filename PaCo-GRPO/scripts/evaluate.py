@@ -34,7 +34,13 @@ from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training import checks
-from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator, test_reward_kwargs
+from paco_grpo.training.build import (
+    USER_ERRORS,
+    apply_speed,
+    find_adapter,
+    load_generator,
+    test_reward_kwargs,
+)
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
@@ -43,7 +49,9 @@ logger = logging.getLogger("evaluate")
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 done, 2 refused, 3 a reward failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapter")
     parser.add_argument("--against")
     parser.add_argument("--benchmarks", default="")
@@ -51,7 +59,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
     own, rest = parser.parse_known_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
+    )
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
@@ -73,19 +83,33 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
     All sets, rewards and adapters are checked before anything is sampled.
     """
-    names, options = [name for name in own.benchmarks.split(",") if name], checks.with_text_length(options)
-    sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {own.output: options}
+    names, options = (
+        [name for name in own.benchmarks.split(",") if name],
+        checks.with_text_length(options),
+    )
+    sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {
+        own.output: options
+    }
     if own.images_per_prompt != 1:
         sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
     for each in sets.values():
         checks.check_run(each)
     adapters = {"": own.adapter} | ({"against": own.against} if own.against else {})
-    adapters = {name: find_adapter(place) if place and place != BASE else None for name, place in adapters.items()}
+    adapters = {
+        name: find_adapter(place) if place and place != BASE else None
+        for name, place in adapters.items()
+    }
     strategy = start_processes(options)
     accelerator, count = strategy.accelerator, own.images_per_prompt
     prepared = {folder: prepare(each, accelerator, folder, count) for folder, each in sets.items()}
     for folder, (ready, items, rewards) in prepared.items():
-        sample_adapters(ready, items, rewards, strategy, {folder / name: each for name, each in adapters.items()})
+        sample_adapters(
+            ready,
+            items,
+            rewards,
+            strategy,
+            {folder / name: each for name, each in adapters.items()},
+        )
     accelerator.end_training()
     if not accelerator.is_main_process:
         return ""
@@ -102,7 +126,9 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
         test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
         options = dataclasses.replace(options, test=test)
         if not any(item.metadata.get("open") for item in items):
-            logger.warning("no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some")
+            logger.warning(
+                "no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some"
+            )
     checks.text_length(options, items)  # warns of prompts that will be truncated
     kwargs = test_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
@@ -114,13 +140,17 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
     return options, items, rewards
 
 
-def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, adapters: dict) -> None:
+def sample_adapters(
+    options: RunOptions, items: list, rewards: dict, strategy, adapters: dict
+) -> None:
     """Images and scores of each adapter (None: the base model) in its folder; the generator is loaded once for all."""
     # Neither sharded nor compiled weights take another adapter.
     exchanges = not (strategy.lockstep or options.speed.compile)
     policy, attached = None, False
     for folder, adapter in adapters.items():
-        if main_decides(strategy.accelerator, partial(begin, folder, options, items, rewards, adapter)):
+        if main_decides(
+            strategy.accelerator, partial(begin, folder, options, items, rewards, adapter)
+        ):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         if not exchanges:
@@ -138,7 +168,9 @@ def sample_adapters(options: RunOptions, items: list, rewards: dict, strategy, a
             strategy.place(policy)
             apply_speed(options, policy)
         merge = attached and merges_lora(options, policy.device)
-        metrics = evaluate(policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True)
+        metrics = evaluate(
+            policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True
+        )
         if strategy.accelerator.is_main_process:
             (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
 
@@ -150,10 +182,23 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
     if against is not None:
         others = read_rows(folder / "against")
         agreements |= {against: agreement(others), "difference": agreement(rows, others)}
-        columns |= {against: summarize_prompts(others), "difference": summarize_prompts(rows, others)}
-    missing = {name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]}
-    found = {"adapter": name, "against": against, "missing": missing, "results": columns, "agreement": agreements}
-    (folder / "results.json").write_text(json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8")
+        columns |= {
+            against: summarize_prompts(others),
+            "difference": summarize_prompts(rows, others),
+        }
+    missing = {
+        name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]
+    }
+    found = {
+        "adapter": name,
+        "against": against,
+        "missing": missing,
+        "results": columns,
+        "agreement": agreements,
+    }
+    (folder / "results.json").write_text(
+        json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8"
+    )
     shown = markdown(columns) + ("\n" + table(agreements) if agreements[name] else "")
     (folder / "results.md").write_text(shown, encoding="utf-8")
     return shown

@@ -34,14 +34,22 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import sample_images
 from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator
-from paco_grpo.training.checks import check_items, check_writable, require_promised_gpu, text_length, with_text_length
+from paco_grpo.training.checks import (
+    check_items,
+    check_writable,
+    require_promised_gpu,
+    text_length,
+    with_text_length,
+)
 from paco_grpo.types import Item
 from paco_judge.grid import parse_layout, split_image
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 done, 2 refused or failed with one message."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
@@ -57,7 +65,9 @@ def main(arguments: list[str]) -> int:
         options, _ = read_options(rest)
         items = read_items(own.prompt, own.prompts_file, own.image)
         options, policy, judge = prepare(options, own, items)
-        kept = generate(options, [(item, seed) for item in items for seed in own.seeds], policy, judge, own)
+        kept = generate(
+            options, [(item, seed) for item in items for seed in own.seeds], policy, judge, own
+        )
     except (*USER_ERRORS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,7 +77,9 @@ def main(arguments: list[str]) -> int:
 
 def read_seeds(text: str) -> list[int]:
     """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
-    seeds = [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
+    seeds = (
+        [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
+    )
     if not seeds or not all(0 <= seed < 2**63 for seed in seeds):
         raise ValueError
     return seeds
@@ -78,17 +90,33 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
     if file is not None:
         lines = json_lines(file) if file.suffix == ".jsonl" else None
-        rows += lines or [(str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()]
+        rows += lines or [
+            (str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()
+        ]
     if not rows:
         raise ConfigError("nothing to generate: give --prompt TEXT or --prompts-file FILE")
     if len(images) > 1 and len(images) != len(rows):
-        raise ConfigError(f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each")
+        raise ConfigError(
+            f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each"
+        )
     items = []
     for number, (where, row) in enumerate(rows):
-        names = [images[number % len(images)].absolute()] if images else row.get("images") or [row.get("image")]
+        names = (
+            [images[number % len(images)].absolute()]
+            if images
+            else row.get("images") or [row.get("image")]
+        )
         paths = [(file or Path()).parent / name for name in names if name]
         first, *more = [read_reference(path, f"{where}: {path}") for path in paths] or [None]
-        items.append(Item(number, *common_fields(row, where), metadata=row, image=first, more_images=tuple(more)))
+        items.append(
+            Item(
+                number,
+                *common_fields(row, where),
+                metadata=row,
+                image=first,
+                more_images=tuple(more),
+            )
+        )
     return items
 
 
@@ -101,7 +129,11 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
         raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
         name = "consistency_for_editing" if items[0].num_images else "consistency_score"
-        kwargs = options.train.reward_fn_kwargs.get(name, {}) | {"base_url": own.judge, "host": None, "port": None}
+        kwargs = options.train.reward_fn_kwargs.get(name, {}) | {
+            "base_url": own.judge,
+            "host": None,
+            "port": None,
+        }
         (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
         judge.check_items(items)
         judge.check()
@@ -115,22 +147,31 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
     return options, policy, judge
 
 
-def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace) -> int:
+def generate(
+    options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace
+) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
     items = [item for item, _ in wanted]
-    rows = [{"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True} for i, seed in wanted]
+    rows = [
+        {"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True}
+        for i, seed in wanted
+    ]
     images: list = [None] * len(wanted)
 
     def deliver(decoded: list, batch) -> None:
         for i, image in zip(batch.numbers, decoded, strict=True):
             if image is None:
-                raise ConfigError(f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision")
+                raise ConfigError(
+                    f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision"
+                )
             image.save(own.output / rows[i]["file"])
             images[i] = image
 
     batches = ((batch, False) for batch in test_batches(policy, items, options))
     inputs = lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
-    deque(sample_images(policy, batches, inputs, deliver, Sampling(options.test.num_steps)), maxlen=0)
+    deque(
+        sample_images(policy, batches, inputs, deliver, Sampling(options.test.num_steps)), maxlen=0
+    )
     captions = []
     if judge:
         write_records({"judge": judge}, own.output)
@@ -142,7 +183,9 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
             row["judge"] = None if math.isnan(score) else score
             shown = "–" if math.isnan(score) else f"{score:.3f}"
             captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {shown}")
-        (own.output / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (own.output / "scores.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     for row, item, image in zip(rows, items, images, strict=True):
         path = own.output / row["file"]
         if not row["kept"]:
@@ -151,7 +194,9 @@ def generate(options: RunOptions, wanted: list, policy: Policy, judge, own: argp
             for number, panel in enumerate(split_image(image, *layout), 1):
                 panel.save(path.with_stem(f"{path.stem}_panel{number}"))
     # An item without a reference image gets a blank place beside those that have one.
-    references = [item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)]
+    references = [
+        item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)
+    ]
     edits = any(item.image is not None for item in items)
     contact_sheet(images, captions, references if edits else ()).save(own.output / "sheet.png")
     return sum(row["kept"] for row in rows)

@@ -16,7 +16,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     is_main = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
+    )
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -48,7 +50,11 @@ def train(options, name: str) -> int:
     except (*USER_ERRORS, OSError) as error:
         if isinstance(error, OSError) and not is_disk_full(error):
             raise
-        full = "the disk is full; finished checkpoints are intact: " if isinstance(error, OSError) else ""
+        full = (
+            "the disk is full; finished checkpoints are intact: "
+            if isinstance(error, OSError)
+            else ""
+        )
         again, began = "", trainer is not None and trainer.epochs_trained > 0
         if began:
             again = f". Then: the same command with --config.run_name={trainer.options.run_name} --config.resume_from=latest"

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that `from tiny_pipelines import …` works under importlib mode
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # so that `from tiny_pipelines import …` works under importlib mode
 
 torch.set_num_threads(1)
 settings.register_profile("paco_grpo", deadline=None)  # a busy machine is not a failure
@@ -36,6 +38,8 @@ def trained_run(tiny_flux_dir, tmp_path_factory):
 
     from paco_grpo.options import options_to_yaml
 
-    run = train(tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)).run
+    run = train(
+        tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("trained"), train__learning_rate=0.05)
+    ).run
     (run.folder / "saved.yaml").write_text(options_to_yaml(run.options))
     return run

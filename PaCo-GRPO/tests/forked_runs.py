@@ -45,7 +45,9 @@ COMPARABLE = {
 TOLERANCE = 3e-6
 FAILED, STOPPED, REFUSED = 2, 3, 4
 # So that the server finds this module.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+)
 
 
 def counted(folder: str, without: str = ""):
@@ -121,7 +123,15 @@ def injected(fault: Fault):
     return mock.patch.object(owner, name, method)
 
 
-def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, changes: dict, fault: Fault | None) -> None:
+def _main(
+    rank: int,
+    processes: int,
+    port: int,
+    flux: Path,
+    folder: Path,
+    changes: dict,
+    fault: Fault | None,
+) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
@@ -140,7 +150,14 @@ def _main(rank: int, processes: int, port: int, flux: Path, folder: Path, change
         sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
 
 
-def run(flux: Path, folder: Path, processes: int = 1, fault: Fault | None = None, without: str = "", **changes) -> list[int]:
+def run(
+    flux: Path,
+    folder: Path,
+    processes: int = 1,
+    fault: Fault | None = None,
+    without: str = "",
+    **changes,
+) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
@@ -186,7 +203,9 @@ def observe(trainer, folder: Path) -> None:
     def update(rollouts, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
         result = original(rollouts, advantages, kept, epoch, should_stop)
-        seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in updater.state.optimizer.state.values())
+        seen["optimizer_here"] = sum(
+            _local(entry["exp_avg"]).numel() for entry in updater.state.optimizer.state.values()
+        )
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
         return result
 
@@ -207,7 +226,11 @@ def message(folder: Path, rank: int = 0) -> str:
 
 def images_scored(folder: Path, rank: int | str = "*") -> int:
     """Over all runs in ``folder``."""
-    return sum(int(line) for path in folder.glob(f"scored_{rank}") for line in path.read_text().splitlines())
+    return sum(
+        int(line)
+        for path in folder.glob(f"scored_{rank}")
+        for line in path.read_text().splitlines()
+    )
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -232,7 +255,11 @@ def rows(folder: Path) -> list[dict]:
     """metrics.jsonl without times."""
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if k not in ("time", "train_time") and not k.startswith("time/")}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if k not in ("time", "train_time") and not k.startswith("time/")
+        }
         for line in lines
     ]
 
@@ -240,14 +267,25 @@ def rows(folder: Path) -> list[dict]:
 def assert_same_training(one: Path, other: Path) -> None:
     """Advantages, numbers of every epoch and evaluation, and weights, which did change."""
     # rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal
-    np.testing.assert_allclose(observed(one)["advantages"], observed(other)["advantages"], rtol=0, atol=5e-3)
+    np.testing.assert_allclose(
+        observed(one)["advantages"], observed(other)["advantages"], rtol=0, atol=5e-3
+    )
     for a, b in zip(rows(one), rows(other), strict=True):
-        assert [a[key] for key in ("phase", "epoch", "step")] == [b[key] for key in ("phase", "epoch", "step")]
+        assert [a[key] for key in ("phase", "epoch", "step")] == [
+            b[key] for key in ("phase", "epoch", "step")
+        ]
         for key, value in a.items():
-            if key.startswith(("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")):
+            if key.startswith(
+                ("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")
+            ):
                 assert b[key] == pytest.approx(value, rel=2e-3, abs=1e-6), key
-    evaluations = [folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl" for folder in (one, other)]
-    seeds = [[json.loads(line)["seed"] for line in path.read_text().splitlines()] for path in evaluations]
+    evaluations = [
+        folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl"
+        for folder in (one, other)
+    ]
+    seeds = [
+        [json.loads(line)["seed"] for line in path.read_text().splitlines()] for path in evaluations
+    ]
     assert seeds[0] == seeds[1] and len(seeds[0]) == 5
     for name in ("trainable", "ema"):
         torch.testing.assert_close(weights(other, name), weights(one, name), rtol=0, atol=TOLERANCE)

@@ -7,7 +7,11 @@ from paco_grpo.options import load_options
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 _FILE = runpy.run_path(str(CONFIG / "grpo.py"))
-SIZED = [name + suffix for name in ("t2is", "kontext_editing", "sd3_t2is", "z_image_t2is") for suffix in _FILE["SUFFIXES"]]
+SIZED = [
+    name + suffix
+    for name in ("t2is", "kontext_editing", "sd3_t2is", "z_image_t2is")
+    for suffix in _FILE["SUFFIXES"]
+]
 NAMES = sorted({*_FILE["CONFIGS"], *SIZED})
 
 

@@ -28,7 +28,10 @@ def imports_of(node, package, known):
 
 
 def import_graph():
-    files = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
+    files = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
+        for file in PACKAGE.rglob("*.py")
+    }
     known = {name.removesuffix(".__init__") for name in files}
     graph = {}
     for name, file in files.items():

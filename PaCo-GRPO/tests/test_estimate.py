@@ -37,8 +37,12 @@ def test_flops_and_peak_of_a_linear_layer_and_of_attention():
         layer = nn.Linear(512, 256, bias=False)
     found = run_on_cpu(layer, lambda m, x: m(x).sum().backward(), (64, 512))
     assert found.flops == 2 * 2 * 64 * 512 * 256
-    assert found.peak == 4 * 512 * 256 + 2 * 512  # the gradient of the weights; scalars take 512 bytes each
-    found = run_on_cpu(layer, lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x), (2, 3, 128, 64))
+    assert (
+        found.peak == 4 * 512 * 256 + 2 * 512
+    )  # the gradient of the weights; scalars take 512 bytes each
+    found = run_on_cpu(
+        layer, lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x), (2, 3, 128, 64)
+    )
     assert found.flops == 2 * 2 * 2 * 3 * 128 * 128 * 64  # both products of all heads
 
 
@@ -65,8 +69,14 @@ def test_models_have_the_published_number_of_parameters():
         "stabilityai/stable-diffusion-3.5-large": 8.06, "Tongyi-MAI/Z-Image": 6.15,
         "Qwen/Qwen2.5-VL-7B-Instruct": 8.292, "Qwen/Qwen3-VL-4B-Instruct": 4.438, "Qwen/Qwen3-VL-8B-Instruct": 8.767,
     }.items():  # fmt: skip
-        found = judge_of(model, torch.bfloat16) if "VL" in model else pipeline_of(model, torch.bfloat16).transformer
-        assert sum(p.numel() for p in found.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+        found = (
+            judge_of(model, torch.bfloat16)
+            if "VL" in model
+            else pipeline_of(model, torch.bfloat16).transformer
+        )
+        assert sum(p.numel() for p in found.parameters()) / 1e9 == pytest.approx(
+            billions, rel=0.005
+        )
 
 
 def test_random_weights_become_a_policy(tmp_path, monkeypatch):
@@ -82,7 +92,9 @@ def tiny(folder, name="t2is", **more):
         "pretrained.model": str(folder), "max_sequence_length": "24", "train.lora_rank": "4", "train.resolution": "64",
         "test.resolution": "64",
     }  # fmt: skip
-    return load(name, *(pairs | {key.replace("__", "."): value for key, value in more.items()}).items())
+    return load(
+        name, *(pairs | {key.replace("__", "."): value for key, value in more.items()}).items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +108,20 @@ def test_an_epoch_of_a_tiny_flux(found):
     assert work["denoise"].pieces == 84 * 10 and work["decode"].pieces == work["train"].pieces == 84
     # weights are frozen: the backward pass computes the inputs' gradients alone, and those of the adapter
     assert 1.9 < work["train"].flops / work["denoise"].flops < 2.6
-    assert found.resident["optimizer"] == 2 * found.resident["adapter"] == 2 * found.adds["train"]["gradients"]
+    assert (
+        found.resident["optimizer"]
+        == 2 * found.resident["adapter"]
+        == 2 * found.adds["train"]["gradients"]
+    )
     assert found.adds["update"]["gradients in one message"] == found.resident["adapter"]
     assert found.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
 
 
 def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
     """nft keeps an old adapter, and the text encoder of Qwen-Image-Edit computes positions of image tokens on the device."""
-    resident = estimate.estimate(tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft"), "qwen").resident
+    resident = estimate.estimate(
+        tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft"), "qwen"
+    ).resident
     assert resident["old adapter"] == resident["adapter"]
 
 
@@ -114,7 +132,9 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
     assert changed.adds["train"]["activations"] < 0.7 * found.adds["train"]["activations"]
     layers = quantizable(pipeline_of(str(tiny_flux_dir), torch.bfloat16).transformer)
     saved = sum(layer.weight.numel() for _, layer in layers) * (2 - 1 / 2 - 1 / 64 - 1 / 4096)
-    assert changed.resident["transformer"] == pytest.approx(found.resident["transformer"] - saved, rel=1e-3)
+    assert changed.resident["transformer"] == pytest.approx(
+        found.resident["transformer"] - saved, rel=1e-3
+    )
     assert "average" not in changed.resident and "VAE" not in changed.resident
     assert changed.resident["optimizer"] == found.resident["optimizer"] // 4
 
@@ -129,7 +149,9 @@ def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
         from paco_grpo.policies.diffusers_policy import TextConditioning
 
         embeds, pooled = zip(*(self._encode_text(item.prompt) for item in items), strict=True)
-        return TextConditioning(prompt_embeds=torch.stack(embeds), prompt_pooled=torch.stack(pooled))
+        return TextConditioning(
+            prompt_embeds=torch.stack(embeds), prompt_pooled=torch.stack(pooled)
+        )
 
     monkeypatch.setattr(estimate, "place", forgetful)
     monkeypatch.setattr(FluxPolicy, "encode", without_copy)
@@ -155,14 +177,30 @@ def test_the_judges_share_by_hand(found):
     work = [estimate.Work("denoise", 12, 2.0), estimate.Work("train", 12, 1.0)]
     made = dataclasses.replace(found, plan=plan, work={"an epoch": work})
     # 6 batches of 8 s; 576 pairs / 48 = 12 s of judging, 2 s of it for the last batch, which is waited for
-    assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {"sample": 48, "judge": 12, "wait": 2, "train": 24, "epoch": 74}
+    assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {
+        "sample": 48,
+        "judge": 12,
+        "wait": 2,
+        "train": 24,
+        "epoch": 74,
+    }
     # 3 batches; 48 s begin after 8 s: done at 56, sampled at 24
-    assert estimate.split(made, 1.0, 6, 12.0, 8, 1) == {"sample": 24, "judge": 48, "wait": 32, "train": 12, "epoch": 68}
+    assert estimate.split(made, 1.0, 6, 12.0, 8, 1) == {
+        "sample": 24,
+        "judge": 48,
+        "wait": 32,
+        "train": 12,
+        "epoch": 68,
+    }
 
 
 def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypatch, capsys):
     monkeypatch.setattr(estimate, "estimate", lambda *_: found)
-    common = ["--config", f"{ROOT}/config/grpo.py:t2is", f"--config.pretrained.model={tiny_flux_dir}"]
+    common = [
+        "--config",
+        f"{ROOT}/config/grpo.py:t2is",
+        f"--config.pretrained.model={tiny_flux_dir}",
+    ]
     assert estimate.main([*common, "--gpus", "8"]) == 0
     printed = capsys.readouterr().out
     assert "fits: " in printed and printed.count("<- best") == 1
@@ -171,14 +209,24 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     for wrong in (["--config.sample.batch_sise=2"], ["--gpus", "1"]):
         assert estimate.main([*common, *wrong]) == 2
     monkeypatch.undo()
-    assert estimate.main(["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]) == 2
+    assert (
+        estimate.main(
+            ["--config", f"{ROOT}/config/grpo.py:t2is", "--config.pretrained.model=nobody/nothing"]
+        )
+        == 2
+    )
     assert "nobody/nothing" in capsys.readouterr().err
 
 
 def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
-    test = TestOptions(reward_fn={"pickscore": 1.0}, reward_fn_kwargs={"pickscore": {"device": "cpu"}})
+    test = TestOptions(
+        reward_fn={"pickscore": 1.0}, reward_fn_kwargs={"pickscore": {"device": "cpu"}}
+    )
     assert estimate.reward_bytes(RunOptions(test=test)) == {}
-    assert len(estimate.reward_bytes(RunOptions(test=dataclasses.replace(test, reward_fn_kwargs={})))) == 1
+    assert (
+        len(estimate.reward_bytes(RunOptions(test=dataclasses.replace(test, reward_fn_kwargs={}))))
+        == 1
+    )
 
 
 def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
@@ -186,15 +234,30 @@ def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [0],
+    }
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    config = transformers.Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision
+    )
     config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    common = ["--judge", str(estimate.PUBLISHED_JUDGE), "image_max_pixels=50176", f"model_name_or_path={tmp_path}"]
+    common = [
+        "--judge",
+        str(estimate.PUBLISHED_JUDGE),
+        "image_max_pixels=50176",
+        f"model_name_or_path={tmp_path}",
+    ]
     assert estimate.main(common) == 0
     assert "pairs of 378 tokens" in capsys.readouterr().out
-    assert estimate.main([*common, "first_token_weight=null", "--memory_gb", "1"]) == 1  # less than CUDA itself takes
+    assert (
+        estimate.main([*common, "first_token_weight=null", "--memory_gb", "1"]) == 1
+    )  # less than CUDA itself takes
     assert estimate.main([*common, "model_name_or_path=nobody/nothing"]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
     assert estimate.main(["--judge", "lora_rnk=8"]) == 2

@@ -36,13 +36,17 @@ def recipes(tmp_path, monkeypatch):
 
 
 def test_reward(recipes):
-    reward = build_rewards({"my_rewards:brightness": 1.0}, {"my_rewards:brightness": {"scale": 2.0}})["brightness"]
+    reward = build_rewards(
+        {"my_rewards:brightness": 1.0}, {"my_rewards:brightness": {"scale": 2.0}}
+    )["brightness"]
     images = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white")]
     assert reward(images, [Item(i, "x") for i in range(2)]).tolist() == [0.0, 2.0]
 
 
 def test_reward_that_compares_images(recipes, tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'my_comparisons:own_color': 1}")
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'my_comparisons:own_color': 1}"
+    )
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/own_color_mean"] > 0 and row["reward/missing_share"] == 0
@@ -56,17 +60,25 @@ def test_aggregation(recipes):
     weights = {"a": 1.0, "b": 1.0}
     worst = get_aggregate_fn("my_aggregations:worst", weights)
     result = compute_advantages(
-        rewards, np.array([0, 0, 1, 1]), ["p", "p", "q", "q"], reward_weights=weights, aggregate_fn=worst
+        rewards,
+        np.array([0, 0, 1, 1]),
+        ["p", "p", "q", "q"],
+        reward_weights=weights,
+        aggregate_fn=worst,
     )
     assert np.sign(result.advantages).tolist() == [-1, 1, -1, 1]
 
 
 def test_objective(recipes, tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__loss_type="my_objectives:reinforce")
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, num_epochs=1, train__loss_type="my_objectives:reinforce"
+    )
     run = train(options).run
     (row,) = rows_of(options, "train")
     assert row["train/loss"] == pytest.approx(0, abs=1) and "train/log_prob_mean" in row
-    assert any(parameter.any() for name, parameter in run.state.parameters.items() if "lora_B" in name)
+    assert any(
+        parameter.any() for name, parameter in run.state.parameters.items() if "lora_B" in name
+    )
 
 
 def test_generator(recipes, monkeypatch, tiny_flux_dir):
@@ -84,7 +96,9 @@ def test_commands_name_scripts_configurations_and_options_that_exist():
     commands = re.findall(r"bash (scripts/\w+_node/train_\w+\.sh) (.*)", PAGES.replace("\\\n", " "))
     assert len(commands) > 10
     for script, arguments in commands:
-        name, *changes = shlex.split(arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True)
+        name, *changes = shlex.split(
+            arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True
+        )
         assert (HERE / script).is_file()
         read_options(["--config", f"{HERE}/config/grpo.py:{name}", *changes])
 

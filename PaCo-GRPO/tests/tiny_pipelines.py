@@ -47,7 +47,9 @@ def build_vae(kind: type[diffusers.ModelMixin], **config) -> diffusers.ModelMixi
 def plain_vae(scaling_factor: float, shift_factor: float) -> diffusers.ModelMixin:
     """Without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
     scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
-    return build_vae(diffusers.AutoencoderKL, use_quant_conv=False, use_post_quant_conv=False, **scale)
+    return build_vae(
+        diffusers.AutoencoderKL, use_quant_conv=False, use_post_quant_conv=False, **scale
+    )
 
 
 def character_tokenizer(special: list[str], **options) -> transformers.PreTrainedTokenizerFast:
@@ -95,7 +97,10 @@ def t5_config(width: int) -> transformers.T5Config:
 
 
 def build_tiny_flux(
-    *, width: int = 32, guidance_embeds: bool = True, pipeline_class: type[DiffusionPipeline] = diffusers.FluxPipeline
+    *,
+    width: int = 32,
+    guidance_embeds: bool = True,
+    pipeline_class: type[DiffusionPipeline] = diffusers.FluxPipeline,
 ) -> DiffusionPipeline:
     """``width`` is a multiple of 16."""
     torch.manual_seed(0)
@@ -105,7 +110,11 @@ def build_tiny_flux(
         axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
     )
     return pipeline_class(
         scheduler=scheduler, vae=plain_vae(0.8, 0.1), text_encoder=transformers.CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
@@ -140,7 +149,9 @@ def build_tiny_z_image() -> DiffusionPipeline:
         in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[8, 4, 4],
         axes_lens=[256, 64, 64],
     )  # fmt: skip
-    torch.nn.init.normal_(transformer.x_pad_token)  # zeros in a new model, which would hide what they do
+    torch.nn.init.normal_(
+        transformer.x_pad_token
+    )  # zeros in a new model, which would hide what they do
     torch.nn.init.normal_(transformer.cap_pad_token)
     tokenizer = qwen_tokenizer("<think>", "</think>")
     tokenizer.chat_template = Z_IMAGE_CHAT
@@ -160,7 +171,9 @@ def build_tiny_z_image() -> DiffusionPipeline:
 
 def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> DiffusionPipeline:
     torch.manual_seed(0)
-    vae = build_vae(diffusers.AutoencoderKLFlux2)  # with random statistics, else wrong normalization would go unseen
+    vae = build_vae(
+        diffusers.AutoencoderKLFlux2
+    )  # with random statistics, else wrong normalization would go unseen
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2.0)
     transformer = diffusers.Flux2Transformer2DModel(
@@ -176,38 +189,65 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
     if klein:
         tokenizer = qwen_tokenizer("<think>", "</think>")
         tokenizer.chat_template = KLEIN_CHAT
-        config = transformers.Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text)
+        config = transformers.Qwen3Config(
+            vocab_size=len(tokenizer), num_hidden_layers=28, tie_word_embeddings=True, **text
+        )
         encoder = transformers.Qwen3ForCausalLM(config)
-        return diffusers.Flux2KleinPipeline(text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts)
-    more = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]  # one token for the fixed system message
-    tokenizer = character_tokenizer(["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more)
+        return diffusers.Flux2KleinPipeline(
+            text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts
+        )
+    more = [
+        "[INST]",
+        "[/INST]",
+        "[IMG]",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        SYSTEM_MESSAGE,
+    ]  # one token for the fixed system message
+    tokenizer = character_tokenizer(
+        ["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more
+    )
     vision = {
         "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
         "head_dim": 16, "image_size": 32, "patch_size": 16,
     }  # fmt: skip
     text |= {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31}
     image = tokenizer.convert_tokens_to_ids("[IMG]")
-    config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=image)
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=image
+    )
     encoder = transformers.Mistral3ForConditionalGeneration(config)
-    processor = transformers.PixtralProcessor(transformers.PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT)
+    processor = transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(), tokenizer, chat_template=MISTRAL_CHAT
+    )
     return diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts)
 
 
 def build_tiny_qwen(
-    *, pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline, zero_cond_t: bool = False
+    *,
+    pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline,
+    zero_cond_t: bool = False,
 ) -> DiffusionPipeline:
     torch.manual_seed(0)
     tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     # A token each: then 34 tokens come before a prompt, as many as QwenImagePipeline drops.
     words = "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
-    special = (f"<|{name}|>" for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"))
-    tokenizer = qwen_tokenizer(*special, "system", "Describe", "user", *(f" {word}" for word in words.split()))
+    special = (
+        f"<|{name}|>"
+        for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
+    )
+    tokenizer = qwen_tokenizer(
+        *special, "system", "Describe", "user", *(f" {word}" for word in words.split())
+    )
     sizes = {
         "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64, "patch_size": 4,
         "merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
-    images, videos = transformers.Qwen2VLImageProcessor(**sizes), transformers.Qwen2VLVideoProcessor(**sizes)
+    images, videos = (
+        transformers.Qwen2VLImageProcessor(**sizes),
+        transformers.Qwen2VLVideoProcessor(**sizes),
+    )
     processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
@@ -228,17 +268,26 @@ def build_tiny_qwen(
         "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0], "initializer_range": 0.2,
     }  # fmt: skip
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, initializer_range=0.2, **ids)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, initializer_range=0.2, **ids
+    )
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
     others = {} if pipeline_class is diffusers.QwenImagePipeline else {"processor": processor}
     others["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    return pipeline_class(vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others)
+    return pipeline_class(
+        vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others
+    )
 
 
 def save_clip(folder: Path) -> str:
     """A transformers CLIP model and its processor; returns the folder, for ``pickscore`` and ``clipscore``."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     text = sizes | {
         "vocab_size": 32, "max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
@@ -246,12 +295,16 @@ def save_clip(folder: Path) -> str:
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     transformers.CLIPModel(config).save_pretrained(folder)
     words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
-    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
     transformers.CLIPProcessor(processor, fast).save_pretrained(folder)
     return str(folder)
 
@@ -267,11 +320,19 @@ def save_open_clip(folder: Path) -> tuple[str, str]:
     sizes = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 16, "layers": 1, "width": 64, "patch_size": 8},
-        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": 16,
+            "heads": 2,
+            "layers": 1,
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny-test.json").write_text(json.dumps(sizes))
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": sizes, "preprocess_cfg": {}}))
+    (folder / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": sizes, "preprocess_cfg": {}})
+    )
     open_clip.add_model_config(folder)
     torch.manual_seed(0)
     weights = open_clip.create_model("tiny-test").state_dict()

@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FluxKontextPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers import (
+    DiffusionPipeline,
+    FluxKontextPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImagePipeline,
+)
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
-from tiny_pipelines import build_tiny_flux, build_tiny_flux2, build_tiny_qwen, build_tiny_sd3, build_tiny_z_image
+from tiny_pipelines import (
+    build_tiny_flux,
+    build_tiny_flux2,
+    build_tiny_qwen,
+    build_tiny_sd3,
+    build_tiny_z_image,
+)
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.lora import add_lora
@@ -25,14 +36,21 @@ class Family:
     """What tests need to know of a generator."""
 
     build: Callable[[], DiffusionPipeline]
-    stock: Callable[[Policy, Item, Any], dict[str, Any]]  # (policy, item, monkeypatch) → arguments of diffusers' pipeline
-    options: dict[str, Any] = field(default_factory=dict)  # of ``load_policy``: the guidance it is meant to be used with
+    stock: Callable[
+        [Policy, Item, Any], dict[str, Any]
+    ]  # (policy, item, monkeypatch) → arguments of diffusers' pipeline
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of ``load_policy``: the guidance it is meant to be used with
     references: int = 0  # images of an item
     discarded: str = ""  # regular expression for the LoRA layers whose output nothing reads
 
 
 def _flux(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    return {"guidance_scale": policy.guidance_scale, "max_sequence_length": policy.max_sequence_length}
+    return {
+        "guidance_scale": policy.guidance_scale,
+        "max_sequence_length": policy.max_sequence_length,
+    }
 
 
 def _kontext(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
@@ -59,13 +77,17 @@ def _qwen(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
 def _qwen_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     # The pipeline always resizes references to a megapixel: make it use our size.
     size = policy.reference_size(item.image, item)[::-1]
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (*size, None))
+    monkeypatch.setattr(
+        pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (*size, None)
+    )
     return _qwen(policy, item, monkeypatch) | {"image": item.image.convert("RGB")}
 
 
 def _qwen_edit_plus(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", item.height * item.width)
-    return _qwen(policy, item, monkeypatch) | {"image": [image.convert("RGB") for image in item.images]}
+    return _qwen(policy, item, monkeypatch) | {
+        "image": [image.convert("RGB") for image in item.images]
+    }
 
 
 def _own_cfg(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
@@ -100,12 +122,18 @@ FAMILIES = {
 }  # fmt: skip
 # Other weights of a family, which must give the stock pipeline's image, too.
 VARIANTS = {
-    "flux without guidance": replace(FAMILIES["flux"], build=partial(build_tiny_flux, guidance_embeds=False)),
-    "stable_diffusion_3 large": replace(FAMILIES["stable_diffusion_3"], build=partial(build_tiny_sd3, dual=False)),
+    "flux without guidance": replace(
+        FAMILIES["flux"], build=partial(build_tiny_flux, guidance_embeds=False)
+    ),
+    "stable_diffusion_3 large": replace(
+        FAMILIES["stable_diffusion_3"], build=partial(build_tiny_sd3, dual=False)
+    ),
     "flux2 without references": replace(_FLUX2, references=0),
     "flux2_klein without references": replace(_KLEIN, references=0),
     "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
-    "qwen_image_edit without guidance": replace(FAMILIES["qwen_image_edit"], options={"image_positions": "stock"}),
+    "qwen_image_edit without guidance": replace(
+        FAMILIES["qwen_image_edit"], options={"image_positions": "stock"}
+    ),
 }
 EDITORS = ("flux_kontext", "qwen_image_edit")
 NAMES = ("flux", *EDITORS)  # on which every test of policies runs
@@ -117,7 +145,9 @@ def build(name: str, folder: Path) -> Path:
 
 
 def load(name: str, folder: Path, **options) -> Policy:
-    return load_policy(folder, **({"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options))
+    return load_policy(
+        folder, **({"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options)
+    )
 
 
 def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
@@ -126,7 +156,12 @@ def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def items(name: str, *prompts: str, size: tuple[int, int] = (32, 32), reference: tuple[int, int] | None = None):
+def items(
+    name: str,
+    *prompts: str,
+    size: tuple[int, int] = (32, 32),
+    reference: tuple[int, int] | None = None,
+):
     """An item for each prompt; for an editor with pictures, the first of size ``reference``."""
     made, count = [], (FAMILIES | VARIANTS)[name].references
     for i, prompt in enumerate(prompts):
@@ -162,10 +197,14 @@ def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> tor
     return policy.velocity(latents, torch.full((count,), 0.6), conditioning, size, size)
 
 
-def draw(policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int) -> list[Image.Image]:
+def draw(
+    policy: Policy, of: list[Item], seeds: list[int], height: int, width: int, num_steps: int
+) -> list[Image.Image]:
     """Deterministically sampled images."""
     sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]
-    latents = rollout(policy, policy.encode(sized), ids, seeds, height, width, Sampling(num_steps)).clean_latents
+    latents = rollout(
+        policy, policy.encode(sized), ids, seeds, height, width, Sampling(num_steps)
+    ).clean_latents
     with torch.no_grad():
         return policy.decode(latents, height, width)

@@ -70,7 +70,9 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int =
             }
             for i in range(count)
         ]
-        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{split}_metadata.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return folder
 
 
@@ -80,12 +82,18 @@ def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1
     for split, count in (("train", train), ("test", test)):
         for i in range(count):
             picture(i, 32, 64 if i % 2 else 32).save(folder / f"{split}{i}.png")
-        rows = [{"prompt": f"{i}{split} make it red", "image": f"{split}{i}.png"} for i in range(count)]
+        rows = [
+            {"prompt": f"{i}{split} make it red", "image": f"{split}{i}.png"} for i in range(count)
+        ]
         if references > 1:
             for i, row in enumerate(rows):
-                row["images"] = [f"{split}{(i + k) % count}.png" for k in reversed(range(references))]
+                row["images"] = [
+                    f"{split}{(i + k) % count}.png" for k in reversed(range(references))
+                ]
                 del row["image"]
-        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{split}_metadata.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return folder
 
 
@@ -100,7 +108,11 @@ def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str
     """Option → text; ``changes`` use ``__`` for dots."""
     if not (folder / "prompts").is_dir():
         write(folder / "prompts")
-    places = {"pretrained.model": str(model), "dataset": str(folder / "prompts"), "save_dir": str(folder / "runs")}
+    places = {
+        "pretrained.model": str(model),
+        "dataset": str(folder / "prompts"),
+        "save_dir": str(folder / "runs"),
+    }
     if write is not write_prompts:
         places |= LIKE_T2IS
     return TINY | places | {key.replace("__", "."): str(value) for key, value in changes.items()}
@@ -112,10 +124,14 @@ def as_arguments(overrides: dict[str, str]) -> list[str]:
 
 def tiny_options(flux: Path, folder: Path, **changes: str) -> RunOptions:
     """toy_t2is, made tiny."""
-    return load_options(f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", overrides_for(flux, folder, **changes).items())
+    return load_options(
+        f"{ROOT / 'config' / 'grpo.py'}:toy_t2is", overrides_for(flux, folder, **changes).items()
+    )
 
 
-def tiny_edit_options(name: str, model: Path, folder: Path, references: int = 1, **changes: str) -> RunOptions:
+def tiny_edit_options(
+    name: str, model: Path, folder: Path, references: int = 1, **changes: str
+) -> RunOptions:
     """toy_kontext or toy_qwen_edit, made tiny."""
     overrides = overrides_for(model, folder, partial(write_edits, references=references), **changes)
     return load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", overrides.items())
@@ -139,8 +155,12 @@ def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Te
 
 
 def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"paco_grpo_{name}", ROOT / "scripts" / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec = importlib.util.spec_from_file_location(
+        f"paco_grpo_{name}", ROOT / "scripts" / f"{name}.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -166,7 +186,9 @@ def brightness(scale: float = 1.0):
 
 def redness():
     def score(images, items):
-        return np.array([np.asarray(image, dtype=np.float64)[..., 0].mean() / 255 for image in images])
+        return np.array(
+            [np.asarray(image, dtype=np.float64)[..., 0].mean() / 255 for image in images]
+        )
 
     return score
 
@@ -174,7 +196,9 @@ def redness():
 def missing():
     """brightness, but NaN for a quarter of each call."""
     score = brightness()
-    return lambda images, items: np.where(np.arange(len(images)) < len(images) // 4, np.nan, score(images, items))
+    return lambda images, items: np.where(
+        np.arange(len(images)) < len(images) // 4, np.nan, score(images, items)
+    )
 
 
 def reversed_aggregate(**grouped_rewards):

@@ -31,7 +31,9 @@ class _Velocity(nn.Module, BaseTunerLayer):
         self.in_use = "default"
 
     def forward(self, x, sigma, direction):
-        a, b = {"default": self.current, "old": self.old, "slow": self.slow, "base": self.base}[self.in_use]
+        a, b = {"default": self.current, "old": self.old, "slow": self.slow, "base": self.base}[
+            self.in_use
+        ]
         return a * x + b * sigma.view(-1, 1, 1) * direction
 
     def enable_adapters(self, enabled):
@@ -45,7 +47,9 @@ class ToyPolicy(Policy):
     size_multiple = 4
     device = torch.device("cpu")
 
-    def __init__(self, dtype: torch.dtype = torch.float32, tokens: int = 6, channels: int = 4) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, tokens: int = 6, channels: int = 4
+    ) -> None:
         self.dtype = dtype
         self.transformer = _Velocity(dtype)
         self.shape = (tokens, channels)
@@ -62,7 +66,9 @@ class ToyPolicy(Policy):
         return ToyConditioning(torch.stack([self._normal(100 + item.item_id) for item in items]))
 
     def sigmas(self, num_steps, height, width):
-        return torch.cat([torch.linspace(1, 1 / num_steps, num_steps), torch.zeros(1)]).to(self.dtype)
+        return torch.cat([torch.linspace(1, 1 / num_steps, num_steps), torch.zeros(1)]).to(
+            self.dtype
+        )
 
     def initial_latents(self, seeds, height, width):
         return torch.stack([self._normal(seed) for seed in seeds])
@@ -75,7 +81,9 @@ class ToyPolicy(Policy):
         raise NotImplementedError
 
     def _normal(self, seed):
-        return torch.randn(self.shape, generator=torch.Generator().manual_seed(int(seed)), dtype=self.dtype)
+        return torch.randn(
+            self.shape, generator=torch.Generator().manual_seed(int(seed)), dtype=self.dtype
+        )
 
 
 def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
@@ -94,7 +102,9 @@ def numpy_step(x, v, sigma, following, first, a, cps=False):
     """Mean, s and standard deviation of a noise step in float64 (docs/method.md §4); ``first``: σ_1 of the schedule."""
     if cps:
         s = following * np.sin(a * np.pi / 2)
-        mean = (1 - following) * (x - sigma * v) + np.sqrt(max(following**2 - s**2, 0)) * (x + (1 - sigma) * v)
+        mean = (1 - following) * (x - sigma * v) + np.sqrt(max(following**2 - s**2, 0)) * (
+            x + (1 - sigma) * v
+        )
         return mean, s, s
     s, dt = a * np.sqrt(sigma / (1 - (first if sigma == 1 else sigma))), following - sigma
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt

@@ -83,11 +83,15 @@ def build_app(
             message = f"model {model[:200]!r} is not served here; served: {', '.join(upstreams)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
         headers = {"content-type": "application/json"} | _chosen(request.headers, _REQUEST_HEADERS)
-        asked = http.build_request("POST", f"{upstreams[model]}/v1/{path}", content=body, headers=headers)
+        asked = http.build_request(
+            "POST", f"{upstreams[model]}/v1/{path}", content=body, headers=headers
+        )
         try:
             answer = await http.send(asked, stream=True)
         except httpx.HTTPError as error:
-            raise ApiError(f"the server of {model!r} did not answer ({error!r}); see /health", 502) from error
+            raise ApiError(
+                f"the server of {model!r} did not answer ({error!r}); see /health", 502
+            ) from error
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, _chosen(answer.headers, _ANSWER_HEADERS),
             background=BackgroundTask(answer.aclose),
@@ -110,7 +114,13 @@ def main() -> None:
     upstreams = dict(entry.split("=", 1) for entry in arguments.upstream)
     limit = int(arguments.max_body_mb * (1 << 20))
     app = build_app(upstreams, api_key=os.environ.get("VLLM_API_KEY") or None, max_body_bytes=limit)
-    uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=15, **SERVER_SETTINGS)
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=15,
+        **SERVER_SETTINGS,
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,11 @@ class _Message(BaseModel):
     content: Annotated[
         list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
         Field(min_length=1),
-        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+        BeforeValidator(
+            lambda content: (
+                [{"type": "text", "text": content}] if isinstance(content, str) else content
+            )
+        ),
     ]
 
 
@@ -97,7 +101,11 @@ class ChatRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        return (
+            {name: value for name, value in body.items() if value is not None}
+            if isinstance(body, dict)
+            else body
+        )
 
     @property
     def limit(self) -> int | None:
@@ -138,7 +146,9 @@ class Job:
     """A request in the queue; ``answer`` receives ``found``."""
 
     request: ChatRequest
-    answer: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     chat: Chat | None = None
     tokens: int = 0  # of the prompt
     found: dict | ApiError | None = None  # choice and token counts
@@ -154,7 +164,10 @@ class Engine:
         self.scorer, self.max_model_len = scorer, max_model_len
         self._tokenizer = scorer.processor.tokenizer
         eos = scorer.model.generation_config.eos_token_id
-        self.eos_ids = {*(eos if isinstance(eos, list) else [eos]), self._tokenizer.eos_token_id} - {None}
+        self.eos_ids = {
+            *(eos if isinstance(eos, list) else [eos]),
+            self._tokenizer.eos_token_id,
+        } - {None}
         self._batch_tokens = _BATCH_TOKENS[scorer.model.device.type]
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
@@ -174,7 +187,11 @@ class Engine:
             await asyncio.get_running_loop().run_in_executor(self._thread, self.work, jobs)
             for job in jobs:
                 if not job.answer.cancelled():
-                    (job.answer.set_result if isinstance(job.found, dict) else job.answer.set_exception)(job.found)
+                    (
+                        job.answer.set_result
+                        if isinstance(job.found, dict)
+                        else job.answer.set_exception
+                    )(job.found)
 
     def work(self, jobs: Sequence[Job]) -> None:
         """Find each job's answer or error; what is wrong with one costs the others nothing."""
@@ -205,9 +222,13 @@ class Engine:
         """Read the headers of a request's images, and measure its prompt."""
         try:
             messages, urls = job.request.chat()
-            images = [open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls]
+            images = [
+                open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls
+            ]
             if sum(image.width * image.height for image in images) > MAX_REQUEST_PIXELS:
-                raise UnreadableImage(f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request")
+                raise UnreadableImage(
+                    f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request"
+                )
             job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
         except ValueError as error:
@@ -222,7 +243,9 @@ class Engine:
         """One forward, and more for answers of several tokens."""
         for job in jobs:
             try:
-                job.chat = Chat(job.chat.messages, [as_received(image) for image in job.chat.images])
+                job.chat = Chat(
+                    job.chat.messages, [as_received(image) for image in job.chat.images]
+                )
             except UnreadableImage as error:
                 job.found = ApiError(str(error), param="messages", code="invalid_image")
         if not (jobs := [job for job in jobs if job.found is None]):
@@ -233,12 +256,17 @@ class Engine:
             limits = [jobs[i].request.limit or self.max_model_len - jobs[i].tokens for i in longer]
             written = self.scorer.generate([jobs[i].chat for i in longer], max(limits)).tolist()
             for index, row, limit in zip(longer, written, limits, strict=True):
-                end = next((place + 1 for place, token in enumerate(row) if token in self.eos_ids), len(row))
+                end = next(
+                    (place + 1 for place, token in enumerate(row) if token in self.eos_ids),
+                    len(row),
+                )
                 ids[index] = row[: min(end, limit)]
         for job, logits, tokens in zip(jobs, rows, ids, strict=True):
             if np.isnan(logits).any():
                 # No 5xx, after which clients would ask again.
-                job.found = ApiError("the model's logits are not numbers: its weights are damaged", 422)
+                job.found = ApiError(
+                    "the model's logits are not numbers: its weights are damaged", 422
+                )
             else:
                 job.found = self._choice(job, logits, tokens)
 
@@ -249,15 +277,27 @@ class Engine:
             scores = logits.astype(np.float64)
             scores -= np.logaddexp.reduce(scores)
             top = np.argpartition(-scores, job.request.top_logprobs)[: job.request.top_logprobs]
-            entries = [self._entry(int(token), scores[token]) for token in top[np.argsort(-scores[top], kind="stable")]]
-            logprobs = {"content": [self._entry(ids[0], scores[ids[0]]) | {"top_logprobs": entries}]}
+            entries = [
+                self._entry(int(token), scores[token])
+                for token in top[np.argsort(-scores[top], kind="stable")]
+            ]
+            logprobs = {
+                "content": [self._entry(ids[0], scores[ids[0]]) | {"top_logprobs": entries}]
+            }
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)},
+            "message": {
+                "role": "assistant",
+                "content": self._tokenizer.decode(ids, skip_special_tokens=True),
+            },
             "logprobs": logprobs,
             "finish_reason": "stop" if ids[-1] in self.eos_ids else "length",
         }
-        usage = {"prompt_tokens": job.tokens, "completion_tokens": len(ids), "total_tokens": job.tokens + len(ids)}
+        usage = {
+            "prompt_tokens": job.tokens,
+            "completion_tokens": len(ids),
+            "total_tokens": job.tokens + len(ids),
+        }
         return {"choices": [choice], "usage": usage}
 
     def _entry(self, token: int, logprob: float) -> dict:
@@ -265,7 +305,12 @@ class Engine:
 
 
 def build_app(
-    engine: Engine, name: str, *, max_images: int = 16, max_body_bytes: int = 32 << 20, api_key: str | None = None
+    engine: Engine,
+    name: str,
+    *,
+    max_images: int = 16,
+    max_body_bytes: int = 32 << 20,
+    api_key: str | None = None,
 ) -> FastAPI:
     """The engine as an application. ``api_key``: needed on every route except ``/health``."""
 
@@ -285,21 +330,36 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        row = {"id": name, "object": "model", "owned_by": "paco-rl", "max_model_len": engine.max_model_len}
+        row = {
+            "id": name,
+            "object": "model",
+            "owned_by": "paco-rl",
+            "max_model_len": engine.max_model_len,
+        }
         return JSONResponse({"object": "list", "data": [row]})
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         asked = parse_request(await read_body(request, max_body_bytes), name, max_images)
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time())}
+        head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+        }
         return JSONResponse(head | {"model": name} | await engine.ask(asked))
 
     return app
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Serve a judge with transformers (a subset of OpenAI's API)")
-    parser.add_argument("--model", required=True, help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5")
+    parser = argparse.ArgumentParser(
+        description="Serve a judge with transformers (a subset of OpenAI's API)"
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="local folder or hub name of a Qwen2.5-VL, Qwen3-VL or Qwen3.5",
+    )
     parser.add_argument("--served-model-name", help="default: the value of --model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
@@ -307,13 +367,17 @@ def main() -> int:
     parser.add_argument("--max-images", type=int, default=16, help="images in one request")
     parser.add_argument("--max-body-mb", type=float, default=32)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         scorer = JudgeScorer.from_pretrained(arguments.model)
     except (OSError, ValueError) as error:
         print(f"cannot serve {arguments.model}: {error}", file=sys.stderr)
         return 1
-    longest = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len)
+    longest = getattr(
+        scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len
+    )
     app = build_app(
         Engine(scorer, min(arguments.max_model_len, longest)),
         arguments.served_model_name or arguments.model,
@@ -321,7 +385,13 @@ def main() -> int:
         max_body_bytes=int(arguments.max_body_mb * (1 << 20)),
         api_key=os.environ.get("VLLM_API_KEY") or None,
     )
-    uvicorn.run(app, host=arguments.host, port=arguments.port, timeout_graceful_shutdown=10, **SERVER_SETTINGS)
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=10,
+        **SERVER_SETTINGS,
+    )
     return 0
 
 

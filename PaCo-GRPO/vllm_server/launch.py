@@ -45,7 +45,9 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
     gpus, notes = visible_gpus(environment), []
     if "CUDA_VISIBLE_DEVICES" not in environment and len(gpus) > len(models):
         used = ",".join(gpus[: len(models)])
-        notes.append(f"Using GPU {used} of {len(gpus)}; set CUDA_VISIBLE_DEVICES to give the judge others or more")
+        notes.append(
+            f"Using GPU {used} of {len(gpus)}; set CUDA_VISIBLE_DEVICES to give the judge others or more"
+        )
         gpus = gpus[: len(models)]
     engine = choose_engine(settings, environment, gpus)
     if engine.name == "vllm" and gpus:
@@ -53,18 +55,31 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
         if unused := [gpu for gpu in gpus if not any(gpu in own for own, _ in places)]:
             notes.append(f"GPUs {','.join(unused)} stay unused")
     elif engine.name == "vllm" and (settings.tensor_parallel or settings.replicas):
-        raise LaunchError("VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them")
+        raise LaunchError(
+            "VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them"
+        )
     else:  # the transformers engine's servers alternate over the GPUs
         places = [((gpus[i % len(gpus)],) if gpus else (), 1) for i in range(len(models))]
-    gateway = len(models) > 1 or settings.api_key is not None  # vLLM's own key protects only some of its routes
-    host, ports = (_LOOPBACK, _free_ports(len(models))) if gateway else (settings.host, [settings.port])
-    print(f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs")
+    gateway = (
+        len(models) > 1 or settings.api_key is not None
+    )  # vLLM's own key protects only some of its routes
+    host, ports = (
+        (_LOOPBACK, _free_ports(len(models))) if gateway else (settings.host, [settings.port])
+    )
+    print(
+        f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs"
+    )
     servers = []
     for model, (own, copies), port in zip(models, places, ports, strict=True):
-        url, command = _local_url(host, port), engine_command(engine, settings, model, (host, port), own, copies)
+        url, command = (
+            _local_url(host, port),
+            engine_command(engine, settings, model, (host, port), own, copies),
+        )
         servers.append(Server(model.name, model.path, url, engine.name, model.names, own, command))
         place = f", GPU {','.join(own)}" * bool(own) + f", {copies} copies" * (copies > 1)
-        print(f"Model:  {model.name} from {model.path}{place}{f', private port at {url}' * gateway}")
+        print(
+            f"Model:  {model.name} from {model.path}{place}{f', private port at {url}' * gateway}"
+        )
         for name, path in model.adapters.items():
             print(f"        {name} (LoRA) from {path}")
     for note in notes:
@@ -72,8 +87,19 @@ def make_plan(settings: LaunchSettings, environment: Mapping[str, str]) -> list[
     if gateway:
         print("Gateway in front")
         urls = {name: server.url for server in servers for name in server.names}
-        command = [sys.executable, "-m", "vllm_server.gateway", "--host", settings.host, "--port", str(settings.port)]
-        command += ["--max-body-mb", str(settings.max_body_mb)]  # no key: everybody can read command lines
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_server.gateway",
+            "--host",
+            settings.host,
+            "--port",
+            str(settings.port),
+        ]
+        command += [
+            "--max-body-mb",
+            str(settings.max_body_mb),
+        ]  # no key: everybody can read command lines
         command += [f"--upstream={name}={url}" for name, url in urls.items()]
         url = _local_url(settings.host, settings.port)
         # First, since it occupies the public port while models load.
@@ -90,7 +116,9 @@ def _local_url(host: str, port: int) -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    used = {connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr}
+    used = {
+        connection.laddr.port for connection in psutil.net_connections("tcp") if connection.laddr
+    }
     return random.sample([port for port in _PRIVATE_PORTS if port not in used], count)
 
 
@@ -100,7 +128,9 @@ def _check_port(host: str, port: int) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except OSError as error:
-        reason = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        reason = (
+            "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        )
         raise LaunchError(
             f"cannot listen on {host}:{port} ({reason}): choose another VLLM_PORT, or end the program that uses it"
         ) from error
@@ -115,11 +145,15 @@ def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subpr
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     server.pid = child.pid
-    server.started = psutil.Process(child.pid).create_time()  # a zombie, too, has one until it is waited for
+    server.started = psutil.Process(
+        child.pid
+    ).create_time()  # a zombie, too, has one until it is waited for
     return child
 
 
-def wait_until_ready(servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings) -> None:
+def wait_until_ready(
+    servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings
+) -> None:
     """Wait until every server lists its names, with progress lines. Raises LaunchError with the end of a log."""
     began = printed = time.monotonic()
     waiting = list(servers)
@@ -127,7 +161,9 @@ def wait_until_ready(servers: list[Server], children: list[subprocess.Popen], se
         time.sleep(_POLL_S)
         for server, child in zip(servers, children, strict=True):
             if (status := child.poll()) is not None:
-                raise LaunchError(f"the server of {server.name} ended with status {status}.\n{_log_tail(server)}")
+                raise LaunchError(
+                    f"the server of {server.name} ended with status {status}.\n{_log_tail(server)}"
+                )
         waited = time.monotonic() - began
         waiting = [server for server in waiting if server.state(settings.api_key) != "healthy"]
         if waiting and waited > settings.start_timeout_s:
@@ -138,7 +174,10 @@ def wait_until_ready(servers: list[Server], children: list[subprocess.Popen], se
         if time.monotonic() - printed > _PROGRESS_S:
             printed = time.monotonic()
             for server in waiting:
-                print(f"  {server.name} loading, {waited:.0f} s: {_log_lines(server)[-1][:120]}", flush=True)
+                print(
+                    f"  {server.name} loading, {waited:.0f} s: {_log_lines(server)[-1][:120]}",
+                    flush=True,
+                )
 
 
 def _log_lines(server: Server) -> list[str]:
@@ -157,7 +196,10 @@ def launch(environment: Mapping[str, str]) -> None:
     label, port = f"label {folder.name!r}", f"port {settings.port}"
     children: list[subprocess.Popen] = []
     try:
-        with locked(folder / "lock", label), locked(folder.parent / f"port-{settings.port}.lock", port):
+        with (
+            locked(folder / "lock", label),
+            locked(folder.parent / f"port-{settings.port}.lock", port),
+        ):
             if running := [server for server in read(folder) if server.alive()]:
                 raise LaunchError(
                     f"{label} is in use: {running[0].name} at {running[0].url}. End it with "

@@ -39,7 +39,9 @@ class LaunchSettings(BaseModel):
     lora: _List = Field((), alias="VLLM_LORA")
     host: str = Field("127.0.0.1", alias="VLLM_HOST")
     port: int = Field(8000, alias="VLLM_PORT", ge=1, le=65535)
-    api_key: str | None = Field(None, alias="VLLM_API_KEY", pattern=r"^[!-~]+$")  # it is sent in a header
+    api_key: str | None = Field(
+        None, alias="VLLM_API_KEY", pattern=r"^[!-~]+$"
+    )  # it is sent in a header
     engine: Literal["auto", "vllm", "transformers"] = Field("auto", alias="VLLM_ENGINE")
     # Of each model; none: chosen by size, memory and number of heads.
     tensor_parallel: int | None = Field(None, alias="VLLM_TP", ge=1)
@@ -48,7 +50,9 @@ class LaunchSettings(BaseModel):
     gpu_memory_utilization: float = Field(0.85, alias="GPU_MEMORY_UTILIZATION", ge=0.01, le=1)
     max_model_len: int = Field(8192, alias="MAX_MODEL_LEN", ge=16, le=1 << 24)
     max_images: int = Field(16, alias="VLLM_MAX_IMAGES", ge=1, le=1024)
-    extra_args: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = Field((), alias="VLLM_EXTRA_ARGS")
+    extra_args: Annotated[tuple[str, ...], BeforeValidator(shlex.split)] = Field(
+        (), alias="VLLM_EXTRA_ARGS"
+    )
     max_body_mb: float = Field(32.0, alias="VLLM_MAX_BODY_MB", ge=0.001, le=4096)
 
     @classmethod
@@ -57,24 +61,35 @@ class LaunchSettings(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in environment.items() if value})
         except ValidationError as error:
-            texts = [": ".join([*map(str, each["loc"][:1]), each["msg"]]) for each in error.errors()]
+            texts = [
+                ": ".join([*map(str, each["loc"][:1]), each["msg"]]) for each in error.errors()
+            ]
             raise LaunchError("; ".join(texts).replace("Value error, ", "")) from error
 
     @model_validator(mode="after")
     def _check(self) -> "LaunchSettings":
         if self.names and len(self.names) != len(self.paths):
-            raise ValueError(f"VLLM_MODEL_PATHS has {len(self.paths)} entries and VLLM_MODEL_NAMES {len(self.names)}")
+            raise ValueError(
+                f"VLLM_MODEL_PATHS has {len(self.paths)} entries and VLLM_MODEL_NAMES {len(self.names)}"
+            )
         if wrong := [entry for entry in self.lora if not all(entry.partition("="))]:
-            raise ValueError(f"VLLM_LORA must be name=path (several separated by commas), got {wrong[0]!r}")
+            raise ValueError(
+                f"VLLM_LORA must be name=path (several separated by commas), got {wrong[0]!r}"
+            )
         served = [name for name, _ in (*self.models, *self.adapters)]
         if len(set(served)) != len(served):
-            raise ValueError(f"VLLM_MODEL_NAMES and VLLM_LORA contain a name twice: {', '.join(served)}")
+            raise ValueError(
+                f"VLLM_MODEL_NAMES and VLLM_LORA contain a name twice: {', '.join(served)}"
+            )
         return self
 
     @property
     def models(self) -> list[tuple[str, str]]:
         """Served name (by default the folder's) and folder or hub name of each model."""
-        paths = [p if _HUB_NAME.fullmatch(p) and not Path(p).exists() else _absolute(p) for p in self.paths]
+        paths = [
+            p if _HUB_NAME.fullmatch(p) and not Path(p).exists() else _absolute(p)
+            for p in self.paths
+        ]
         return list(zip(self.names or [Path(path).name for path in paths], paths, strict=True))
 
     @property
@@ -108,10 +123,14 @@ def read_models(settings: LaunchSettings) -> list[Model]:
         if len(models) > 1:
             wanted = str(config.get("base_model_name_or_path", "")).rstrip("/")
             exact = [model for model in models if model.path == wanted]
-            alike = exact or [model for model in models if Path(model.path).name == Path(wanted).name]
+            alike = exact or [
+                model for model in models if Path(model.path).name == Path(wanted).name
+            ]
         if len(alike) != 1:
             paths = ", ".join(model.path for model in models)
-            raise LaunchError(f"VLLM_LORA: {name} was trained on {wanted!r}, which is not one of {paths}")
+            raise LaunchError(
+                f"VLLM_LORA: {name} was trained on {wanted!r}, which is not one of {paths}"
+            )
         alike[0].adapters[name] = path
         alike[0].lora_rank = max(alike[0].lora_rank, config.get("r", 0))
     return models
@@ -132,18 +151,24 @@ def _read_model(name: str, path: str) -> Model:
             ) from error
     config = _read_json("VLLM_MODEL_PATHS", folder / "config.json")
     size = sum(part.stat().st_size for part in folder.glob("*.safetensors"))
-    return Model(name, path, config.get("text_config") or config, str(config.get("model_type", "")), size)
+    return Model(
+        name, path, config.get("text_config") or config, str(config.get("model_type", "")), size
+    )
 
 
 def _read_adapter(name: str, folder: Path) -> dict:
     config = _read_json("VLLM_LORA", folder / "adapter_config.json")
     try:
-        with open(folder / "adapter_model.safetensors", "rb") as file:  # the length of a JSON header, the header
+        with open(
+            folder / "adapter_model.safetensors", "rb"
+        ) as file:  # the length of a JSON header, the header
             visual = b".visual." in file.read(int.from_bytes(file.read(8), "little"))
     except OSError as error:
         raise LaunchError(f"VLLM_LORA: {folder} is no LoRA folder: {error}") from error
     if visual:
-        raise LaunchError(f"VLLM_LORA: {name} changes the vision tower, which vLLM ignores; merge it first")
+        raise LaunchError(
+            f"VLLM_LORA: {name} changes the vision tower, which vLLM ignores; merge it first"
+        )
     return config
 
 
@@ -160,7 +185,9 @@ def gpu_memory() -> list[int]:
     """Bytes of each GPU of this machine; 0: unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
     return [int(line) << 20 if line.strip().isdigit() else 0 for line in lines]
@@ -179,7 +206,9 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(map(str, range(count)))
     for gpu in _split(listed):
         if not (gpu.startswith(("GPU-", "MIG-")) and count or gpu.isdigit() and int(gpu) < count):
-            raise LaunchError(f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count})")
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count})"
+            )
     return tuple(_split(listed))
 
 
@@ -193,12 +222,19 @@ def fits_heads(size: int, config: Mapping) -> bool:
 def parallel_size(gpus: int, config: Mapping, enough: float = float("inf")) -> int:
     """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads allow; 1 if unknown."""
     size = 1
-    while size < enough and 2 * size <= gpus and "num_attention_heads" in config and fits_heads(2 * size, config):
+    while (
+        size < enough
+        and 2 * size <= gpus
+        and "num_attention_heads" in config
+        and fits_heads(2 * size, config)
+    ):
         size *= 2
     return size
 
 
-def divide_gpus(settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]) -> list[tuple[tuple[str, ...], int]]:
+def divide_gpus(
+    settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]
+) -> list[tuple[tuple[str, ...], int]]:
     """For each model, its GPUs and the number of its copies on them. Raises LaunchError.
 
     If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where neither VLLM_TP nor
@@ -217,7 +253,11 @@ def divide_gpus(settings: LaunchSettings, models: Sequence[Model], gpus: Sequenc
     places, rest = [], list(gpus)
     for index, model in enumerate(models):
         size, copies = settings.tensor_parallel, settings.replicas
-        share = size * (copies or 1) if size else len(gpus) // len(models) + (index < len(gpus) % len(models))
+        share = (
+            size * (copies or 1)
+            if size
+            else len(gpus) // len(models) + (index < len(gpus) % len(models))
+        )
         if size is None and copies is None and memory and model.weight_bytes:
             # Two fifths of vLLM's share are left for keys, values and activations.
             room = 0.6 * settings.gpu_memory_utilization * memory
@@ -232,7 +272,9 @@ def divide_gpus(settings: LaunchSettings, models: Sequence[Model], gpus: Sequenc
                 f"{len(own)} for it (of {len(gpus)} for {len(models)} models)"
             )
         if not fits_heads(size, model.config):
-            raise LaunchError(f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs")
+            raise LaunchError(
+                f"{model.name}: its attention heads cannot be divided over VLLM_TP={size} GPUs"
+            )
         places.append((own, copies))
         rest = rest[share:]
     return places

@@ -102,7 +102,9 @@ def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -
         leaders = [psutil.Process(server.pid) for server in chosen if server.alive()]
         _signal(psutil.Process.terminate, leaders, grace_period_s)
         for signal_it, seconds in ((psutil.Process.terminate, 2.0), (psutil.Process.kill, 10.0)):
-            _signal(signal_it, [process for server in chosen for process in server.members()], seconds)
+            _signal(
+                signal_it, [process for server in chosen for process in server.members()], seconds
+            )
     if left := [server.pid for server in servers if server.alive()]:
         raise LaunchError(f"processes {left} do not end, even when killed")
     (folder / STATE).unlink(missing_ok=True)
@@ -120,15 +122,22 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
 
     Raises LaunchError: The folder cannot be created, belongs to another user, or others can write in it.
     """
-    home = environment.get("XDG_STATE_HOME") or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
+    home = (
+        environment.get("XDG_STATE_HOME")
+        or Path(environment.get("HOME") or Path.home()) / ".local" / "state"
+    )
     own = Path(home) / "paco-rl" / (platform.node() or "localhost")
     root = Path(environment.get("PACO_RUNTIME_DIR") or own).absolute()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"cannot create the runtime folder: {error}; set PACO_RUNTIME_DIR") from error
+        raise LaunchError(
+            f"cannot create the runtime folder: {error}; set PACO_RUNTIME_DIR"
+        ) from error
     if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o022:
-        raise LaunchError(f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR")
+        raise LaunchError(
+            f"others can write in the runtime folder {root}: `chmod go-w` it, or set PACO_RUNTIME_DIR"
+        )
     return root
 
 
@@ -136,7 +145,9 @@ def label_folder(environment: Mapping[str, str]) -> Path:
     """The folder of VLLM_LABEL, for its state and logs. Raises LaunchError."""
     label = environment.get("VLLM_LABEL") or "default"
     if not re.fullmatch(r"(?=.*[^.])[A-Za-z0-9._-]{1,64}", label):
-        raise LaunchError(f"VLLM_LABEL must be 1 to 64 letters, digits, '.', '_' or '-', got {label!r}")
+        raise LaunchError(
+            f"VLLM_LABEL must be 1 to 64 letters, digits, '.', '_' or '-', got {label!r}"
+        )
     return runtime_root(environment) / label
 
 
@@ -147,5 +158,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LaunchError(f"another launch of {what} is in progress; wait, or choose another") from error
+            raise LaunchError(
+                f"another launch of {what} is in progress; wait, or choose another"
+            ) from error
         yield

@@ -42,14 +42,21 @@ def stop() -> int:
     folder = label_folder(os.environ)
     servers = read(folder)
     end(folder, servers)
-    print("\n".join(f"{server.name} at {server.url}: ended" for server in servers) or f"No servers of {folder.name!r}.")
+    print(
+        "\n".join(f"{server.name} at {server.url}: ended" for server in servers)
+        or f"No servers of {folder.name!r}."
+    )
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    parser.add_argument("--stop", action="store_true", help="end the servers of VLLM_LABEL (default: default)")
+    parser.add_argument(
+        "--stop", action="store_true", help="end the servers of VLLM_LABEL (default: default)"
+    )
     arguments = parser.parse_args()
     try:
         return stop() if arguments.stop else status(arguments.json)

@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 EVALUATION = HERE.parent / "evaluation"
 RANK_FOLDER, EDIT_FOLDER = EVALUATION / "Consistency_Rank", EVALUATION / "Edit-Bench"
 TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
-sys.path += map(str, (EVALUATION, RANK_FOLDER, EDIT_FOLDER))  # the scripts run from their own folders
+sys.path += map(
+    str, (EVALUATION, RANK_FOLDER, EDIT_FOLDER)
+)  # the scripts run from their own folders
 
 import eval_vllm
 import evaluation
@@ -78,10 +80,22 @@ def save_rank_bench(root, items):
         for seed, name in enumerate(["ref.png", *names]):
             picture(100 * index + seed).save(folder / name)
         ranked = names[index % 3 :] + names[: index % 3]
-        ranks.append({"folder": f"{index:04d}", "ref_image": "ref.png", "comp_images": names, "rank_images": ranked})
-        criteria = {"style": {"a": "Same colours.", "b": ""}, "identity": {"c": "Same shape.", "d": "Same size?"}}
+        ranks.append(
+            {
+                "folder": f"{index:04d}",
+                "ref_image": "ref.png",
+                "comp_images": names,
+                "rank_images": ranked,
+            }
+        )
+        criteria = {
+            "style": {"a": "Same colours.", "b": ""},
+            "identity": {"c": "Same shape.", "d": "Same size?"},
+        }
         prompts.append({"idx": index, "prompt": "p", "criteria": criteria})
-    (root / "consistency_full_rank.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranks))
+    (root / "consistency_full_rank.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ranks)
+    )
     (root / "prompt_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
 
 
@@ -104,8 +118,16 @@ def edit_examples(count):
     rows = []
     for index in range(count):
         seed = 10 * (index // 3)
-        rows.append({"key": [f"edit{seed}a", f"edit{seed}b"], "instruction": f'make the "left" shape {seed} px larger'})
-        rows[-1] |= {"input_image": picture(seed), "output_images": [picture(seed + i) for i in (1, 2)]}
+        rows.append(
+            {
+                "key": [f"edit{seed}a", f"edit{seed}b"],
+                "instruction": f'make the "left" shape {seed} px larger',
+            }
+        )
+        rows[-1] |= {
+            "input_image": picture(seed),
+            "output_images": [picture(seed + i) for i in (1, 2)],
+        }
         rows[-1] |= {"task_type": TASKS[index % 13], "dimension": EDIT_DIMENSIONS[index % 3]}
     return rows
 
@@ -131,7 +153,9 @@ def edit_lines(file, changes):
     """Change lines of a JSON lines file: {index: function of the row, or text of the line}."""
     lines = file.read_text(encoding="utf-8").splitlines()
     for index, change in changes.items():
-        lines[index] = change if isinstance(change, str) else json.dumps(change(json.loads(lines[index])))
+        lines[index] = (
+            change if isinstance(change, str) else json.dumps(change(json.loads(lines[index])))
+        )
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -139,7 +163,14 @@ def edit_lines(file, changes):
 def edits(examples, tmp_path):
     """``evaluation.py`` on ``examples``."""
     save_edit_bench(data := tmp_path / "data" / "bench.jsonl", examples)
-    arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "summary"]
+    arguments = [
+        "--dataset",
+        data,
+        "--results_dir",
+        tmp_path / "results",
+        "--output",
+        tmp_path / "summary",
+    ]
     return BenchCommand(evaluation, data, tmp_path, arguments, "judge")
 
 

@@ -13,7 +13,10 @@ torch.set_num_threads(1)
 # Machines that run tests are shared: time limits belong to pytest, not to single examples.
 settings.register_profile("paco_reward", deadline=None)
 settings.load_profile("paco_reward")
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "PaCo-GRPO" / "tests")]  # a judge on loopback and tiny pipelines are shared
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parents[1] / "PaCo-GRPO" / "tests"),
+]  # a judge on loopback and tiny pipelines are shared
 
 import tiny_judge
 from bench_tools import answering_judge, bench, edits, examples, rank  # noqa: F401
@@ -38,7 +41,9 @@ def judge_dir(tmp_path_factory) -> Path:
 def adapter_dir(tmp_path_factory) -> Path:
     """A LoRA adapter that changes the judge's scores visibly."""
     model = tiny_judge.make_model(tiny_judge.make_processor())
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"]))
+    model = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"])
+    )
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -14,7 +14,16 @@ from PIL import Image
 
 from paco_reward.pairing.build import build as _build
 from paco_reward.pairing.command import add_parser, check
-from paco_toy.world import CHARACTERS, COLOURS, VIEWS, assemble_grid, grid_prompt, random_jitter, render_panel, to_uint8
+from paco_toy.world import (
+    CHARACTERS,
+    COLOURS,
+    VIEWS,
+    assemble_grid,
+    grid_prompt,
+    random_jitter,
+    render_panel,
+    to_uint8,
+)
 
 GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
 
@@ -22,13 +31,20 @@ GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
 def grid(characters, views, seed: int) -> Image.Image:
     """A 2x2 grid of the shapes world."""
     rng = np.random.default_rng(seed)
-    panels = [render_panel(CHARACTERS[c], v, SIDE, random_jitter(rng)) for c, v in zip(characters, views, strict=True)]
+    panels = [
+        render_panel(CHARACTERS[c], v, SIDE, random_jitter(rng))
+        for c, v in zip(characters, views, strict=True)
+    ]
     return Image.fromarray(to_uint8(assemble_grid(panels)))
 
 
 def of_colour(character: int, colour: str) -> int:
     own = CHARACTERS[character]
-    return next(i for i, c in enumerate(CHARACTERS) if (c.style, c.shape, c.colour) == (own.style, own.shape, colour))
+    return next(
+        i
+        for i, c in enumerate(CHARACTERS)
+        if (c.style, c.shape, c.colour) == (own.style, own.shape, colour)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +67,9 @@ def world(tmp_path_factory) -> Path:
 
 def build(world: Path | None, output: Path, **more: object) -> dict:
     """build-dataset with options by name, on the world's grids; None and False leave one out."""
-    given = {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
+    given = (
+        {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
+    )
     given |= {"output": output, "test_share": 0.25, "sets_per_prompt": SETS} | more
     arguments = ["build-dataset"]
     for name, value in given.items():
@@ -65,7 +83,11 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
 
 
 def write_lines(file: Path, lines: list) -> Path:
-    file.write_text("".join((x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) + "\n" for x in lines))
+    file.write_text(
+        "".join(
+            (x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) + "\n" for x in lines
+        )
+    )
     return file
 
 
@@ -84,7 +106,9 @@ def colour_of(url: str) -> np.ndarray:
 def colour_model(number: int, request: dict):
     """Scores and reasons by color alone."""
     content = request["messages"][0]["content"]
-    colours = [colour_of(part["image_url"]["url"]) for part in content if part["type"] == "image_url"]
+    colours = [
+        colour_of(part["image_url"]["url"]) for part in content if part["type"] == "image_url"
+    ]
     distances = [float(np.abs(c - colours[0]).max()) for c in colours[1:]]
     if request.get("logprobs"):
         return 200, fake_judge.answer(float(np.clip(1 - 2 * distances[0], 0.01, 0.99))), {}
@@ -99,8 +123,13 @@ def rows(output: Path, name: str) -> list[dict]:
 
 def all_bytes(output: Path) -> dict[str, str]:
     """Hash of every file outside work/, by name."""
-    files = (file for file in output.rglob("*") if file.is_file() and file.parent != output / "work")
-    return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    files = (
+        file for file in output.rglob("*") if file.is_file() and file.parent != output / "work"
+    )
+    return {
+        str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
 
 
 def rank_like_people(output: Path) -> Path:
@@ -108,5 +137,7 @@ def rank_like_people(output: Path) -> Path:
     lines = read_lines(output / "sets.jsonl")
     for line in lines:
         own = line["ref_image"].split("/")[0]
-        line["rank_images"] = sorted(line["comp_images"], key=lambda name: (not name.startswith(own), name))
+        line["rank_images"] = sorted(
+            line["comp_images"], key=lambda name: (not name.startswith(own), name)
+        )
     return write_lines(output / "ranked.jsonl", lines)

@@ -13,7 +13,15 @@ from paco_reward.metrics import judge_report
 
 @pytest.fixture
 def arguments(judge_dir, data_dir):
-    return ["accuracy", "--model", str(judge_dir), "--dataset_dir", str(data_dir), "--dataset", "held_out"]
+    return [
+        "accuracy",
+        "--model",
+        str(judge_dir),
+        "--dataset_dir",
+        str(data_dir),
+        "--dataset",
+        "held_out",
+    ]
 
 
 def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_path, capsys):
@@ -33,9 +41,13 @@ def test_counts_are_positive(arguments, capsys):
     assert "--batch_size" in capsys.readouterr().err
 
 
-def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(arguments, data_dir, tmp_path, capsys, monkeypatch):
+def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(
+    arguments, data_dir, tmp_path, capsys, monkeypatch
+):
     opened, original = [], Image.open
-    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append(args) or original(*args, **kwargs))
+    monkeypatch.setattr(
+        Image, "open", lambda *args, **kwargs: opened.append(args) or original(*args, **kwargs)
+    )
     pairs, _ = labeled_pairs(data_dir, "held_out")
     assert len(pairs) == 10 and not opened
     monkeypatch.undo()

@@ -28,7 +28,9 @@ def judge(request, answering_judge, tiny, tmp_path):
     if request.param == "qwen2_5_vl":
         return answering_judge
     random = tiny.save_new_judge(tmp_path / "random", request.param)
-    return tiny.save_answering(random, tmp_path / "judge", least=8)  # in bfloat16 larger logits are rounded more
+    return tiny.save_answering(
+        random, tmp_path / "judge", least=8
+    )  # in bfloat16 larger logits are rounded more
 
 
 @pytest.fixture
@@ -38,9 +40,16 @@ def server(judge):
     variables = {"VLLM_MODEL_PATHS": str(judge), "VLLM_MODEL_NAMES": "toy", "VLLM_PORT": str(port)}
     variables |= {"VLLM_ENGINE": "vllm", "VLLM_PYTHON": str(VLLM_PYTHON), "PYTHON": sys.executable}
     variables |= {"VLLM_LABEL": f"bench-engines-{port}", "VLLM_START_TIMEOUT": "1500"}
-    options = {"cwd": REPO / "PaCo-GRPO", "env": {**os.environ, **variables}, "capture_output": True, "text": True}
+    options = {
+        "cwd": REPO / "PaCo-GRPO",
+        "env": {**os.environ, **variables},
+        "capture_output": True,
+        "text": True,
+    }
     try:
-        started = subprocess.run(["bash", "vllm_server/launch.sh"], check=False, timeout=1600, **options)
+        started = subprocess.run(
+            ["bash", "vllm_server/launch.sh"], check=False, timeout=1600, **options
+        )
         assert started.returncode == 0, started.stderr[-3000:]
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -56,11 +65,25 @@ def test_three_engines_agree(judge, bench, tmp_path, server):
         ("server", sys.executable, ["--model", "toy", "--server", server]),
     ):
         folder = tmp_path / name
-        command = [python, "eval_vllm.py", *options, "--dataset_dir", bench.parent, "--results_dir", folder]
+        command = [
+            python,
+            "eval_vllm.py",
+            *options,
+            "--dataset_dir",
+            bench.parent,
+            "--results_dir",
+            folder,
+        ]
         command = list(map(str, command))
-        run = subprocess.run(command, cwd=RANK_FOLDER, capture_output=True, text=True, timeout=1500, check=False)
+        run = subprocess.run(
+            command, cwd=RANK_FOLDER, capture_output=True, text=True, timeout=1500, check=False
+        )
         assert run.returncode == 0, run.stderr[-3000:]
         rows = map(json.loads, next(folder.glob("*.jsonl")).read_text().splitlines())
-        scores[name] = np.array([row["scores"] for row in sorted(rows, key=lambda row: row["index"])])
+        scores[name] = np.array(
+            [row["scores"] for row in sorted(rows, key=lambda row: row["index"])]
+        )
         assert scores[name] == pytest.approx(scores["transformers"], abs=tolerance), name
-    assert scores["server"].shape == (5, 3) and np.ptp(scores["server"]) > 0.1  # otherwise any engine would agree
+    assert (
+        scores["server"].shape == (5, 3) and np.ptp(scores["server"]) > 0.1
+    )  # otherwise any engine would agree

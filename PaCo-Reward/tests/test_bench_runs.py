@@ -24,7 +24,9 @@ def test_a_stopped_run_continues(edits):
     assert edits(BrightnessJudge(stop_after=1)) == 130
     early, judge, again, whole = edits.rows, BrightnessJudge(), BrightnessJudge(), BrightnessJudge()
     assert 0 < len(early) < 5
-    edits.file.write_bytes(edits.file.read_bytes() + b'{"model": "some/judge", "index": 1')  # killed while writing
+    edits.file.write_bytes(
+        edits.file.read_bytes() + b'{"model": "some/judge", "index": 1'
+    )  # killed while writing
     assert edits(judge) == 0
     rows = edits.rows
     assert rows[: len(early)] == early and [row["index"] for row in rows] == list(range(20))
@@ -54,7 +56,9 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path,
     assert rank(BrightnessJudge(), "--model", model) == 2 and rank.file.read_bytes() == before
     (model / "model.safetensors").write_bytes(bytes(10**6) + b"a")
     model = model.parent.rename(tmp_path / "moved") / "judge"
-    assert rank(BrightnessJudge(), "--model", model) == 0 and rank.file.read_bytes().startswith(before)
+    assert rank(BrightnessJudge(), "--model", model) == 0 and rank.file.read_bytes().startswith(
+        before
+    )
     rank.file.unlink()
     assert rank(BrightnessJudge(stop_after=1)) == 130
     before = rank.file.read_bytes()
@@ -71,7 +75,10 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
 
     Image.new("RGB", (300, 1)).save(rank.data / "images" / "0002" / "c1.png")
     assert rank(Refusing(), "--batch_size", "16") == 1
-    assert "item 2 0002 ref.png: the engine failed: ValueError: absolute aspect ratio\n" in capsys.readouterr().err
+    assert (
+        "item 2 0002 ref.png: the engine failed: ValueError: absolute aspect ratio\n"
+        in capsys.readouterr().err
+    )
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
 
 
@@ -82,7 +89,10 @@ def test_an_engine_that_always_fails_ends_the_run():
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
     found = []
-    items = [Item({"index": index}, lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {})) for index in range(99)]
+    items = [
+        Item({"index": index}, lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {}))
+        for index in range(99)
+    ]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
         found.extend(score_items(items, engine, 1))
     assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
@@ -106,8 +116,13 @@ def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
 def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
     """Only the second judge has Yes and No among its top 20 tokens."""
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
-    for model, judge in ((judge_dir, scorer), (answering_judge, JudgeScorer.from_pretrained(answering_judge))):
-        engine = make_engine(command_line(["--engine", "transformers", "--model", str(model), "--batch_size", "2"]))
+    for model, judge in (
+        (judge_dir, scorer),
+        (answering_judge, JudgeScorer.from_pretrained(answering_judge)),
+    ):
+        engine = make_engine(
+            command_line(["--engine", "transformers", "--model", str(model), "--batch_size", "2"])
+        )
         expected = [verdict.p_yes for verdict in judge.score(pairs, top=20)]
         assert [verdict.p_yes for verdict in engine(pairs)] == pytest.approx(expected, abs=1e-5)
         assert (None in expected) == (model == judge_dir)

@@ -44,10 +44,17 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
         assert {example.answer for example in examples} == {"Yes", "No"}
         themes[part] = {example.prompt for example in examples}
         for example in examples:  # each generation of a prompt has its own color
-            assert (len({image.parts[-2] for image in example.images}) == 1) == (example.answer == "Yes")
+            assert (len({image.parts[-2] for image in example.images}) == 1) == (
+                example.answer == "Yes"
+            )
     assert not themes["train"] & themes["test"]
-    known = {theme_question(split_prompt(line["prompt"]).theme) for line in read_lines(world / "metadata.jsonl")}
-    assert {prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]} == known
+    known = {
+        theme_question(split_prompt(line["prompt"]).theme)
+        for line in read_lines(world / "metadata.jsonl")
+    }
+    assert {
+        prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]
+    } == known
 
 
 def test_a_users_question_is_asked_and_learned(world, tmp_path):
@@ -60,7 +67,13 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
         stats = build(world, tmp_path / "out", server=server.url, **setting)
         asked = server.requests[before]["messages"][0]["content"]
         assert len(server.requests) == 2 * before
-    assert [part.get("text", "")[:8] for part in asked] == ["<img1>: ", "", "<img2>: ", "", "Same 2x2"]
+    assert [part.get("text", "")[:8] for part in asked] == [
+        "<img1>: ",
+        "",
+        "<img2>: ",
+        "",
+        "Same 2x2",
+    ]
     assert stats["asked"]["questions"][0]["template"] == "Same {theme}?"
     name, prefix = "consistency_reward_train", "<img1>: <image><img2>: <image>"
     prompts = {row["messages"][0]["content"] for row in rows(tmp_path / "out", name)}
@@ -79,7 +92,10 @@ def test_sets_for_people_then_their_rankings(world, tmp_path):
     for row in rows(tmp_path / "second", "consistency_reward_train"):
         generations = {Path(image).parts[2] for image in row["images"]}
         assert (len(generations) == 1) == (row["messages"][1]["content"] == "Yes")
-    cut = {"sub_figures": tmp_path / "first" / "images", "metadata": tmp_path / "first" / "prompt_data.jsonl"}
+    cut = {
+        "sub_figures": tmp_path / "first" / "images",
+        "metadata": tmp_path / "first" / "prompt_data.jsonl",
+    }
     build(None, tmp_path / "third", rankings=ranked, **cut)
     assert all_bytes(tmp_path / "third") == all_bytes(tmp_path / "second")
 
@@ -98,7 +114,9 @@ def edits(tmp_path_factory) -> Path:
         lines[-1] |= {"instruction": f"make it {number}"}
     write_lines(folder / "bare.jsonl", lines)
     labels = [{"consistency": "Yes" if n % 2 else "No", "follows": n % 2 == 0} for n in range(12)]
-    write_lines(folder / "edits.jsonl", [line | label for line, label in zip(lines, labels, strict=True)])
+    write_lines(
+        folder / "edits.jsonl", [line | label for line, label in zip(lines, labels, strict=True)]
+    )
     return folder
 
 
@@ -125,11 +143,20 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
         return 200, fake_judge.answer(0.5 if edit == 3 else 0.9 if edit % 2 else 0.1), {}
 
     with fake_judge.FakeJudge(by_number) as server:
-        setting = {"editing": edits / "bare.jsonl", "server": server.url, "test_share": 0.0, "duplicate_bits": 0}
+        setting = {
+            "editing": edits / "bare.jsonl",
+            "server": server.url,
+            "test_share": 0.0,
+            "duplicate_bits": 0,
+        }
         stats = build(None, tmp_path, **setting)
         assert build(None, tmp_path, **setting) == stats and len(server.requests) == 24
     assert stats["counts"]["editing_unclear"] == 2
-    assert stats["datasets"]["sharegpt_editing_train"]["yes"] == stats["datasets"]["sharegpt_editing_train"]["no"] == 10
+    assert (
+        stats["datasets"]["sharegpt_editing_train"]["yes"]
+        == stats["datasets"]["sharegpt_editing_train"]["no"]
+        == 10
+    )
 
 
 def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(world, tmp_path):
@@ -139,7 +166,9 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
         needed, whole = len(server.requests), all_bytes(output)
         for name in ("scores", "reasons"):
             journal = output / "work" / f"{name}.jsonl"
-            journal.write_bytes(journal.read_bytes()[: journal.stat().st_size // 2])  # cut off in a line
+            journal.write_bytes(
+                journal.read_bytes()[: journal.stat().st_size // 2]
+            )  # cut off in a line
         (output / "stats.json").unlink()
         build(world, output, **setting)
         done = len(server.requests)
@@ -165,10 +194,20 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
     def refuses(number, request):
         about = request["messages"][0]["content"][-1]["text"]
         is_refused = about == refused or not request.get("logprobs")
-        return (400, {"error": {"message": "unloaded"}}, {}) if is_refused else colour_model(number, request)
+        return (
+            (400, {"error": {"message": "unloaded"}}, {})
+            if is_refused
+            else colour_model(number, request)
+        )
 
     with fake_judge.FakeJudge(refuses) as server:
-        command = ["build-dataset", "--grids", str(world / "grids"), "--metadata", str(world / "metadata.jsonl")]
+        command = [
+            "build-dataset",
+            "--grids",
+            str(world / "grids"),
+            "--metadata",
+            str(world / "metadata.jsonl"),
+        ]
         for _ in range(2):
             caplog.clear()
             assert main([*command, "--output", str(tmp_path), "--server", server.url]) == 1

@@ -23,8 +23,22 @@ PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 def page(answering_judge):
     """The command as a user starts it; its URL."""
     port = str(free_port())
-    command = [sys.executable, "-m", "paco_reward.cli", "demo", "--model", str(answering_judge), "--port", port]
-    demo = subprocess.Popen([*command, "--reason_tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "paco_reward.cli",
+        "demo",
+        "--model",
+        str(answering_judge),
+        "--port",
+        port,
+    ]
+    demo = subprocess.Popen(
+        [*command, "--reason_tokens", "4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         lines = []
         while not (lines and lines[-1].startswith("The judge's page:")):
@@ -52,15 +66,24 @@ def test_the_page_over_http(page, world, answering_judge):
         client.predict(picture, 6, 3, "", "", False, api_name="/ask")
     assert shown.count("<dt>") == 6 and "p0_0.png 1 – p0_0.png 2" in shown
     loaded = r'<(?:link rel="stylesheet"|script)[^>]*?(?:src|href)="(https?://[^"]+)"'
-    urls = [url for url in re.findall(loaded, httpx.get(page, timeout=PATIENCE_S).text) if not url.startswith(page)]
+    urls = [
+        url
+        for url in re.findall(loaded, httpx.get(page, timeout=PATIENCE_S).text)
+        if not url.startswith(page)
+    ]
     assert not [url for url in urls if "iframe-resizer" not in url], "nothing leaves the machine"
 
 
 def test_the_sheet_escapes_what_it_shows():
     images = [Image.new("RGB", (64, 64), color) for color in ("red", "green", "blue")]
-    verdicts, names = [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)], [f"<{n}>&.png" for n in range(3)]
+    verdicts, names = (
+        [Verdict(0.25), Verdict(None, "<i>no</i>"), Verdict(1.0)],
+        [f"<{n}>&.png" for n in range(3)],
+    )
     judge = Judge("<b>judge</b>", lambda asked: verdicts, lambda asked: ["<a>"] * 3)
-    shown = sheet(ask(judge, images, names, questions_about("<script>"), reasons=True), whole_page=True)
+    shown = sheet(
+        ask(judge, images, names, questions_about("<script>"), reasons=True), whole_page=True
+    )
     for text in ("<script>", "<b>judge", "<0>&.png", "<i>no", "<a>"):
         assert text not in shown
     assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons

@@ -19,7 +19,12 @@ QUESTIONS = load_editing_questions()
 
 def test_tables_by_hand():
     """Of extract, text_change (two) and a task of the user's own; one pair is a tie."""
-    made = (("extract", [0.9, 0.1]), ("text_change", [0.5, 0.5]), ("text_change", [0.2, 0.3]), ("own", [1, 0]))
+    made = (
+        ("extract", [0.9, 0.1]),
+        ("text_change", [0.5, 0.5]),
+        ("text_change", [0.2, 0.3]),
+        ("own", [1, 0]),
+    )
     rows = [{"task_type": task, "dimension": "overall", "scores": scores} for task, scores in made]
     rows.append({"task_type": "extract", "dimension": "consistency", "scores": [0.1, 0.2]})
     results = pd.DataFrame([{"model": "m"} | parse_row(row) for row in rows])
@@ -32,9 +37,17 @@ def test_tables_by_hand():
         ["overall", "lenient", 4, "-", "-", 1, 0.5, 0.75, pytest.approx(2.5 / 3), 1],
     ]
     tasks = task_table(results).set_index("task type")
-    assert tasks.loc["text_change", ["overall: pairs", "overall: strict", "overall: lenient"]].tolist() == [2, 0, 0.5]
+    assert tasks.loc[
+        "text_change", ["overall: pairs", "overall: strict", "overall: lenient"]
+    ].tolist() == [2, 0, 0.5]
     assert tasks.loc["own", "group"] == "other"
-    assert as_text(tasks[["consistency: pairs"]]).split() == ["consistency:", "pairs", "0", "0", "1"]
+    assert as_text(tasks[["consistency: pairs"]]).split() == [
+        "consistency:",
+        "pairs",
+        "0",
+        "0",
+        "1",
+    ]
 
 
 def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp_path, capsys):
@@ -44,11 +57,19 @@ def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp
     assert [row["index"] for row in edits.rows] == list(range(len(examples)))
     for row, example in zip(edits.rows, examples):
         assert row["key"] == example["key"] and row["task_type"] == example["task_type"]
-        for edit, answers, score in zip(example["output_images"], row["answers"], row["scores"], strict=True):
+        for edit, answers, score in zip(
+            example["output_images"], row["answers"], row["scores"], strict=True
+        ):
             texts = editing_texts(QUESTIONS, example["instruction"]).values()
-            follows, stays = (judge.score(Pair(example["input_image"], edit, text)) for text in texts)
+            follows, stays = (
+                judge.score(Pair(example["input_image"], edit, text)) for text in texts
+            )
             expected = {"prompt_following": follows, "consistency": stays}
-            asked = expected if row["dimension"] == "overall" else {row["dimension"]: expected[row["dimension"]]}
+            asked = (
+                expected
+                if row["dimension"] == "overall"
+                else {row["dimension"]: expected[row["dimension"]]}
+            )
             assert answers == pytest.approx(asked)
             expected["overall"] = np.sqrt(follows * stays)
             assert score == pytest.approx(expected[row["dimension"]])
@@ -61,7 +82,10 @@ def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp
     assert capsys.readouterr().out == (tmp_path / "v1.5.txt").read_text()
     assert r"second\_judge & prompt\_following & lenient" in (tmp_path / "v1.5.tex").read_text()
     assert calculate_statistics.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} == {"model", "second_judge"}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} == {
+        "model",
+        "second_judge",
+    }
 
 
 def test_one_question_decides_every_dimension(edits):
@@ -76,7 +100,10 @@ def test_one_question_decides_every_dimension(edits):
         judge = SizeJudge()
         assert edits(judge, "--question", "editing_consistency", *["--resize_edits"] * resized) == 0
         assert {text.partition(" Does ")[2][:10] for text in judge.questions} == {"everything"}
-        assert edits.rows[4]["scores"] == [1.0, float(resized)] and edits.rows[4]["asked"]["resize_edits"] == resized
+        assert (
+            edits.rows[4]["scores"] == [1.0, float(resized)]
+            and edits.rows[4]["asked"]["resize_edits"] == resized
+        )
         assert all(row["scores"] == [1.0, 1.0] for row in edits.rows if row["index"] != 4)
         edits.file.unlink()
 
@@ -85,19 +112,37 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
     image = edits.data.parent / "images" / "6_b.png"
     image.write_bytes(image.read_bytes()[:-40])
     changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}}
-    edit_lines(edits.data, {number: lambda row, new=new: row | new for number, new in changes.items()} | {15: "{}"})
+    edit_lines(
+        edits.data,
+        {number: lambda row, new=new: row | new for number, new in changes.items()} | {15: "{}"},
+    )
     assert edits(BrightnessJudge()) == 1
     lines = capsys.readouterr().err.splitlines()
-    named = {6: "output_images[1]", 8: "no editing dimension 'beauty'", 9: "output_images", 10: "instruction", 15: "lacks"}
+    named = {
+        6: "output_images[1]",
+        8: "no editing dimension 'beauty'",
+        9: "output_images",
+        10: "instruction",
+        15: "lacks",
+    }
     for row, cause in named.items():
         assert any(line.startswith(f"item {row} ") and cause in line for line in lines), row
-    assert {row["index"] for row in edits.rows} == {*range(20)} - {*named} and (tmp_path / "summary.txt").exists()
+    assert {row["index"] for row in edits.rows} == {*range(20)} - {*named} and (
+        tmp_path / "summary.txt"
+    ).exists()
 
 
 def contents(dataset):
     """(key, question, pixels, pixels) of every pair."""
-    pairs = [(item.fields["key"], pair) for item in load_bench(str(dataset), QUESTIONS) for pair in item.prepare()[0]]
-    return [(key, pair.question, *(np.array(image).tobytes() for image in pair.images)) for key, pair in pairs]
+    pairs = [
+        (item.fields["key"], pair)
+        for item in load_bench(str(dataset), QUESTIONS)
+        for pair in item.prepare()[0]
+    ]
+    return [
+        (key, pair.question, *(np.array(image).tobytes() for image in pair.images))
+        for key, pair in pairs
+    ]
 
 
 def test_every_format_holds_the_same(examples, edits, tmp_path, monkeypatch):
@@ -116,8 +161,14 @@ def test_every_format_holds_the_same(examples, edits, tmp_path, monkeypatch):
 
 
 def test_unusable_data_sets(edits, tmp_path, capsys):
-    edit_lines(edits.data, dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}))
-    for dataset, named in ((tmp_path / "nowhere", "hf download"), (edits.data, "task_type, dimension, input_image")):
+    edit_lines(
+        edits.data,
+        dict.fromkeys(range(20), lambda row: {"key": 1, "instruction": "", "output_images": []}),
+    )
+    for dataset, named in (
+        (tmp_path / "nowhere", "hf download"),
+        (edits.data, "task_type, dimension, input_image"),
+    ):
         assert edits.main("--dataset", dataset) == 2 and named in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 

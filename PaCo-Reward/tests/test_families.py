@@ -27,7 +27,11 @@ def judge(request, tiny, tmp_path_factory):
 @pytest.fixture(params=("qwen2_5_vl", *FAMILIES))
 def any_judge(request, tiny, judge_dir, tmp_path):
     """As ``judge``, and a Qwen2.5-VL."""
-    return judge_dir if request.param == "qwen2_5_vl" else tiny.save_new_judge(tmp_path / "judge", request.param)
+    return (
+        judge_dir
+        if request.param == "qwen2_5_vl"
+        else tiny.save_new_judge(tmp_path / "judge", request.param)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,17 @@ def data(tiny, tmp_path_factory):
 
 def config_of(judge, data, output, **changes):
     """As a user writes it: without a template."""
-    config = train_config(judge, data, output, first_token_weight=0.1, lora_target="all", image_max_pixels=LIMIT)
-    config = {name: value for name, value in config.items() if name not in ("template", "freeze_vision_tower")}
-    return config | {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.05} | changes
+    config = train_config(
+        judge, data, output, first_token_weight=0.1, lora_target="all", image_max_pixels=LIMIT
+    )
+    config = {
+        name: value
+        for name, value in config.items()
+        if name not in ("template", "freeze_vision_tower")
+    }
+    return (
+        config | {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.05} | changes
+    )
 
 
 def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data, tmp_path):
@@ -52,10 +64,14 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
     from llamafactory.hparams import get_train_args
     from llamafactory.train.sft import workflow
 
-    model_args, data_args, training_args, *_ = get_train_args(with_template(config_of(any_judge, data, tmp_path)))
+    model_args, data_args, training_args, *_ = get_train_args(
+        with_template(config_of(any_judge, data, tmp_path))
+    )
     loaded = workflow.load_tokenizer(model_args)
     template = workflow.get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
-    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)["train_dataset"]
+    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)[
+        "train_dataset"
+    ]
     loaded["processor"].save_pretrained(tmp_path / "adapter")
     served = shutil.copytree(any_judge, tmp_path / "served")
     write_limits(served, trained_limits(tmp_path / "adapter"))
@@ -69,7 +85,9 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
         assert row["labels"][first] == (scorer.yes_id if labels[index] else scorer.no_id)
         real = inputs["attention_mask"][index].bool()
         assert row["input_ids"][:first] == inputs["input_ids"][index][real].tolist()
-    pixels = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)([dict(row) for row in rows])
+    pixels = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)(
+        [dict(row) for row in rows]
+    )
     torch.testing.assert_close(pixels["pixel_values"], inputs["pixel_values"])
     assert torch.equal(pixels["image_grid_thw"], inputs["image_grid_thw"])
 
@@ -85,14 +103,23 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(overlay, "answer_statistics", recorded)
     trained, merged = tmp_path / "trained", tmp_path / "merged"
-    launch.train(config_of(judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True))
+    launch.train(
+        config_of(
+            judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True
+        )
+    )
     weights = adapter(trained)
-    assert not any("visual" in name for name in weights) and any("mlp.down_proj" in name for name in weights)
+    assert not any("visual" in name for name in weights) and any(
+        "mlp.down_proj" in name for name in weights
+    )
     assert ("qwen3_5" in judge.name) == any("linear_attn.in_proj_qkv" in name for name in weights)
     assert all(np.abs(value).max() > 0 for name, value in weights.items() if "lora_B" in name)
     training = torch.cat(evaluated)[:, 2].numpy()
 
-    assert main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged)]) == 0
+    assert (
+        main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged)])
+        == 0
+    )
     pairs, _ = labeled_pairs(data, "held_out")
     for model in ((judge, trained), (merged,)):
         scores = [verdict.p_yes for verdict in JudgeScorer.from_pretrained(*model).score(pairs)]
@@ -105,5 +132,8 @@ def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     model = shutil.copytree(judge, tmp_path / "thinking")
     file = model / "chat_template.jinja"
     file.write_text(file.read_text() + "<think>\n")
-    with pytest.raises(PacoRewardError, match=r"is not the '.*<think>.*choose a model that answers without thinking"):
+    with pytest.raises(
+        PacoRewardError,
+        match=r"is not the '.*<think>.*choose a model that answers without thinking",
+    ):
         launch.train(config_of(model, data, tmp_path / "out"))

@@ -14,7 +14,9 @@ from paco_reward.loss import answer_positions_only, find_answers
 
 def first_token_loss(logits, labels, *arguments, **options):
     """The loss of logits (B, L, V) of all positions."""
-    return loss.first_token_loss(logits[:, :-1][find_answers(labels).mask], labels, *arguments, **options)
+    return loss.first_token_loss(
+        logits[:, :-1][find_answers(labels).mask], labels, *arguments, **options
+    )
 
 
 def numpy_answers(logits, labels):
@@ -31,7 +33,9 @@ def numpy_answers(logits, labels):
                 answers.append(current)
             scores = row_logits[position - 1]
             peak = scores.max()
-            current.append(peak + np.log(np.exp(scores - peak).sum()) - scores[row_labels[position]])
+            current.append(
+                peak + np.log(np.exp(scores - peak).sum()) - scores[row_labels[position]]
+            )
     return [np.array(answer) for answer in answers]
 
 
@@ -39,7 +43,9 @@ def numpy_sequence(batches, weight):
     """Loss of one optimizer step over micro-batches: mean over all sequences."""
     losses = []
     for answer in [answer for batch in batches for answer in numpy_answers(*batch)]:
-        losses.append(answer[0] if len(answer) == 1 else weight * answer[0] + (1 - weight) * answer[1:].mean())
+        losses.append(
+            answer[0] if len(answer) == 1 else weight * answer[0] + (1 - weight) * answer[1:].mean()
+        )
     return float(np.mean(losses))
 
 
@@ -51,7 +57,9 @@ def numpy_released(batches, weight):
         total = 0.0
         for answer in answers:
             n = len(answer)
-            total += weight * answer[0] + sum(n * (1 - weight) / (n - 1) * loss for loss in answer[1:])
+            total += weight * answer[0] + sum(
+                n * (1 - weight) / (n - 1) * loss for loss in answer[1:]
+            )
         values.append(total / sum(len(answer) for answer in answers))
     return float(np.mean(values))
 
@@ -94,10 +102,16 @@ def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, we
     """Micro-batches with different answer lengths and numbers of answers."""
     micro_batches[0] = (micro_batches[0][0][:1], micro_batches[0][1][:1])  # fewer sequences
     items = sum(len(find_answers(torch.tensor(labels)).lengths) for _, labels in micro_batches)
-    total = sum(first_token_loss(*tensors(batch), weight, "sequence", items) for batch in micro_batches)
+    total = sum(
+        first_token_loss(*tensors(batch), weight, "sequence", items) for batch in micro_batches
+    )
     assert total.item() == pytest.approx(numpy_sequence(micro_batches, weight), abs=1e-6, rel=1e-6)
-    parts = [first_token_loss(*tensors(b), weight, "released", len(micro_batches)) for b in micro_batches]
-    assert sum(parts).item() == pytest.approx(numpy_released(micro_batches, weight), abs=1e-6, rel=1e-6)
+    parts = [
+        first_token_loss(*tensors(b), weight, "released", len(micro_batches)) for b in micro_batches
+    ]
+    assert sum(parts).item() == pytest.approx(
+        numpy_released(micro_batches, weight), abs=1e-6, rel=1e-6
+    )
 
 
 def test_a_batch_without_answers_has_zero_loss_and_gradient():
@@ -109,14 +123,21 @@ def test_a_batch_without_answers_has_zero_loss_and_gradient():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("scheme", ["sequence", "released"])
-def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(scheme, checkpointing, scorer):
+def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(
+    scheme, checkpointing, scorer
+):
     """The judge in float64, rows with answers at different places (two of them in the last), against all logits."""
     model = copy.deepcopy(scorer.model).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.from_numpy(np.random.default_rng(0).integers(5, 200, (3, 64)))
     labels = torch.full_like(ids, -100)
-    for row, answer in ((0, slice(50, 60)), (1, slice(3, 9)), (2, slice(20, 23)), (2, slice(40, 47))):
+    for row, answer in (
+        (0, slice(50, 60)),
+        (1, slice(3, 9)),
+        (2, slice(20, 23)),
+        (2, slice(40, 47)),
+    ):
         labels[row, answer] = ids[row, answer]
     parameters = [parameter for name, parameter in model.named_parameters() if "visual" not in name]
     answers = find_answers(labels).mask
@@ -133,4 +154,7 @@ def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(scheme, ch
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # the loss is float32
     for a, b in zip(own, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-    assert model(input_ids=ids).logits.shape == (*ids.shape, logits.shape[1])  # the layer is as before
+    assert model(input_ids=ids).logits.shape == (
+        *ids.shape,
+        logits.shape[1],
+    )  # the layer is as before

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge.verdict import Verdict
-from paco_reward.metrics import auc, expected_calibration_error, judge_metrics, judge_report, measure
+from paco_reward.metrics import (
+    auc,
+    expected_calibration_error,
+    judge_metrics,
+    judge_report,
+    measure,
+)
 
 rows = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=40)
-coarse = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40)
+coarse = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.booleans()), min_size=1, max_size=40
+)
 
 
 @given(st.one_of(rows, coarse))
@@ -32,7 +40,10 @@ def test_several_kinds_of_pairs_are_also_reported_each():
     scorer = SimpleNamespace(score=lambda pairs: verdicts)
     found = measure(scorer, list(range(5)), labels, kinds)
     assert found["n"] == 4 and found["missing"] == 1 and found["accuracy"] == 0.75
-    assert {kind: (own["n"], own["accuracy"]) for kind, own in found["kinds"].items()} == {"a": (2, 0.5), "b": (2, 1.0)}
+    assert {kind: (own["n"], own["accuracy"]) for kind, own in found["kinds"].items()} == {
+        "a": (2, 0.5),
+        "b": (2, 1.0),
+    }
     assert "kinds" not in measure(scorer, list(range(5)), labels, ["a"] * 5)
 
 
@@ -53,7 +64,9 @@ def test_accuracy_and_missing_scores():
 
 
 def test_metrics_of_evaluation_rows():
-    table = np.array([[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0], [0.25, 1, 0.1, 0], [np.nan] * 4, [0, 0, 0.3, np.nan]])
+    table = np.array(
+        [[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0], [0.25, 1, 0.1, 0], [np.nan] * 4, [0, 0, 0.3, np.nan]]
+    )
     whole = judge_metrics(SimpleNamespace(predictions=table))
     assert whole["accuracy"] == pytest.approx(1.75 / 4) and whole["first_token_accuracy"] == 0.5
     assert whole["judge_accuracy"] == pytest.approx(2 / 3) and whole["judge_auc"] == 1.0

@@ -41,23 +41,32 @@ def test_a_damaged_training_image_is_named(installed, tiny, tmp_path):
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-40])
     plugin = get_mm_plugin("qwen2_vl", image_token="<|image_pad|>")
     with pytest.raises(OSError, match=r"cut\.png cannot be read"):
-        plugin._regularize_images([str(tmp_path / "cut.png")], image_max_pixels=1 << 20, image_min_pixels=1)
+        plugin._regularize_images(
+            [str(tmp_path / "cut.png")], image_max_pixels=1 << 20, image_min_pixels=1
+        )
 
 
 def test_answer_statistics(tiny):
     """Against loops over one batch, left and right padded."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 6, 8, generator=generator)
-    labels = torch.tensor([[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6])
+    labels = torch.tensor(
+        [[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6]
+    )
     found = overlay.answer_statistics((logits, None), labels, yes_id=5, no_id=6)
     picked = logits[:, :-1][find_answers(labels).mask]
-    assert torch.equal(overlay.answer_statistics(picked, labels, yes_id=5, no_id=6).nan_to_num(9), found.nan_to_num(9))
+    assert torch.equal(
+        overlay.answer_statistics(picked, labels, yes_id=5, no_id=6).nan_to_num(9),
+        found.nan_to_num(9),
+    )
     assert overlay.answer_statistics(picked[:0], labels[2:], yes_id=5, no_id=6).isnan().all()
     for row, start, label in ((0, 2, 1.0), (1, 4, 0.0)):
         guesses = logits[row].argmax(-1)
         right = [float(guesses[t - 1] == labels[row, t]) for t in (start, start + 1)]
         yes, no = logits[row, start - 1, [5, 6]].exp()
-        torch.testing.assert_close(found[row], torch.tensor([sum(right) / 2, right[0], yes / (yes + no), label]))
+        torch.testing.assert_close(
+            found[row], torch.tensor([sum(right) / 2, right[0], yes / (yes + no), label])
+        )
     assert found[2].isnan().all()
 
 
@@ -71,7 +80,12 @@ def trained(judge_dir, data_dir, tmp_path_factory):
 
     accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     all_at_once = {"max_steps": 1, "first_token_weight": 0.1}
-    packed = {"neat_packing": True, "packing": True, "cutoff_len": 4096, "per_device_train_batch_size": 1}
+    packed = {
+        "neat_packing": True,
+        "packing": True,
+        "cutoff_len": 4096,
+        "per_device_train_batch_size": 1,
+    }
     configs = [
         config("upstream", **accumulated),
         config("upstream_dft", use_dft_loss=True, **accumulated),
@@ -120,8 +134,19 @@ def test_packed_answers_equal_separate_rows(trained):
 @pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
 def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
     """The same micro-batches on two processes: with another loss or divisor on one of them, the weights would differ."""
-    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "first_token_scheme": scheme}
+    changes = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "first_token_scheme": scheme,
+    }
     config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "paco_reward.launch"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "paco_reward.launch",
+    ]
     run_processes(torchrun, [config], tmp_path)
     assert_same_training(tmp_path / "two", trained / scheme)

@@ -41,10 +41,15 @@ def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, nam
 
 
 @pytest.mark.parametrize(
-    "change", [{"folder": "p77"}, {"rank_images": ["00/1.png", "09/1.png"]}, {"rank_images": ["00/1.png"]}]
+    "change",
+    [{"folder": "p77"}, {"rank_images": ["00/1.png", "09/1.png"]}, {"rank_images": ["00/1.png"]}],
 )
 def test_problems_of_a_ranking(world, tmp_path, change):
-    row = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "01/1.png"]} | change
+    row = {
+        "folder": "p0",
+        "ref_image": "00/0.png",
+        "rank_images": ["00/1.png", "01/1.png"],
+    } | change
     file = write_lines(tmp_path / "bad.jsonl", [row])
     assert "bad.jsonl line 1" in problem(world, tmp_path / "out", rankings=file)
 
@@ -66,7 +71,9 @@ def test_problems_of_options(world, tmp_path, change, named):
 
 def test_sets_of_nothing_are_an_error(world, tmp_path, lines):
     one = write_lines(tmp_path / "one.jsonl", [lines[0] | {"image": "p0_0.png"}])
-    assert "no sets are left (prompts 1" in problem(world, tmp_path / "out", metadata=one, sets_only=True)
+    assert "no sets are left (prompts 1" in problem(
+        world, tmp_path / "out", metadata=one, sets_only=True
+    )
 
 
 def test_generations_on_several_lines(world, tmp_path, lines):
@@ -76,12 +83,16 @@ def test_generations_on_several_lines(world, tmp_path, lines):
     file = write_lines(tmp_path / "lines.jsonl", generations)
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     (item,) = read_prompts(file, world / "grids", True)
-    assert item.folder == "7" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
+    assert (
+        item.folder == "7" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
+    )
 
 
 def test_the_metadata_may_state_the_split(world, tmp_path, lines):
     decided = {line["idx"]: "test" if number % 2 else "train" for number, line in enumerate(lines)}
-    file = write_lines(tmp_path / "metadata.jsonl", [{**line, "split": decided[line["idx"]]} for line in lines])
+    file = write_lines(
+        tmp_path / "metadata.jsonl", [{**line, "split": decided[line["idx"]]} for line in lines]
+    )
     build(world, tmp_path / "out", metadata=file, sets_only=True)
     people = rank_like_people(tmp_path / "out")
     build(world, tmp_path / "out", metadata=file, rankings=people, test_share=0.9)
@@ -98,7 +109,11 @@ def reason_lines(ranked: Path) -> list[dict]:
         for name, word in ((line["rank_images"][0], "Yes"), (line["rank_images"][-1], "No")):
             key = (line["folder"], *sorted((name, line["ref_image"])))
             images = [name, line["ref_image"]]
-            found[key] = {"folder": line["folder"], "images": images, "reason": f"{word}. I saw {name} first."}
+            found[key] = {
+                "folder": line["folder"],
+                "images": images,
+                "reason": f"{word}. I saw {name} first.",
+            }
     return list(found.values())
 
 
@@ -107,12 +122,20 @@ def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path
     ranked = rank_like_people(tmp_path / "out")
     lines = reason_lines(ranked)
     word = lines[0]["reason"].split(".")[0]
-    lines[0]["reason"] = "NO, they differ in all ways." if word == "Yes" else "Yes, all is the same here."
+    lines[0]["reason"] = (
+        "NO, they differ in all ways." if word == "Yes" else "Yes, all is the same here."
+    )
     dropped = lines.pop()
     file = write_lines(tmp_path / "reasons.jsonl", lines)
-    counts = build(world, tmp_path / "out", rankings=ranked, reasons_file=file, duplicate_bits=0)["counts"]
+    counts = build(world, tmp_path / "out", rankings=ranked, reasons_file=file, duplicate_bits=0)[
+        "counts"
+    ]
     assert counts["reasons_missing"] == 1 and counts["reasons_contradicting"] == 1
-    made = [row for part in ("train", "test") for row in rows(tmp_path / "out", f"consistency_reward_cot_{part}")]
+    made = [
+        row
+        for part in ("train", "test")
+        for row in rows(tmp_path / "out", f"consistency_reward_cot_{part}")
+    ]
     left_out = {f"images/{dropped['folder']}/{name}" for name in dropped["images"]}
     assert left_out not in [set(row["images"]) for row in made]
     for row in made:

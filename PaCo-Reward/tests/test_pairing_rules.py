@@ -28,7 +28,10 @@ def test_the_best_are_yes_and_the_worst_no():
 
 
 @settings(max_examples=60)
-@given(st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30), st.integers(0, 99))
+@given(
+    st.lists(st.permutations(range(5)).map(lambda p: (p[0], p[1:])), min_size=1, max_size=30),
+    st.integers(0, 99),
+)
 def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
     item = PromptItem("f", "p", GridPrompt("theme", ("p",), 1, 1), "here", "g", "", {}, [])
     rankings = [ranking(f"{ref}.png", [f"{i}.png" for i in order]) for ref, order in orders]
@@ -66,7 +69,13 @@ def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
     for name, image in shown.items():
         Image.fromarray(to_uint8(image)).save(tmp_path / f"{name}.png")
     leader = select.leaders([f"{name}.png" for name in shown], tmp_path, 6)
-    assert leader == {"a.png": "a.png", "b.png": "a.png", "c.png": "c.png", "d.png": "d.png", "e.png": "e.png"}
+    assert leader == {
+        "a.png": "a.png",
+        "b.png": "a.png",
+        "c.png": "c.png",
+        "d.png": "d.png",
+        "e.png": "e.png",
+    }
 
 
 def test_repeated_and_disputed_pairs_are_left_out():

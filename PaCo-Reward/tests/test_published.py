@@ -65,7 +65,13 @@ run_name: PaCo-Reward-Qwen2.5-SFT-LoRA-CoT
 project: PaCo-Reward
 """
 GENERATION = {"do_sample", "temperature", "top_p", "max_new_tokens"}  # without effect on training
-DIFFERENT = {"trust_remote_code", "gradient_accumulation_steps", "save_strategy", "save_total_limit", "save_only_model"}
+DIFFERENT = {
+    "trust_remote_code",
+    "gradient_accumulation_steps",
+    "save_strategy",
+    "save_total_limit",
+    "save_only_model",
+}
 DIFFERENT |= {"overwrite_output_dir"}
 
 
@@ -75,24 +81,58 @@ def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
     tiny.save_pairs(data_dir, 8, "edits", seed=900)
     file, output = tmp_path / "paco_reward_lora.yaml", tmp_path / "out"
     file.write_text(PUBLISHED)
-    command = ["bash", "train/paco_reward.sh", str(file), f"model_name_or_path={judge_dir}", f"dataset_dir={data_dir}"]
-    command += ["dataset=pairs, edits", "eval_dataset=held_out", f"output_dir={output}", "use_cpu=true"]
-    environment = os.environ | {"PYTHON": sys.executable, "NPROC_PER_NODE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    command = [
+        "bash",
+        "train/paco_reward.sh",
+        str(file),
+        f"model_name_or_path={judge_dir}",
+        f"dataset_dir={data_dir}",
+    ]
+    command += [
+        "dataset=pairs, edits",
+        "eval_dataset=held_out",
+        f"output_dir={output}",
+        "use_cpu=true",
+    ]
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "NPROC_PER_NODE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path),
+    }
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-6000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
-    assert 0 <= json.loads((output / "eval_results.json").read_text())["eval_first_token_accuracy"] <= 1
+    assert (
+        0
+        <= json.loads((output / "eval_results.json").read_text())["eval_first_token_accuracy"]
+        <= 1
+    )
     saved = {file.name for file in (output / "checkpoint-2").iterdir()}
-    assert "adapter_model.safetensors" in saved and not any(name.startswith("optimizer") for name in saved)
+    assert "adapter_model.safetensors" in saved and not any(
+        name.startswith("optimizer") for name in saved
+    )
     assert all(min(weights.shape) == 32 for weights in adapter(output).values())  # lora_rank
 
 
 def test_our_file_differs_from_the_published_one_in_what_its_comments_say():
     published, ours = yaml.safe_load(PUBLISHED), load_config(ROOT / "config/paco_reward_lora.yaml")
     defaults = {"resume_from_checkpoint": None, "val_size": 0}
-    assert {key for key, value in published.items() if (ours | defaults).get(key) != value} == DIFFERENT | GENERATION
-    assert with_accumulation(ours, 2)["gradient_accumulation_steps"] == published["gradient_accumulation_steps"]
+    assert {
+        key for key, value in published.items() if (ours | defaults).get(key) != value
+    } == DIFFERENT | GENERATION
+    assert (
+        with_accumulation(ours, 2)["gradient_accumulation_steps"]
+        == published["gradient_accumulation_steps"]
+    )
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 20))
@@ -105,5 +145,10 @@ def test_accumulation_gives_the_nearest_global_batch(wanted, processes, batch):
 
 def test_an_explicit_accumulation_is_obeyed():
     config = {"global_batch_size": 64, "per_device_train_batch_size": 8}
-    assert with_accumulation(config | {"gradient_accumulation_steps": 3}, 2)["gradient_accumulation_steps"] == 3
+    assert (
+        with_accumulation(config | {"gradient_accumulation_steps": 3}, 2)[
+            "gradient_accumulation_steps"
+        ]
+        == 3
+    )
     assert with_accumulation({"learning_rate": 1e-4}, 2) == {"learning_rate": 1e-4}

@@ -20,27 +20,39 @@ from paco_judge.questions import theme_question
 def tau_b(first, second):
     """Kendall's tau-b by counting pairs."""
     pairs = list(combinations(range(len(first)), 2))
-    a, b = (np.array([np.sign(values[i] - values[j]) for i, j in pairs]) for values in (first, second))
+    a, b = (
+        np.array([np.sign(values[i] - values[j]) for i, j in pairs]) for values in (first, second)
+    )
     return (a * b).sum() / np.sqrt((a != 0).sum() * (b != 0).sum())
 
 
 def rho(first, second):
     """Spearman's rho: the correlation of ranks, of equal values their mean."""
-    ranks = [[sum(v < x for v in values) + sum(v == x for v in values) / 2 for x in values] for values in (first, second)]
+    ranks = [
+        [sum(v < x for v in values) + sum(v == x for v in values) / 2 for x in values]
+        for values in (first, second)
+    ]
     return np.corrcoef(*ranks)[0, 1]
 
 
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 0.99, 1.0]), min_size=2, max_size=7), st.randoms())
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 0.99, 1.0]), min_size=2, max_size=7),
+    st.randoms(),
+)
 def test_metrics_of_random_rankings(scores, random):
     n = len(scores)
     order = random.sample(range(n), n)
     found = rank_metrics(scores, order)
     rank_of = {candidate: position for position, candidate in enumerate(order)}
-    predicted = sorted(range(n), key=lambda i: -scores[i])  # sorted() is stable: ties in listed order
+    predicted = sorted(
+        range(n), key=lambda i: -scores[i]
+    )  # sorted() is stable: ties in listed order
     assert predicted_order(scores) == predicted
     assert found["accuracy"] == pytest.approx(sum(predicted[k] == order[k] for k in range(n)) / n)
     assert found["footrule"] == sum(abs(predicted.index(c) - rank_of[c]) for c in range(n))
-    assert found["top1"] == (predicted[0] == order[0]) and found["bottom1"] == (predicted[-1] == order[-1])
+    assert found["top1"] == (predicted[0] == order[0]) and found["bottom1"] == (
+        predicted[-1] == order[-1]
+    )
     assert found["top_bottom_mean"] == (found["top1"] + found["bottom1"]) / 2
     assert found["ties"] == sum(a == b for a, b in combinations(scores, 2))
     if len(set(scores)) == 1:
@@ -55,10 +67,14 @@ def test_metrics_of_random_rankings(scores, random):
 
 def test_broken_items_are_reported_and_the_run_continues(rank, capsys):
     (rank.data / "images" / "0001" / "c1.png").write_bytes(b"no picture")
-    (rank.data / "images" / "0004" / "ref.png").rename(rank.data / "ref.png")  # may also be in the benchmark's folder
+    (rank.data / "images" / "0004" / "ref.png").rename(
+        rank.data / "ref.png"
+    )  # may also be in the benchmark's folder
     ranks = rank.data / "consistency_full_rank.jsonl"
     whole, one = ranks.read_text(), {"rank_images": ["c0.png"]}
-    edit_lines(ranks, {2: lambda row: row | {"comp_images": ["c0.png"]} | one, 3: lambda row: row | one})
+    edit_lines(
+        ranks, {2: lambda row: row | {"comp_images": ["c0.png"]} | one, 3: lambda row: row | one}
+    )
     assert rank(BrightnessJudge()) == 1
     reported = capsys.readouterr().err
     assert all(f"item {n} 000{n} ref.png: " in reported for n in (1, 2, 3))
@@ -74,13 +90,21 @@ def test_criteria_are_averaged_within_and_over_dimensions(rank, capsys):
             values = {"colours": 0.8, "shape": 0.2, "size": 0.4}
             return next(value for word, value in values.items() if word in pair.question)
 
-    edit_lines(rank.data / "prompt_data.jsonl", {3: lambda row: {**row, "idx": 33}, 4: lambda row: {"idx": "0004"}})
+    edit_lines(
+        rank.data / "prompt_data.jsonl",
+        {3: lambda row: {**row, "idx": 33}, 4: lambda row: {"idx": "0004"}},
+    )
     judge = ByQuestion()
     assert rank(judge, "--prompt_template", "1") == 1
     assert len(judge.questions) == 3 * 3 * 3
-    rows = [json.loads(line) for line in rank.file.with_name("judge-v1.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in rank.file.with_name("judge-v1.jsonl").read_text().splitlines()
+    ]
     assert [row["folder"] for row in rows] == ["0000", "0001", "0002"]
-    assert rows[0]["scores"] == pytest.approx([(0.8 + 0.3) / 2] * 3) and rows[0]["metrics"]["ties"] == 3
+    assert (
+        rows[0]["scores"] == pytest.approx([(0.8 + 0.3) / 2] * 3)
+        and rows[0]["metrics"]["ties"] == 3
+    )
     reported = capsys.readouterr().err
     assert "item 3 0003 " in reported and "item 4 0004 " in reported
 
@@ -88,18 +112,29 @@ def test_criteria_are_averaged_within_and_over_dimensions(rank, capsys):
 def test_what_a_run_asks_and_in_which_form_is_recorded(rank, tmp_path, capsys):
     theme, file = BrightnessJudge(), tmp_path / "mine.txt"
     prompt = "A 1x2 grid layout of one cat. [LEFT]: a. [RIGHT]: b."
-    changes = dict.fromkeys(range(4), lambda row: {**row, "prompt": prompt}) | {4: lambda row: {"idx": 4}}
+    changes = dict.fromkeys(range(4), lambda row: {**row, "prompt": prompt}) | {
+        4: lambda row: {"idx": 4}
+    }
     edit_lines(rank.data / "prompt_data.jsonl", changes)
     assert rank(theme, "--question", "theme") == 1  # item 0004 has neither prompt nor criteria
     file.write_text("{theme} {criterion}")
     judge = BrightnessJudge()
-    assert rank(judge, "--question", file, "--image_labels", "<{n}>", "--answer_tokens", "variants") == 1
+    assert (
+        rank(judge, "--question", file, "--image_labels", "<{n}>", "--answer_tokens", "variants")
+        == 1
+    )
     asked = {f"A 1x2 grid layout of one cat. Same {end}" for end in ("colours.", "shape.", "size?")}
-    assert set(theme.questions) == {theme_question("A 1x2 grid layout of one cat.")} and set(judge.questions) == asked
+    assert (
+        set(theme.questions) == {theme_question("A 1x2 grid layout of one cat.")}
+        and set(judge.questions) == asked
+    )
     rank.file = rank.file.with_name("judge-vmine.jsonl")
     form = {"image_labels": "<{n}>", "image_format": "png", "answer_tokens": "variants"}
     digest = hashlib.sha256(b"{theme} {criterion}").hexdigest()
-    recorded = {"questions": [{"name": "mine", "template": "{theme} {criterion}", "sha256": digest}], **form}
+    recorded = {
+        "questions": [{"name": "mine", "template": "{theme} {criterion}", "sha256": digest}],
+        **form,
+    }
     assert [row["asked"] for row in rank.rows] == [recorded] * 4
     assert rank(judge, "--question", file) == 2 and "mine.jsonl line 1" in capsys.readouterr().err
 
@@ -124,7 +159,9 @@ def test_rows_and_tables(rank, tmp_path):
     assert rank(BrightnessJudge()) == 0
     assert [row["folder"] for row in rank.rows] == [f"{i:04d}" for i in range(5)]
     for row in rank.rows:
-        assert row["metrics"] == rank_metrics(row["scores"], [row["comp_images"].index(n) for n in row["rank_images"]])
+        assert row["metrics"] == rank_metrics(
+            row["scores"], [row["comp_images"].index(n) for n in row["rank_images"]]
+        )
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output), "--print_std"]
     assert print_eval_table.main(base) == 0

@@ -26,18 +26,29 @@ def evaluate(rank):
 
 
 def pictures_of(bench, row):
-    return [Image.open(bench / "images" / row["folder"] / name) for name in (row["ref_image"], *row["comp_images"])]
+    return [
+        Image.open(bench / "images" / row["folder"] / name)
+        for name in (row["ref_image"], *row["comp_images"])
+    ]
 
 
 def test_histogram_values(evaluate):
     assert len(evaluate("histogram")) == 5
     red, mixed = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
-    assert baselines.make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(0.75)
+    assert baselines.make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(
+        0.75
+    )
 
 
 def test_what_a_baseline_does_not_use_is_refused(rank, capsys, monkeypatch):
-    for option in ("--question pair", "--model some/judge", "--port 8000", "--image_format jpeg", "--prompt_template 2"):
+    for option in (
+        "--question pair",
+        "--model some/judge",
+        "--port 8000",
+        "--image_format jpeg",
+        "--prompt_template 2",
+    ):
         with pytest.raises(SystemExit):
             rank.main("--scorer", "histogram", *option.split())
         assert "histogram does not use --" in capsys.readouterr().err
@@ -53,12 +64,19 @@ def test_clip_i_is_the_cosine_of_image_features(evaluate, bench, tmp_path, monke
     monkeypatch.setattr(baselines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
     rows = evaluate("clip_i")
     model, _, preprocess = open_clip.create_model_and_transforms(name)
-    assert len(rows) == 5 and {row["model"] for row in rows} == {"clip_i ViT-H-14 laion2b_s32b_b79k"}
+    assert len(rows) == 5 and {row["model"] for row in rows} == {
+        "clip_i ViT-H-14 laion2b_s32b_b79k"
+    }
     for row in rows:
         with torch.no_grad():
-            features = [model.eval().encode_image(preprocess(x)[None])[0].numpy() for x in pictures_of(bench, row)]
+            features = [
+                model.eval().encode_image(preprocess(x)[None])[0].numpy()
+                for x in pictures_of(bench, row)
+            ]
         reference, *others = (feature / np.linalg.norm(feature) for feature in features)
-        assert row["scores"] == pytest.approx([(1 + reference @ other) / 2 for other in others], abs=1e-5)
+        assert row["scores"] == pytest.approx(
+            [(1 + reference @ other) / 2 for other in others], abs=1e-5
+        )
     assert len({score for row in rows for score in row["scores"]}) == 15
 
 
@@ -78,7 +96,9 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path, monkeypatch):
     vit.pos_drop = torch.nn.LayerNorm(vit.embed_dim)
     weights = vit.state_dict() | {"proj": torch.randn(768, 512) * 0.05}
     torch.save({"state_dict": weights}, folder / "open_clip_vitb32_pretrain.pth.tar")
-    lora = get_peft_model(torch.nn.ModuleDict({"qkv": torch.nn.Linear(2, 2)}), LoraConfig(r=2, target_modules=["qkv"]))
+    lora = get_peft_model(
+        torch.nn.ModuleDict({"qkv": torch.nn.Linear(2, 2)}), LoraConfig(r=2, target_modules=["qkv"])
+    )
     lora.save_pretrained(folder / "open_clip_vitb32_single_lora")
     save_file({}, folder / "open_clip_vitb32_single_lora" / "adapter_model.safetensors")
 
@@ -88,5 +108,7 @@ def test_dreamsim_is_its_distance(evaluate, bench, tmp_path, monkeypatch):
         reference, *candidates = (preprocess(image) for image in pictures_of(bench, row))
         with torch.no_grad():
             distances = [model(reference, candidate).item() for candidate in candidates]
-        assert row["scores"] == pytest.approx([1 - distance / 2 for distance in distances], abs=1e-5)
+        assert row["scores"] == pytest.approx(
+            [1 - distance / 2 for distance in distances], abs=1e-5
+        )
     assert len({score for row in rows for score in row["scores"]}) == 15

@@ -15,9 +15,23 @@ from paco_judge.scorer import JudgeScorer
 
 def train(judge_dir: Path, data_dir: Path, output: Path) -> None:
     """Eight steps that save every fourth one."""
-    changes = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "overwrite_output_dir": False}
-    changes |= {"disable_shuffling": False, "optim": "adamw_torch", "learning_rate": 1e-2, "lora_dropout": 0.1}
-    changes |= {"lr_scheduler_type": "cosine", "per_device_train_batch_size": 4, "first_token_weight": 0.1}
+    changes = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "overwrite_output_dir": False,
+    }
+    changes |= {
+        "disable_shuffling": False,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "lora_dropout": 0.1,
+    }
+    changes |= {
+        "lr_scheduler_type": "cosine",
+        "per_device_train_batch_size": 4,
+        "first_token_weight": 0.1,
+    }
     config = train_config(judge_dir, data_dir, output, **changes)
     run_processes(["-m", "paco_reward.cli", "train"], [config], output.parent)
 
@@ -36,7 +50,10 @@ def test_a_killed_training_resumes_to_the_same_adapter(whole, judge_dir, data_di
     killed = whole.with_name("killed")
     shutil.copytree(whole / "checkpoint-4", killed / "checkpoint-4")
     train(judge_dir, data_dir, killed)
-    written = [(folder / "checkpoint-4" / "trainer_state.json").stat().st_mtime for folder in (whole, killed)]
+    written = [
+        (folder / "checkpoint-4" / "trainer_state.json").stat().st_mtime
+        for folder in (whole, killed)
+    ]
     assert written[0] == written[1]  # the first four steps were not repeated
     assert losses(killed) == pytest.approx(losses(whole), abs=1e-6)
     expected, found = adapter(whole), adapter(killed)
@@ -54,11 +71,18 @@ def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, ti
     files = [tmp_path / "image_1.png", tmp_path / "image_2.png"]
     for number, file in enumerate(files):
         tiny.picture(number, size=56).save(file)
-    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(str(judge_dir), torch_dtype=torch.bfloat16)
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        str(judge_dir), torch_dtype=torch.bfloat16
+    )
     processor = AutoProcessor.from_pretrained(str(judge_dir))
     model = PeftModel.from_pretrained(base, str(whole))
     content = [{"type": "image", "image": str(file)} for file in files]
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": theme_question("a paper boat")}]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [*content, {"type": "text", "text": theme_question("a paper boat")}],
+        }
+    ]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     images, videos = process_vision_info(messages)
     inputs = processor(text=[text], images=images, videos=videos, padding=True, return_tensors="pt")
@@ -68,7 +92,9 @@ def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, ti
 
     def ours(*judge: Path) -> float:
         scorer = JudgeScorer.from_pretrained(*judge, dtype=torch.bfloat16)
-        return scorer.score([Pair(*map(load_image, files), theme_question("a paper boat"))])[0].p_yes
+        return scorer.score([Pair(*map(load_image, files), theme_question("a paper boat"))])[
+            0
+        ].p_yes
 
     assert (yes / (yes + no)).item() == pytest.approx(ours(judge_dir, whole), abs=5e-3)  # bfloat16
     assert abs(ours(judge_dir, whole) - ours(judge_dir)) > 0.02

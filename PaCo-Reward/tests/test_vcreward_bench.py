@@ -8,7 +8,9 @@ from bench_tools import EVALUATION, BenchCommand, BrightnessJudge, brightness, e
 
 from paco_judge.verdict import Verdict
 
-spec = importlib.util.spec_from_file_location("vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py")
+spec = importlib.util.spec_from_file_location(
+    "vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py"
+)
 vc_reward = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(vc_reward)
 TASKS = ("subject_add", "cref")
@@ -19,14 +21,28 @@ def bench(tiny, tmp_path):
     """``evaluation.py`` on eight rows, the winners 0 and 1 in turn; ``bench.light``: brightness of source and edits."""
     rows, light = [], []
     for index in range(8):
-        files, pictures = [f"{index}{name}.png" for name in "sab"], [tiny.picture(10 * index + i) for i in range(3)]
+        files, pictures = (
+            [f"{index}{name}.png" for name in "sab"],
+            [tiny.picture(10 * index + i) for i in range(3)],
+        )
         for file, picture in zip(files, pictures):
             picture.save(tmp_path / file)
         light.append([*map(brightness, pictures)])
         rows.append({"key": f"k{index}", "instruction": "make it red", "winner": str(index % 2)})
-        rows[-1] |= {"task": TASKS[index // 4], "source_image": files[0], "edited_images": files[1:]}
+        rows[-1] |= {
+            "task": TASKS[index // 4],
+            "source_image": files[0],
+            "edited_images": files[1:],
+        }
     (data := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--dataset", data, "--results_dir", tmp_path / "results", "--output", tmp_path / "table"]
+    arguments = [
+        "--dataset",
+        data,
+        "--results_dir",
+        tmp_path / "results",
+        "--output",
+        tmp_path / "table",
+    ]
     command = BenchCommand(vc_reward, data, tmp_path, arguments, "judge")
     command.light = light
     return command
@@ -40,7 +56,10 @@ def test_the_edit_with_the_higher_score_wins(bench, tmp_path):
     cells = dict(zip(*(line.split() for line in (tmp_path / "table.txt").read_text().splitlines())))
     assert cells["pairs"] == "8" and cells["ties"] == "0"
     # right where the edit nearer in brightness to its source is the winner
-    right = [(abs(source - a) < abs(source - b)) == (i % 2 == 0) for i, (source, a, b) in enumerate(bench.light)]
+    right = [
+        (abs(source - a) < abs(source - b)) == (i % 2 == 0)
+        for i, (source, a, b) in enumerate(bench.light)
+    ]
     for name, own in zip((*TASKS, "average"), (right[:4], right[4:], right)):
         assert float(cells[name]) == pytest.approx(sum(own) / len(own), abs=1e-4)
 
@@ -55,7 +74,9 @@ def test_a_judge_that_compares_is_asked_in_both_orders(bench, tmp_path):
     assert bench(judge, "--compare", file) == 0
     bench.file = bench.file.with_name("judge-vmine.jsonl")
     assert set(judge.questions) == {"Edit: make it red. Is the first edit better?"}
-    assert all(sorted(row["scores"]) == [0.0, 1.0] and row["asked"]["compares"] for row in bench.rows)
+    assert all(
+        sorted(row["scores"]) == [0.0, 1.0] and row["asked"]["compares"] for row in bench.rows
+    )
 
 
 def test_ties_are_wrong_and_rows_without_a_winner_are_counted(bench, capsys, monkeypatch):
@@ -67,7 +88,10 @@ def test_ties_are_wrong_and_rows_without_a_winner_are_counted(bench, capsys, mon
     bench.data.write_text("")
     assert bench(BrightnessJudge()) == 2
     monkeypatch.chdir(EVALUATION / "VCReward-Bench")  # our code's folder is not the data set
-    assert bench.main("--dataset", "") == 2 and f"dataset {vc_reward.HUB_NAME} cannot" in capsys.readouterr().err
+    assert (
+        bench.main("--dataset", "") == 2
+        and f"dataset {vc_reward.HUB_NAME} cannot" in capsys.readouterr().err
+    )
 
 
 def test_winners():

@@ -36,7 +36,9 @@ def renamed(*replacements: tuple[str, str]) -> Callable[[dict], dict]:
     return change
 
 
-def put(part: str, value: torch.Tensor | None, new_part: str | None = None) -> Callable[[dict], dict]:
+def put(
+    part: str, value: torch.Tensor | None, new_part: str | None = None
+) -> Callable[[dict], dict]:
     """A change of the first tensor whose name holds ``part``; with ``new_part``, under a new name. None: removed."""
 
     def change(weights: dict) -> dict:
@@ -50,28 +52,40 @@ def put(part: str, value: torch.Tensor | None, new_part: str | None = None) -> C
 def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_path, capfd):
     """transformers' new names; folders, like the published ones of Qwen2.5-VL, have those of old."""
     assert any(name.startswith("visual.") for name in load_file(judge_dir / MODEL))
-    old_names = renamed(("model.language_model.", "model."), ("model.model.visual.", "model.visual."))
+    old_names = renamed(
+        ("model.language_model.", "model."), ("model.model.visual.", "model.visual.")
+    )
     old_adapter = changed(adapter_dir, tmp_path / "tuned", ADAPTER, old_names)
     new_names = renamed((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))
     new = changed(judge_dir, tmp_path / "new", MODEL, new_names)
     assert main(str(judge_dir)) == main(str(new)) == 0
     assert capfd.readouterr().out == ""
     for base, adapter in ((judge_dir, old_adapter), (new, adapter_dir)):
-        load_adapter(AutoModelForImageTextToText.from_pretrained(base), adapter)  # raises unless all of it is used
+        load_adapter(
+            AutoModelForImageTextToText.from_pretrained(base), adapter
+        )  # raises unless all of it is used
 
 
 @pytest.mark.parametrize(
     ("file", "change", "problem"),
     [
         (MODEL, put("k_proj.weight", None), "lack 1 of the model's tensors: " + K_PROJ),
-        (MODEL, put("k_proj.weight", torch.ones(3, 128)), K_PROJ + " is [3, 128] instead of [64, 128]"),
+        (
+            MODEL,
+            put("k_proj.weight", torch.ones(3, 128)),
+            K_PROJ + " is [3, 128] instead of [64, 128]",
+        ),
         (ADAPTER, put("q_proj.lora_B", None), "q_proj.lora_B"),
         (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9)), "2, 9"),
         (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"), "that its base lacks"),
     ],
 )
-def test_a_tensor_that_is_missing_or_does_not_fit_is_named(judge_dir, adapter_dir, tmp_path, capfd, file, change, problem):
-    folder = changed(judge_dir if file == MODEL else adapter_dir, tmp_path / "changed", file, change)
+def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
+    judge_dir, adapter_dir, tmp_path, capfd, file, change, problem
+):
+    folder = changed(
+        judge_dir if file == MODEL else adapter_dir, tmp_path / "changed", file, change
+    )
     with pytest.raises(WrongWeights, match=re.escape(problem)):
         if file == MODEL:
             assert main(str(folder)) == 1 and problem in capfd.readouterr().out

@@ -25,7 +25,11 @@ from paco_judge.scorer import JudgeScorer
 from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor
 
 THEMES = ["one red fox in four seasons", "a paper boat", "a tall lighthouse"]
-REASONS = ["the colour is the same.", "both show it.", "the shape differs and the colour differs too."]
+REASONS = [
+    "the colour is the same.",
+    "both show it.",
+    "the shape differs and the colour differs too.",
+]
 
 
 def make_processor() -> Qwen2_5_VLProcessor:
@@ -60,9 +64,13 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
     tokenizer = make_processor().tokenizer
     tokenizer.add_tokens(["<think>", "</think>"])
     size = {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}
-    images = Qwen2VLImageProcessor(size=size, patch_size=16, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    images = Qwen2VLImageProcessor(
+        size=size, patch_size=16, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
     tokenizer.chat_template = chat = _QWEN3_5_CHAT if family == "qwen3_5" else _QWEN3_VL_CHAT
-    processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(patch_size=16), chat_template=chat)
+    processor = Qwen3VLProcessor(
+        images, tokenizer, Qwen3VLVideoProcessor(patch_size=16), chat_template=chat
+    )
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
         ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"),
     )}  # fmt: skip
@@ -79,15 +87,26 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
     if family == "qwen3_5":
         rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
         # vLLM's CPU build has linear attention for few widths, among them the real one.
-        linear = {"key_head_dim": 128, "value_head_dim": 128, "num_key_heads": 2, "num_value_heads": 4}
-        text |= {"num_hidden_layers": 4, "rope_parameters": rope, **{f"linear_{name}": n for name, n in linear.items()}}
+        linear = {
+            "key_head_dim": 128,
+            "value_head_dim": 128,
+            "num_key_heads": 2,
+            "num_value_heads": 4,
+        }
+        text |= {
+            "num_hidden_layers": 4,
+            "rope_parameters": rope,
+            **{f"linear_{name}": n for name, n in linear.items()},
+        }
         kind, config = Qwen3_5ForConditionalGeneration, Qwen3_5Config
     else:
         text |= {"num_hidden_layers": 3, "rope_parameters": rope | {"mrope_section": [8, 4, 4]}}
         vision |= {"deepstack_visual_indexes": [0, 1]}
         kind, config = Qwen3VLForConditionalGeneration, Qwen3VLConfig
     torch.manual_seed(seed)
-    model = kind(config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)).eval()
+    model = kind(
+        config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    ).eval()
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(["Yes", "No"])] *= 4
     model.save_pretrained(folder)
@@ -109,7 +128,9 @@ def picture(seed: int, size: int = 32) -> Image.Image:
     return Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
 
 
-def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0, size: int = 32) -> Path:
+def save_pairs(
+    folder: Path, count: int = 8, name: str = "pairs", seed: int = 0, size: int = 32
+) -> Path:
     """A ShareGPT data set of ``count`` pairs with answers of different lengths; returns the folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -117,9 +138,16 @@ def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0,
         files = [f"images/{name}_{index}_{side}.png" for side in "ab"]
         for side, file in enumerate(files):
             picture(seed + 2 * index + side * (index % 2), size).save(folder / file)
-        answer = "Yes. " + REASONS[index % 3] if index % 2 == 0 else "No. " + " ".join(REASONS[: index % 3 + 1])
+        answer = (
+            "Yes. " + REASONS[index % 3]
+            if index % 2 == 0
+            else "No. " + " ".join(REASONS[: index % 3 + 1])
+        )
         question = theme_question(THEMES[index % 3])
-        turns = [{"role": "user", "content": "<image><image>" + question}, {"role": "assistant", "content": answer}]
+        turns = [
+            {"role": "user", "content": "<image><image>" + question},
+            {"role": "assistant", "content": answer},
+        ]
         rows.append({"messages": turns, "images": files})
     (folder / f"{name}.json").write_text(json.dumps(rows))
     info_file = folder / "dataset_info.json"
@@ -128,7 +156,12 @@ def save_pairs(folder: Path, count: int = 8, name: str = "pairs", seed: int = 0,
         "file_name": f"{name}.json",
         "formatting": "sharegpt",
         "columns": {"messages": "messages", "images": "images"},
-        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        },
     }
     info_file.write_text(json.dumps(info))
     return folder
@@ -141,7 +174,9 @@ def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
     """
     judge = JudgeScorer.from_pretrained(source)
     states = []
-    hook = judge.model.lm_head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][:, -1]))
+    hook = judge.model.lm_head.register_forward_pre_hook(
+        lambda _, inputs: states.append(inputs[0][:, -1])
+    )
     texts = list(editing_texts(load_editing_questions(), "make it red").values())
     judge.score([Pair(picture(i), picture(i + 1), texts[(i + 1) % 2]) for i in range(8)])
     hook.remove()

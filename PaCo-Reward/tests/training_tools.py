@@ -51,16 +51,25 @@ def run_processes(command, configs, folder) -> str:
     for config in configs:
         files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")
         files[-1].write_text(yaml.safe_dump(config))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LLAMAFACTORY_VERBOSITY": "WARN", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "LLAMAFACTORY_VERBOSITY": "WARN",
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"HF_DATASETS_CACHE": str(Path(folder) / "cache"), "NPROC_PER_NODE": "1"}
     command = [sys.executable, *command, *map(str, files)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 
 
 def adapter(folder) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items()}
+    return {
+        name: tensor.numpy()
+        for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items()
+    }
 
 
 def losses(folder) -> list[float]:

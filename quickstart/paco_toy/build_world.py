@@ -32,14 +32,19 @@ from paco_toy.oracle import read_grids, read_prompt
 PROMPT_OPENINGS = tuple(o for o in world.OPENINGS if "shape" not in o)
 CRITERIA = {  # of the benchmark
     "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
-    "Identity": {"Shape": "Both subfigures show the same shape.", "Colour": "Both subfigures show the same colour."},
+    "Identity": {
+        "Shape": "Both subfigures show the same shape.",
+        "Colour": "Both subfigures show the same colour.",
+    },
 }
 PANEL_SIDES = (16, 32, 64)  # of grids of 32, 64 and 128 px
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
 PROMPTS = {"train": 480, "test": 84}  # about 5400 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
-TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))  # equal numbers; weak: every No has a broken panel
+TESTS = tuple(
+    f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak")
+)  # equal numbers; weak: every No has a broken panel
 BROKEN_TRAINING = 4  # one No pair of so many has a broken panel
 BROKEN_STEPS = 6  # of the denoising that ends early
 BROKEN_GRIDS = 24  # of each size and number of steps, and of blanks; twice as many of merged panels
@@ -49,7 +54,9 @@ def _four_views(rng: np.random.Generator) -> list[world.View]:
     return [world.VIEWS[v] for v in rng.permutation(len(world.VIEWS))[:4]]
 
 
-def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.5) -> None:
+def build_prompts(
+    out: Path, seed: int, train: int = 2000, test: int = 256, open_share: float = 0.5
+) -> None:
     """A data set of the kind ``geneval``; every second test prompt names a held-out character.
 
     Of every four prompts, 4 · ``open_share`` leave color, style or both open, each equally often.
@@ -64,8 +71,20 @@ def build_prompts(out: Path, seed: int, train: int = 2000, test: int = 256, open
                 character = world.opened(character, PROMPT_OPENINGS[i // 4 % len(PROMPT_OPENINGS)])
             is_open = bool(character.left_open)  # read by between_images
             category = f"{'open' if is_open else 'full'} prompt, {world.KINDS[is_held_out]}"
-            row = {"idx": f"{split}-{i:04d}", "prompt": world.grid_prompt(character, _four_views(rng)), "layout": "2x2"}
-            rows.append(row | {"theme": world.theme(character), "task_name": "shapes", "open": is_open, "category": category})
+            row = {
+                "idx": f"{split}-{i:04d}",
+                "prompt": world.grid_prompt(character, _four_views(rng)),
+                "layout": "2x2",
+            }
+            rows.append(
+                row
+                | {
+                    "theme": world.theme(character),
+                    "task_name": "shapes",
+                    "open": is_open,
+                    "category": category,
+                }
+            )
         world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
 
@@ -89,8 +108,21 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
             characters.append(world.changed(characters[-1], name, rng))
         for character, name in zip(characters, ranked, strict=True):
             world.to_image(_random_panel(character, 64, rng), rng).save(images / name)
-        prompts.append({"idx": folder, "prompt": f"Two views of {world.with_article(reference)}.", "criteria": CRITERIA})
-        ranks.append({"folder": folder, "ref_image": "ref.png", "comp_images": sorted(ranked), "rank_images": ranked})
+        prompts.append(
+            {
+                "idx": folder,
+                "prompt": f"Two views of {world.with_article(reference)}.",
+                "criteria": CRITERIA,
+            }
+        )
+        ranks.append(
+            {
+                "folder": folder,
+                "ref_image": "ref.png",
+                "comp_images": sorted(ranked),
+                "rank_images": ranked,
+            }
+        )
     world.write_jsonl(out / "prompt_data.jsonl", prompts)
     world.write_jsonl(out / "consistency_full_rank.jsonl", ranks)
 
@@ -111,7 +143,11 @@ def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
     for split, count in prompts.items():
         is_test = split == "test"
         rng = np.random.default_rng([seed, 20 + is_test])
-        anchors, pool = (world.HELD_OUT, range(len(world.CHARACTERS))) if is_test else (world.KNOWN, world.KNOWN)
+        anchors, pool = (
+            (world.HELD_OUT, range(len(world.CHARACTERS)))
+            if is_test
+            else (world.KNOWN, world.KNOWN)
+        )
         for number in range(count):
             named = anchors[number % len(anchors)]
             other, views = _another(named, pool, rng), _four_views(rng)
@@ -119,14 +155,24 @@ def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
             idx = f"{split}-{number:04d}"
             (out / "grids" / idx).mkdir(parents=True, exist_ok=True)
             drawn[idx] = []
-            for generation, character in enumerate(rng.permutation([named, named, other, other]).tolist()):
+            for generation, character in enumerate(
+                rng.permutation([named, named, other, other]).tolist()
+            ):
                 shown = [character] * 4
                 for panel in np.flatnonzero(rng.random(4) < DEPARTURES):
                     shown[panel] = _another(character, pool, rng)
-                grid = world.to_image(world.render_grid([world.CHARACTERS[c] for c in shown], views, side, rng), rng)
+                grid = world.to_image(
+                    world.render_grid([world.CHARACTERS[c] for c in shown], views, side, rng), rng
+                )
                 grid.save(out / "grids" / idx / f"{generation}.png", compress_level=1)
                 drawn[idx].append(shown)
-            lines.append({"idx": idx, "prompt": world.grid_prompt(world.CHARACTERS[named], views), "split": split})
+            lines.append(
+                {
+                    "idx": idx,
+                    "prompt": world.grid_prompt(world.CHARACTERS[named], views),
+                    "split": split,
+                }
+            )
     world.write_jsonl(out / "metadata.jsonl", lines)
     (out / "drawn.json").write_text(json.dumps(drawn), encoding="utf-8")
 
@@ -135,7 +181,9 @@ def verdict(first: world.Character | None, second: world.Character | None) -> st
     """The judge's answer on a pair, with its reason. None: the panel is broken."""
     if first == second and first is not None:
         return f"Yes. Both show {world.with_article(first)}."
-    first, second = ("nothing clear" if shown is None else world.with_article(shown) for shown in (first, second))
+    first, second = (
+        "nothing clear" if shown is None else world.with_article(shown) for shown in (first, second)
+    )
     return f"No. First {first}, second {second}."
 
 
@@ -154,7 +202,10 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
             generation, panel = map(int, name.removesuffix(".png").split("/"))
             shown[name] = world.CHARACTERS[drawn[row["folder"]][generation][panel]]
         reference = shown[row["ref_image"]]
-        differing = {name: sum(getattr(c, a) != getattr(reference, a) for a in world.ATTRIBUTES) for name, c in shown.items()}
+        differing = {
+            name: sum(getattr(c, a) != getattr(reference, a) for a in world.ATTRIBUTES)
+            for name, c in shown.items()
+        }
         ranked = sorted(row["comp_images"], key=differing.__getitem__)
         if differing[ranked[0]] or not differing[ranked[-1]]:
             continue
@@ -162,7 +213,11 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
         for name in ranked:
             pair = (row["ref_image"], name)[:: rng.choice([-1, 1])]
             text = verdict(*map(shown.get, pair))
-            reasons[row["folder"], *sorted(pair)] = {"folder": row["folder"], "images": pair, "reason": text}
+            reasons[row["folder"], *sorted(pair)] = {
+                "folder": row["folder"],
+                "images": pair,
+                "reason": text,
+            }
     world.write_jsonl(out / "rankings.jsonl", rankings)
     world.write_jsonl(out / "reasons.jsonl", reasons.values())
     return len(rankings), len(rows)
@@ -178,7 +233,9 @@ def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndar
     generator, grids = torch.Generator().manual_seed(seed), []
     for size, last in itertools.product((32, 64), (1, 2, 3)):
 
-        def end(pipe: FluxPipeline, step: int, timestep: object, tensors: dict, last: int = last) -> dict:
+        def end(
+            pipe: FluxPipeline, step: int, timestep: object, tensors: dict, last: int = last
+        ) -> dict:
             pipe._interrupt = step >= last  # diffusers' way to stop a pipeline
             return tensors
 
@@ -215,7 +272,9 @@ def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
     for image, valid in zip(images, read_grids(images).valid, strict=True):
         side = image.width // 2
         corners = [(x, y, x + side, y + side) for y in (0, side) for x in (0, side)]
-        found += [image.crop(corner) for corner, fine in zip(corners, valid, strict=True) if not fine]
+        found += [
+            image.crop(corner) for corner, fine in zip(corners, valid, strict=True) if not fine
+        ]
     return found
 
 
@@ -226,11 +285,18 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
     (data / "images" / "broken").mkdir(parents=True, exist_ok=True)
     for name, panel in zip(names, panels, strict=True):
         panel.save(data / name, compress_level=1)
-    named = {line["idx"]: read_prompt(line["prompt"]) for line in world.read_jsonl(out / "metadata.jsonl")}
+    named = {
+        line["idx"]: read_prompt(line["prompt"])
+        for line in world.read_jsonl(out / "metadata.jsonl")
+    }
     sets: dict[str, list[dict]] = {name: [] for name in (TRAIN, *TESTS)}
     for split, targets in (("train", (TRAIN,)), ("test", TESTS)):
         rng = np.random.default_rng([seed, 50, split == "test"])
-        pool = [name for number, name in enumerate(names) if (number // 16 % 4 == 0) == (split == "test")]
+        pool = [
+            name
+            for number, name in enumerate(names)
+            if (number // 16 % 4 == 0) == (split == "test")
+        ]
         file = data / f"toy_pairs_cot_{split}.json"
         rows = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
@@ -238,20 +304,34 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
             own = [row for row in rows if row["messages"][1]["content"].startswith(label)]
             for number, row in enumerate(own[: len(own) // len(targets) * len(targets)]):
                 target = targets[number % len(targets)]
-                kind = dict(zip(TESTS, THEMES)).get(target) or THEMES[number // len(targets) % len(THEMES)]
+                kind = (
+                    dict(zip(TESTS, THEMES)).get(target)
+                    or THEMES[number // len(targets) % len(THEMES)]
+                )
                 character = named[Path(row["images"][0]).parts[1]]
                 if kind == "open":
-                    character = world.opened(character, world.OPENINGS[rng.integers(len(world.OPENINGS))])
-                text = load_question("pair").text() if kind == "none" else theme_question(world.theme(character))
+                    character = world.opened(
+                        character, world.OPENINGS[rng.integers(len(world.OPENINGS))]
+                    )
+                text = (
+                    load_question("pair").text()
+                    if kind == "none"
+                    else theme_question(world.theme(character))
+                )
                 row["messages"][0]["content"] = pair_prefix(DEFAULT_FORM) + text
-                if label == "No" and (target == TESTS[-1] or target == TRAIN and number % BROKEN_TRAINING == 0):
+                if label == "No" and (
+                    target == TESTS[-1] or target == TRAIN and number % BROKEN_TRAINING == 0
+                ):
                     _break_panels(row, pool, rng)
                 sets[target].append(row)
     for name, rows in sets.items():
         (data / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
     file = data / "dataset_info.json"
     entry = json.loads(file.read_text(encoding="utf-8"))[TRAIN]
-    file.write_text(json.dumps({name: entry | {"file_name": f"{name}.json"} for name in sets}, indent=2), encoding="utf-8")
+    file.write_text(
+        json.dumps({name: entry | {"file_name": f"{name}.json"} for name in sets}, indent=2),
+        encoding="utf-8",
+    )
 
 
 def _break_panels(row: dict, names: list[str], rng: np.random.Generator) -> None:
@@ -265,12 +345,23 @@ def _break_panels(row: dict, names: list[str], rng: np.random.Generator) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("world", "annotate", "finish", "edits"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0, help="changes everything except which characters are held out")
-    parser.add_argument("--sets", type=Path, help="annotate: sets.jsonl of paco-reward build-dataset --sets_only")
-    parser.add_argument("--data", type=Path, help="finish: output folder of paco-reward build-dataset")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="changes everything except which characters are held out",
+    )
+    parser.add_argument(
+        "--sets", type=Path, help="annotate: sets.jsonl of paco-reward build-dataset --sets_only"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="finish: output folder of paco-reward build-dataset"
+    )
     parser.add_argument("--flux", type=Path, help="finish: the toy FLUX, a weak generator")
     arguments = parser.parse_args()
     out, seed = arguments.out, arguments.seed

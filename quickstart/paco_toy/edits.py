@@ -51,7 +51,12 @@ class Edit:
     def row(self) -> dict[str, Any]:
         """Fields of a metadata row, which ``read_edits`` reads."""
         scene = [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)]
-        return {"scene": scene, "place": self.place, "attribute": self.attribute, "value": self.value}
+        return {
+            "scene": scene,
+            "place": self.place,
+            "attribute": self.attribute,
+            "value": self.value,
+        }
 
 
 def read_edits(items: Sequence) -> list[Edit]:
@@ -70,7 +75,11 @@ def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequenc
     while not before:  # some results are reachable only from characters that are not known
         result, attribute = world.CHARACTERS[rng.choice(results)], str(rng.choice(EDITABLE))
         value = getattr(result, attribute)
-        others = [dataclasses.replace(result, **{attribute: v}) for v in world.ATTRIBUTES[attribute] if v != value]
+        others = [
+            dataclasses.replace(result, **{attribute: v})
+            for v in world.ATTRIBUTES[attribute]
+            if v != value
+        ]
         before = [c for c in others if world.CHARACTER_INDEX[c] in known]
     characters = [before[rng.integers(len(before))]]
     while len(characters) < 4:
@@ -100,7 +109,9 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
         world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
 
-def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[np.ndarray, np.ndarray]:
+def judge_edits(
+    images: Sequence[Image.Image], edits: Sequence[Edit]
+) -> tuple[np.ndarray, np.ndarray]:
     """Followed and kept of 2x2 grids, float64 (B,) each."""
     reading, followed, kept = read_grids(images), np.zeros(len(edits)), np.zeros(len(edits))
     for b, edit in enumerate(edits):
@@ -111,7 +122,10 @@ def judge_edits(images: Sequence[Image.Image], edits: Sequence[Edit]) -> tuple[n
             if panel == edit.place:
                 (other,) = set(EDITABLE) - {edit.attribute}
                 same = getattr(shown, other) == getattr(edit.result, other)
-                followed[b] = shown.shape == edit.result.shape and getattr(shown, edit.attribute) == edit.value
+                followed[b] = (
+                    shown.shape == edit.result.shape
+                    and getattr(shown, edit.attribute) == edit.value
+                )
             kept[b] += (int(same_view) + int(same)) / 8
     return followed, kept
 

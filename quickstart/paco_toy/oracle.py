@@ -28,7 +28,9 @@ class Reading:
     view: np.ndarray  # int, index into VIEWS; meaningless where invalid
     valid: np.ndarray  # bool
 
-    def _pairs(self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+    def _pairs(
+        self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray
+    ) -> np.ndarray:
         valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
         return np.mean(valid & agree(values[:, _FIRST], values[:, _SECOND]), axis=1)
 
@@ -44,7 +46,9 @@ class Reading:
         """Which panels have every attribute that their prompt names: bool (B, 4)."""
         right = self.valid.copy()
         for name, values in world.ATTRIBUTES.items():
-            wanted = np.array([[values.index(v) if (v := getattr(c, name)) != world.OPEN else -1] for c in named])
+            wanted = np.array(
+                [[values.index(v) if (v := getattr(c, name)) != world.OPEN else -1] for c in named]
+            )
             right &= (wanted < 0) | (world.ATTRIBUTE_VALUES[name][self.character] == wanted)
         return right
 
@@ -67,7 +71,10 @@ class Reading:
         """
         right = self.shows(named) & np.array([[attribute in c.left_open] for c in named])
         values = np.arange(len(world.ATTRIBUTES[attribute]))
-        votes = ((world.ATTRIBUTE_VALUES[attribute][self.character][..., None] == values) & right[..., None]).sum(axis=1)
+        votes = (
+            (world.ATTRIBUTE_VALUES[attribute][self.character][..., None] == values)
+            & right[..., None]
+        ).sum(axis=1)
         most = (votes == votes.max(axis=1, keepdims=True)) & votes.any(axis=1, keepdims=True)
         return most / np.maximum(most.sum(axis=1, keepdims=True), 1)
 
@@ -113,7 +120,12 @@ def read_prompt(prompt: str) -> world.Character:
     """The character that a prompt or theme of the shapes world names; raises ValueError for others."""
     found = re.search(r" depicting an? ([^.]*)\.", prompt)
     words = found[1] if found else ""
-    named = {name: word for word in words.split() for name, values in world.ATTRIBUTES.items() if word in values}
+    named = {
+        name: word
+        for word in words.split()
+        for name, values in world.ATTRIBUTES.items()
+        if word in values
+    }
     character = world.Character(**dict.fromkeys(world.ATTRIBUTES, world.OPEN) | named)
     if not named or str(character) != words:
         raise ValueError(f"not a prompt of the shapes world: {prompt!r}")
@@ -130,7 +142,9 @@ def _reward(measure: Callable[[Reading, Sequence], np.ndarray]) -> Callable[[], 
 
 
 oracle_consistency = _reward(lambda reading, items: reading.consistency())
-oracle_alignment = _reward(lambda reading, items: reading.alignment([read_prompt(item.prompt) for item in items]))
+oracle_alignment = _reward(
+    lambda reading, items: reading.alignment([read_prompt(item.prompt) for item in items])
+)
 oracle_distinct = _reward(lambda reading, items: reading.distinctness())
 
 

@@ -42,7 +42,9 @@ def run(log: Path, command: list[str]) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
     with open(log, "ab") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
     try:
         while process.poll() is None:
             if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
@@ -50,20 +52,30 @@ def run(log: Path, command: list[str]) -> int:
                 show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(*last_lines(log, 1))}")
             time.sleep(0.1)
     finally:
-        for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ():
+        for number, patience in (
+            ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ()
+        ):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
                 process.wait(patience)
                 break
-    show(f"      {log.stem}: {time.monotonic() - began:.0f} s" + ("\n" if sys.stdout.isatty() else ""))
+    show(
+        f"      {log.stem}: {time.monotonic() - began:.0f} s"
+        + ("\n" if sys.stdout.isatty() else "")
+    )
     if process.returncode:
         lines = "".join(f"  | {line}\n" for line in last_lines(log, 12))
-        print(f"{log.stem} failed with status {process.returncode}:\n{lines}The whole log: {log}", file=sys.stderr)
+        print(
+            f"{log.stem} failed with status {process.returncode}:\n{lines}The whole log: {log}",
+            file=sys.stderr,
+        )
     return process.returncode if process.returncode >= 0 else 1
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(AttributeError, OSError):  # SIGTERM even if the parent is killed (Linux: PR_SET_PDEATHSIG)
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # SIGTERM even if the parent is killed (Linux: PR_SET_PDEATHSIG)
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)

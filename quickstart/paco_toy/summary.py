@@ -42,7 +42,9 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
     if "oracle_edit" in rewards:
         return rewards.reindex(columns=list(EDIT_MEASURES)), []
     if any(row["file"] is None for row in rows):
-        raise SystemExit(f"{folder} has no images for the oracle to read: leave test.save_eval_images=True")
+        raise SystemExit(
+            f"{folder} has no images for the oracle to read: leave test.save_eval_images=True"
+        )
     named = [read_prompt(row["prompt"]) for row in rows]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
     scores = {
@@ -68,14 +70,24 @@ def policy_measures(run: Path) -> dict[str, Any]:
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
-        raise SystemExit(f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed")
+        raise SystemExit(
+            f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed"
+        )
     (before, first), (after, last) = scores_of(folders[0]), scores_of(folders[-1])
     change, count = (after - before).dropna(axis=1, how="all"), len(after)
-    found = {"before": before[change.columns].mean().to_dict(), "after": after[change.columns].mean().to_dict()}
-    found["change"] = {name: {"mean": each.mean(), "stderr": each.sem()} for name, each in change.items()}
+    found = {
+        "before": before[change.columns].mean().to_dict(),
+        "after": after[change.columns].mean().to_dict(),
+    }
+    found["change"] = {
+        name: {"mean": each.mean(), "stderr": each.sem()} for name, each in change.items()
+    }
     every, rng = slice(None), np.random.default_rng(0)
     if not math.isnan(diversity(last, every)):
-        found["before"]["choice"], found["after"]["choice"] = diversity(first, every), diversity(last, every)
+        found["before"]["choice"], found["after"]["choice"] = (
+            diversity(first, every),
+            diversity(last, every),
+        )
         drawn = [rng.integers(count, size=count) for _ in range(400)]
         error = np.nanstd([diversity(last, images) - diversity(first, images) for images in drawn])
         mean = found["after"]["choice"] - found["before"]["choice"]
@@ -87,13 +99,20 @@ def policy_measures(run: Path) -> dict[str, Any]:
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items (`accuracy`, `kendalltau`, …)."""
-    metrics = pd.DataFrame([row["metrics"] for row in read_jsonl(path) if not row.get("error")], dtype=np.float64)
+    metrics = pd.DataFrame(
+        [row["metrics"] for row in read_jsonl(path) if not row.get("error")], dtype=np.float64
+    )
     return metrics.mean().to_dict() | {"items": len(metrics)}
 
 
 def judge_measures(out: Path) -> dict[str, Any]:
-    judged = {name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")}
-    ranks = {path.stem == "histogram": rank_measures(path) for path in (out / "rank_results").glob("*.jsonl")}
+    judged = {
+        name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")
+    }
+    ranks = {
+        path.stem == "histogram": rank_measures(path)
+        for path in (out / "rank_results").glob("*.jsonl")
+    }
     return {"judge": judged, "rank": ranks[False] | {"histogram": ranks[True]}}
 
 
@@ -105,8 +124,12 @@ def judge_id(folder: Path) -> str:
 
 def commit() -> str:
     """The repository's commit, with `+changes` if files other than results.csv differ from it."""
-    command = "git rev-parse --short HEAD && git status --porcelain -uno -- . ':!quickstart/results.csv'"
-    found = subprocess.run(["bash", "-c", command], cwd=REPO, check=False, capture_output=True, text=True)
+    command = (
+        "git rev-parse --short HEAD && git status --porcelain -uno -- . ':!quickstart/results.csv'"
+    )
+    found = subprocess.run(
+        ["bash", "-c", command], cwd=REPO, check=False, capture_output=True, text=True
+    )
     head, *changes = found.stdout.splitlines() or ["unknown"]
     return head + ("+changes" if changes else "")
 
@@ -126,9 +149,17 @@ def table(summary: dict[str, Any]) -> str:
         add("judge: AUC", base, lora, "auc")
         add("tau-b of histogram, of judge", rank["histogram"], rank, "kendalltau")
     policy = summary["policy"]
-    lines.append(f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px")
+    lines.append(
+        f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px"
+    )
     for name, change in policy["change"].items():
-        add(f"  {LABELS[name]}", policy["before"], policy["after"], name, f"{change['mean']:+.3f} ±{change['stderr']:.3f}")
+        add(
+            f"  {LABELS[name]}",
+            policy["before"],
+            policy["after"],
+            name,
+            f"{change['mean']:+.3f} ±{change['stderr']:.3f}",
+        )
     return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes."])
 
 
@@ -139,7 +170,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     arguments = parser.parse_args()
     out = arguments.out
-    seconds = {name: int(value) for name, value in map(str.split, (out / "done").read_text().splitlines())}
+    seconds = {
+        name: int(value) for name, value in map(str.split, (out / "done").read_text().splitlines())
+    }
     (out / "stage_seconds.json").write_text(json.dumps(seconds))
     summary = {
         "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,

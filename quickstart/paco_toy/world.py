@@ -31,10 +31,18 @@ COLOURS = {
 }
 STYLES = ("filled", "outlined", "striped")
 ATTRIBUTES = {"style": STYLES, "colour": tuple(COLOURS), "shape": SHAPES}  # of a character
-POSITIONS = {"centre": (0.5, 0.5), "left": (0.34, 0.5), "right": (0.66, 0.5), "top": (0.5, 0.34), "bottom": (0.5, 0.66)}
+POSITIONS = {
+    "centre": (0.5, 0.5),
+    "left": (0.34, 0.5),
+    "right": (0.66, 0.5),
+    "top": (0.5, 0.34),
+    "bottom": (0.5, 0.66),
+}
 SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
 LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
-OPENINGS = tuple(o for n in (1, 2) for o in itertools.combinations(ATTRIBUTES, n))  # what a prompt can leave open
+OPENINGS = tuple(
+    o for n in (1, 2) for o in itertools.combinations(ATTRIBUTES, n)
+)  # what a prompt can leave open
 # Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
 _SUPERSAMPLE = 3
@@ -73,7 +81,8 @@ VIEWS = tuple(View(*v) for v in itertools.product(SIZES, POSITIONS))
 CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
 VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
 ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each character has
-    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS]) for name, values in ATTRIBUTES.items()
+    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS])
+    for name, values in ATTRIBUTES.items()
 }
 # Indices into CHARACTERS, the same for every seed. Base models know all of them; LoRA and RL see only KNOWN.
 HELD_OUT = tuple(sorted(np.random.default_rng(20251204).permutation(len(CHARACTERS))[:21].tolist()))
@@ -112,7 +121,9 @@ def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)  # characters that differ only in colour and style share it
-def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+def _geometry(
+    shape: str, view: View, side: int, jitter: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Distance to the outline and a diagonal coordinate, in radii, on the supersampled panel."""
     radius, n = SIZES[view.size], side * _SUPERSAMPLE
     cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
@@ -121,7 +132,9 @@ def _geometry(shape: str, view: View, side: int, jitter: tuple[float, float]) ->
     return _signed_distance(shape, x, y), x + y
 
 
-def render_panel(character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+def render_panel(
+    character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)
+) -> np.ndarray:
     """One panel, float32 (S, S, 3); jitter: shift (x, y) as a share of the side."""
     distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
@@ -147,10 +160,14 @@ def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
     return np.vstack([np.hstack(panels[:2]), np.hstack(panels[2:])])
 
 
-def render_grid(characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None) -> np.ndarray:
+def render_grid(
+    characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None
+) -> np.ndarray:
     """Four panels as one (2S, 2S, 3) image; with ``rng``, each has a random jitter."""
     jitters = [random_jitter(rng) if rng else (0.0, 0.0) for _ in characters]
-    return assemble_grid([render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)])
+    return assemble_grid(
+        [render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)]
+    )
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:

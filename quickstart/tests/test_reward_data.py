@@ -20,18 +20,28 @@ PROMPTS = {"train": 40, "test": 10}
 def built(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("world")
     build_world.draw(out, seed=3, prompts=PROMPTS)
-    build = [Path(sys.executable).with_name("paco-reward"), "build-dataset", "--grids", out / "grids"]
+    build = [
+        Path(sys.executable).with_name("paco-reward"),
+        "build-dataset",
+        "--grids",
+        out / "grids",
+    ]
     build += ["--metadata", out / "metadata.jsonl", "--output", out / "data", "--name", "toy_pairs"]
     subprocess.run([*build, "--sets_only"], check=True)
     ranked, sets = build_world.annotate(out, out / "data" / "sets.jsonl")
     assert 0.5 * sets < ranked < sets
-    subprocess.run([*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl"], check=True)
+    subprocess.run(
+        [*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl"],
+        check=True,
+    )
     build_world.finish(out, out / "data", FLUX, seed=3)
     return out
 
 
 def rows(built: Path, *names: str) -> list[dict]:
-    return [row for name in names for row in json.loads((built / "data" / f"{name}.json").read_text())]
+    return [
+        row for name in names for row in json.loads((built / "data" / f"{name}.json").read_text())
+    ]
 
 
 def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | None, str, str]]:
@@ -40,9 +50,14 @@ def pairs(built: Path, *names: str) -> list[tuple[Character | None, Character | 
 
     def shown(image: str) -> Character | None:
         _, folder, *place = image.removesuffix(".png").split("/")
-        return None if folder == "broken" else CHARACTERS[drawn[folder][int(place[0])][int(place[1])]]
+        return (
+            None if folder == "broken" else CHARACTERS[drawn[folder][int(place[0])][int(place[1])]]
+        )
 
-    return [(*map(shown, row["images"]), *(message["content"] for message in row["messages"])) for row in rows(built, *names)]
+    return [
+        (*map(shown, row["images"]), *(message["content"] for message in row["messages"]))
+        for row in rows(built, *names)
+    ]
 
 
 def asked(question: str) -> Character | None:
@@ -72,17 +87,30 @@ def test_full_open_and_missing_themes_come_in_equal_parts(built):
     tests = [pairs(built, name) for name in TESTS]
     assert len({len(found) for found in tests}) == 1
     full, opened, none, weak = ([asked(question) for *_, question, _ in found] for found in tests)
-    assert not any(c.left_open for c in full) and all(c.left_open for c in opened) and set(none) == {None}
+    assert (
+        not any(c.left_open for c in full)
+        and all(c.left_open for c in opened)
+        and set(none) == {None}
+    )
     assert {c and bool(c.left_open) for c in weak} == {True, False, None}
     for label in ("Yes", "No"):
-        named = [asked(question) for *_, question, answer in pairs(built, TRAIN) if answer.startswith(label)]
-        counts = [sum((c and bool(c.left_open)) is kind for c in named) for kind in (True, False, None)]
+        named = [
+            asked(question)
+            for *_, question, answer in pairs(built, TRAIN)
+            if answer.startswith(label)
+        ]
+        counts = [
+            sum((c and bool(c.left_open)) is kind for c in named) for kind in (True, False, None)
+        ]
         assert max(counts) - min(counts) <= 1
 
 
 def test_weak_pairs_show_broken_panels_that_are_not_trained_on(built):
     assert all(None in pair[:2] for pair in pairs(built, TESTS[3]) if pair[3].startswith("No"))
-    trained, tested = ({image for row in rows(built, *names) for image in row["images"]} for names in ((TRAIN,), TESTS))
+    trained, tested = (
+        {image for row in rows(built, *names) for image in row["images"]}
+        for names in ((TRAIN,), TESTS)
+    )
     assert trained.isdisjoint(tested)
 
 

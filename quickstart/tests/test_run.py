@@ -64,7 +64,9 @@ def start(repo: Path, *arguments: str, **more: str) -> subprocess.Popen:
     # Tests that were started in the background have some signals ignored, and bash keeps that.
     command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh", *arguments]
     env = {**os.environ, "REAL": sys.executable, "STATE": str(repo), "FAIL": "", "HANG": "", **more}
-    return subprocess.Popen(command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def drive(repo: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
@@ -81,7 +83,11 @@ def calls(repo: Path) -> list[str]:
 
 def running(repo: Path) -> list[psutil.Process]:
     """Processes that were started with our stand-in repository."""
-    return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("STATE") == str(repo)]
+    return [
+        p
+        for p in psutil.process_iter(["environ"])
+        if (p.info["environ"] or {}).get("STATE") == str(repo)
+    ]
 
 
 def test_everything_once_then_nothing_then_fresh(repo):
@@ -89,8 +95,14 @@ def test_everything_once_then_nothing_then_fresh(repo):
     status, output, error = drive(repo, *options)
     assert status == 0, output + error
     made = calls(repo)
-    assert len(made) == len(ORDER) and all(word in call for word, call in zip(ORDER, made, strict=True)), made
-    assert all("--seed 3" in made[i] for i in (0, 1, 3, 4)) and "seed=3" in made[6] and "--config.seed=3" in made[14]
+    assert len(made) == len(ORDER) and all(
+        word in call for word, call in zip(ORDER, made, strict=True)
+    ), made
+    assert (
+        all("--seed 3" in made[i] for i in (0, 1, 3, 4))
+        and "seed=3" in made[6]
+        and "--config.seed=3" in made[14]
+    )
     assert "--config.num_epochs=2" in made[14] and "--config.max_train_minutes=2" in made[14]
     assert set(re.findall(r"port=(\d+)", made[14])) == {made[13].removeprefix("launch.sh ")}
     assert not (repo / "serving").exists() and running(repo) == []
@@ -113,8 +125,18 @@ def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     assert "judge went away" in error and "5-rl.log" in error and "Traceback" not in error
     assert not (repo / "serving").exists() and "stop.sh" in calls(repo)[-1]
     assert drive(repo)[0] == 0
-    made = [call.split()[0] for call in calls(repo)]  # the server is started again, the judge is not trained again
-    assert made == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "python", "python", "stop.sh"]
+    made = [
+        call.split()[0] for call in calls(repo)
+    ]  # the server is started again, the judge is not trained again
+    assert made == [
+        "stop.sh",
+        "launch.sh",
+        "train_flux.sh",
+        "stop.sh",
+        "python",
+        "python",
+        "stop.sh",
+    ]
 
 
 def test_a_wrong_seed_keeps_the_results(repo):

@@ -25,11 +25,18 @@ def run_in_clone(folder: Path, *command: str) -> tuple[Path, str, int]:
                                    stderr=file)  # fmt: skip
     while process.poll() is None:
         found = psutil.process_iter(["environ", "memory_full_info"])
-        own = [p.info["memory_full_info"] for p in found if (p.info["environ"] or {}).get("MEASURED") == str(folder)]
+        own = [
+            p.info["memory_full_info"]
+            for p in found
+            if (p.info["environ"] or {}).get("MEASURED") == str(folder)
+        ]
         peak = max(peak, sum(memory.pss for memory in own if memory))
         time.sleep(5)
     out = clone / "quickstart" / "out"
-    tails = [f"\n--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(out.rglob("logs/*.log"))]
+    tails = [
+        f"\n--- {p.name}\n{p.read_text(errors='replace')[-1500:]}"
+        for p in sorted(out.rglob("logs/*.log"))
+    ]
     assert process.returncode == 0, printed.read_text()[-3000:] + "".join(tails)
     shutil.rmtree(clone / ".venv")  # gigabytes
     return out, printed.read_text(), peak
@@ -42,7 +49,9 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
     assert lora["accuracy"] >= 0.94 and lora["auc"] >= 0.98
-    assert len(lora["kinds"]) == 4 and all(kind["accuracy"] >= 0.90 for kind in lora["kinds"].values())
+    assert len(lora["kinds"]) == 4 and all(
+        kind["accuracy"] >= 0.90 for kind in lora["kinds"].values()
+    )
     assert summary["rank"]["kendalltau"] > summary["rank"]["histogram"]["kendalltau"]
     policy = summary["policy"]
     assert (policy["train_resolution"], policy["test_resolution"]) == (64, 128)
@@ -55,7 +64,9 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
     assert all(policy["change"][name]["mean"] >= -0.05 for name in ("valid", "distinct"))
     assert peak <= 6 * 2**30
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl"}
-    assert summary["minutes"] <= 20  # 13 are promised; a machine that is busy otherwise gets some air
+    assert (
+        summary["minutes"] <= 20
+    )  # 13 are promised; a machine that is busy otherwise gets some air
     assert printed.strip().endswith(str(out / "report.html"))
     text = (out / "report.html").read_text()
     assert text.count("<article>") == 12 and "accuracy on held-out pairs" in text
@@ -72,5 +83,8 @@ def test_a_short_run_of_the_editor(tmp_path):
     options = [f"--config.{name}={value}" for name, value in sizes.items()]
     out, printed, _ = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
     policy = json.loads((out / "editing" / "summary.json").read_text())["policy"]
-    assert policy["num_images"] == 8 and (policy["train_resolution"], policy["test_resolution"]) == (64, 64)
+    assert policy["num_images"] == 8 and (
+        policy["train_resolution"],
+        policy["test_resolution"],
+    ) == (64, 64)
     assert "edit score" in printed and (out / "editing" / "report.html").is_file()

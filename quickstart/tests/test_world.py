@@ -12,7 +12,15 @@ from paco_grpo.data.prompts import load_prompts
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts
-from paco_toy.edits import build_edits, judge_edits, oracle_edit, oracle_followed, oracle_kept, random_edit, read_edits
+from paco_toy.edits import (
+    build_edits,
+    judge_edits,
+    oracle_edit,
+    oracle_followed,
+    oracle_kept,
+    random_edit,
+    read_edits,
+)
 from paco_toy.oracle import Reading, evenness, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
     ATTRIBUTES,
@@ -34,18 +42,24 @@ FOUR_VIEWS = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4
 
 def draw(characters, views=(0, 3, 6, 9), side=32, seed=0):
     rng = np.random.default_rng(seed)
-    return to_image(render_grid([CHARACTERS[c] for c in characters], [VIEWS[v] for v in views], side, rng))
+    return to_image(
+        render_grid([CHARACTERS[c] for c in characters], [VIEWS[v] for v in views], side, rng)
+    )
 
 
 @given(st.sampled_from(CHARACTERS), st.sampled_from([(), *OPENINGS]), FOUR_VIEWS)
-def test_prompts_are_read_back_cut_by_the_real_parser_and_silent_on_what_is_open(character, attributes, views):
+def test_prompts_are_read_back_cut_by_the_real_parser_and_silent_on_what_is_open(
+    character, attributes, views
+):
     named = opened(character, attributes)
     prompt = grid_prompt(named, [VIEWS[v] for v in views])
     assert read_prompt(prompt) == named
     grid = split_prompt(prompt)
     assert (grid.rows, grid.cols) == (2, 2)
     assert [text.strip().rstrip(".") for text in grid.panels] == [str(VIEWS[v]) for v in views]
-    assert {getattr(character, name) for name in attributes}.isdisjoint(grid.theme.replace(".", " ").split())
+    assert {getattr(character, name) for name in attributes}.isdisjoint(
+        grid.theme.replace(".", " ").split()
+    )
 
 
 def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
@@ -54,7 +68,9 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
     named = [read_prompt(row["prompt"]) for row in rows]
     assert [row["open"] for row in rows] == [bool(c.left_open) for c in named]
     counts = {name: sum(name in c.left_open for c in named) for name in ATTRIBUTES}
-    assert counts["style"] == counts["colour"] > 0 == counts["shape"]  # the base cannot draw an open shape
+    assert (
+        counts["style"] == counts["colour"] > 0 == counts["shape"]
+    )  # the base cannot draw an open shape
     assert Counter(row["open"] for row in rows) == {True: 48, False: 48}
     assert list(Counter(row["category"] for row in rows).values()) == [24] * 4
 
@@ -68,11 +84,17 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
 )
 def test_the_oracle_is_exact_on_clean_renderings(characters, views, side, seed):
     reading = read_grids([draw(characters, views, side, seed)])
-    assert reading.valid.all() and reading.character.tolist() == [characters] and reading.view.tolist() == [list(views)]
+    assert (
+        reading.valid.all()
+        and reading.character.tolist() == [characters]
+        and reading.view.tolist() == [list(views)]
+    )
     same = [a == b for i, a in enumerate(characters) for b in characters[i + 1 :]]
     assert reading.consistency()[0] == pytest.approx(np.mean(same))
     assert reading.distinctness()[0] == 1.0
-    assert reading.alignment([CHARACTERS[characters[0]]])[0] == np.mean([c == characters[0] for c in characters])
+    assert reading.alignment([CHARACTERS[characters[0]]])[0] == np.mean(
+        [c == characters[0] for c in characters]
+    )
 
 
 STAR = opened(Character("striped", "red", "star"), ["colour"])
@@ -92,7 +114,11 @@ def reading_of(*grids):
     [
         (stars("red", "red", "red", "red"), 1.0, 1.0),
         (stars("red", "red", "blue", "blue"), 2 / 6, 1.0),
-        ([*stars("red", "red", "blue"), *stars("red", shape="circle")], 1 / 3, 0.75),  # the circle is not asked for
+        (
+            [*stars("red", "red", "blue"), *stars("red", shape="circle")],
+            1 / 3,
+            0.75,
+        ),  # the circle is not asked for
         ([*stars("red", "red"), -1, -1], 1.0, 0.5),
         ([-1] * 4, 0.0, 0.0),
     ],
@@ -114,22 +140,33 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
     open_prompt, full = grid_prompt(STAR, VIEWS[:4]), grid_prompt(CHARACTERS[0], VIEWS[:4])
     items = [Item(0, open_prompt), Item(0, open_prompt), Item(1, open_prompt), Item(0, open_prompt)]
     # Of the panels' pairs, half are equal; an image alone is like no other.
-    assert oracle_between_images()(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
+    assert oracle_between_images()(images, items) == pytest.approx(
+        [1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0]
+    )
     assert oracle_between_images()(images[:1] * 2, [Item(0, full)] * 2).tolist() == [1.0, 1.0]
-    assert oracle_between_images()([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [0.0, 0.0]
+    assert oracle_between_images()([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [
+        0.0,
+        0.0,
+    ]
     gray = Image.new("RGB", (64, 64), (128,) * 3)  # panels that show no character are like no other
     assert oracle_between_images()([gray] * 2, [Item(0, open_prompt)] * 2).tolist() == [1.0, 1.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
-    reds, blues, tie = stars(*["red"] * 4), stars("blue", "blue", "blue", "red"), stars("red", "red", "blue", "blue")
+    reds, blues, tie = (
+        stars(*["red"] * 4),
+        stars("blue", "blue", "blue", "red"),
+        stars("red", "red", "blue", "blue"),
+    )
     bit = np.log(2) / np.log(7)
     assert evenness(reading_of(reds, reds).choices([STAR] * 2, "colour")) == 0.0
     assert evenness(reading_of(reds, blues).choices([STAR] * 2, "colour")) == pytest.approx(bit)
     assert evenness(reading_of(tie).choices([STAR], "colour")) == pytest.approx(bit)
     every = [stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]]
     assert evenness(reading_of(*every).choices([STAR] * 7, "colour")) == pytest.approx(1.0)
-    full = Character("striped", "blue", "star")  # an image of a full prompt, and one without an answer, do not count
+    full = Character(
+        "striped", "blue", "star"
+    )  # an image of a full prompt, and one without an answer, do not count
     assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
     assert np.isnan(evenness(reading_of(reds).choices([STAR], "shape")))
 
@@ -146,9 +183,13 @@ def test_edits_are_judged_exactly_on_clean_renderings(seed, side):
     edit, *more = (random_edit(np.random.default_rng(seed + i), KNOWN, KNOWN) for i in range(5))
     # Every other panel shows another character elsewhere.
     others = [
-        edit.result if i == edit.place or other.result == edit.characters[i] else other.result for i, other in enumerate(more)
+        edit.result if i == edit.place or other.result == edit.characters[i] else other.result
+        for i, other in enumerate(more)
     ]
-    moved = [v if i == edit.place else VIEWS[(VIEWS.index(v) + 3) % len(VIEWS)] for i, v in enumerate(edit.views)]
+    moved = [
+        v if i == edit.place else VIEWS[(VIEWS.index(v) + 3) % len(VIEWS)]
+        for i, v in enumerate(edit.views)
+    ]
     scenes = [(edit.edited(), edit.views), (edit.characters, edit.views), (others, moved)]
     images = [to_image(render_grid(*scene, side)) for scene in scenes]
     followed, kept = judge_edits([*images, Image.new("RGB", (64, 64), "white")], [edit] * 4)
@@ -160,7 +201,10 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     for folder in ("a", "b"):
         build_edits(tmp_path / folder, seed=3, train=3, test=4)
     items = load_prompts(tmp_path / "a", "test", "geneval_image")
-    assert [item.metadata["category"] for item in items] == ["training character", "held-out character"] * 2
+    assert [item.metadata["category"] for item in items] == [
+        "training character",
+        "held-out character",
+    ] * 2
     edits = read_edits(items)
     assert [item.prompt for item in items] == [edit.instruction for edit in edits]
     references = [item.image for item in items]

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).parent), *(str(REPOSITORY / part / "tests") for part in ("PaCo-GRPO", "PaCo-Reward"))]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(REPOSITORY / part / "tests") for part in ("PaCo-GRPO", "PaCo-Reward")),
+]
 
 import tiny_judge
 from terminal import Terminal

@@ -29,7 +29,11 @@ TOY_JUDGE = {
     "max_steps": 1, "global_batch_size": 8, "cutoff_len": 512, "image_max_pixels": 4096, "bf16": False,
     "preprocessing_num_workers": 1, "dataloader_num_workers": 0, "lora_rank": 4, "plot_loss": False,
 }  # fmt: skip
-DATA_SETS = ("consistency_reward_cot_train", "sharegpt_editing_cot", "consistency_reward_cot_test")  # of the judge
+DATA_SETS = (
+    "consistency_reward_cot_train",
+    "sharegpt_editing_cot",
+    "consistency_reward_cot_test",
+)  # of the judge
 STAND_INS = r"""
 set -eo pipefail
 clean_path="$PATH"
@@ -80,7 +84,11 @@ class Terminal:
 
     def stop_servers(self) -> None:
         for state in Path(self.environment["PACO_RUNTIME_DIR"]).glob("*/state.json"):
-            self.run("conda activate paco-grpo\nbash vllm_server/stop.sh", "PaCo-GRPO", VLLM_LABEL=state.parent.name)
+            self.run(
+                "conda activate paco-grpo\nbash vllm_server/stop.sh",
+                "PaCo-GRPO",
+                VLLM_LABEL=state.parent.name,
+            )
 
 
 def check_learning(run: Path, reward: str) -> None:
@@ -98,5 +106,8 @@ def save_editing_set(folder: Path) -> None:
         for shade in (40, 120, 200):
             Image.new("RGB", (64, 64), (shade, 90, 60)).save(data := io.BytesIO(), "PNG")
             images.append(data.getvalue())
-        columns = {"prompt": ["make the star blue", "make the star red", "make it green"], "image": images}
+        columns = {
+            "prompt": ["make the star blue", "make the star red", "make it green"],
+            "image": images,
+        }
         pyarrow.parquet.write_table(pyarrow.table(columns), folder / f"{split}.parquet")

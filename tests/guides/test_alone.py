@@ -15,11 +15,15 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")
+    }
     clean["PYTHONFAULTHANDLER"] = "1"  # a crash names its place
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    assert done.returncode == 0, f"{command} ended with status {done.returncode}:\n{done.stdout[-1200:]}"
+    assert done.returncode == 0, (
+        f"{command} ended with status {done.returncode}:\n{done.stdout[-1200:]}"
+    )
     return done.stdout
 
 
@@ -69,16 +73,29 @@ def test_paco_grpo(place, published, open_clip, tmp_path):
 
     bash("vllm_server/launch.sh")  # two models: through the gateway
     try:
-        scores = run([python, Path(__file__).with_name("alone_grpo.py"), port, clip, open_clip], folder, HF_HUB_OFFLINE="1")
+        scores = run(
+            [python, Path(__file__).with_name("alone_grpo.py"), port, clip, open_clip],
+            folder,
+            HF_HUB_OFFLINE="1",
+        )
         assert "ocr 1.000" in scores
 
-        clips = {"pickscore": {"model": str(clip), "processor": str(clip)}, "subfig_clipT": {"model": open_clip}}
+        clips = {
+            "pickscore": {"model": str(clip), "processor": str(clip)},
+            "subfig_clipT": {"model": open_clip},
+        }
         options = TOY_SIZE | {
             "pretrained.model": "../quickstart/models/flux", "run_name": "t2is", "max_sequence_length": 32,
             "train.reward_fn_kwargs": clips | {"consistency_score": {"port": port, "model": "Paco-Reward-7B"}},
         }  # fmt: skip
-        bash("scripts/single_node/train_flux.sh", "t2is", *(f"--config.{key}={value}" for key, value in options.items()))
-        rows = map(json.loads, (folder / "runs" / "t2is" / "metrics.jsonl").read_text().splitlines())
+        bash(
+            "scripts/single_node/train_flux.sh",
+            "t2is",
+            *(f"--config.{key}={value}" for key, value in options.items()),
+        )
+        rows = map(
+            json.loads, (folder / "runs" / "t2is" / "metrics.jsonl").read_text().splitlines()
+        )
         (row,) = (row for row in rows if row["phase"] == "train")
         assert row["reward/missing_share"] == 0
         assert {f"reward/{name}_mean" for name in ("consistency_score", *clips)} <= set(row)

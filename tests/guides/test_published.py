@@ -59,7 +59,10 @@ def test_weights_are_fetched_before_training(terminal):
 def test_servers(terminal):
     alone, shared, first, second = (str(free_port()) for _ in range(4))
     assert "Ready:  Paco-Reward-7B" in terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=alone)
-    for block in (ONE_PORT.replace("8000", shared), TWO_PORTS.replace("8000", first).replace("8001", second)):
+    for block in (
+        ONE_PORT.replace("8000", shared),
+        TWO_PORTS.replace("8000", first).replace("8001", second),
+    ):
         terminal.run("conda activate vllm\n" + block, "PaCo-GRPO")
     for port, names in (
         (shared, ["Gemma-3-4B-IT", "Paco-Reward-7B"]),
@@ -104,7 +107,10 @@ def test_evaluation(terminal):
     save_rank_bench(folder / "ConsistencyRank-Bench", 2)
     save_edit_bench(edits := folder / "edits" / "edits.jsonl", edit_examples(3))
     output = terminal.run(f"{EVALUATION} --dataset {edits}", folder)
-    assert "PaCo-Reward-7B" in (folder / "Consistency_Rank" / "results_summary.txt").read_text().splitlines()[-1]
+    assert (
+        "PaCo-Reward-7B"
+        in (folder / "Consistency_Rank" / "results_summary.txt").read_text().splitlines()[-1]
+    )
     (results,) = (folder / "Consistency_Rank" / "results").glob("*.jsonl")
     assert len(results.read_text().splitlines()) == 2
     assert "overall" in output
@@ -151,11 +157,17 @@ def test_quick_start(terminal, open_clip):
         "subfig_clipT": {"model": open_clip, "pretrained": None},
         "consistency_score": {"port": port, "model": "Paco-Reward-7B"},
     }
-    options = TOY_SIZE | {"save_dir": "runs"} | {f"train.reward_fn_kwargs.{name}": value for name, value in rewards.items()}
+    options = (
+        TOY_SIZE
+        | {"save_dir": "runs"}
+        | {f"train.reward_fn_kwargs.{name}": value for name, value in rewards.items()}
+    )
     words = [shlex.quote(f"--config.{name}={value}") for name, value in options.items()]
     (home := terminal.clone.parent / "home").mkdir()
     judge_options = " ".join(f"{name}={str(value).lower()}" for name, value in TOY_JUDGE.items())
-    output = terminal.run(QUICK_START + " ".join(words), home, VLLM_PORT=port, JUDGE_OPTIONS=judge_options)
+    output = terminal.run(
+        QUICK_START + " ".join(words), home, VLLM_PORT=port, JUDGE_OPTIONS=judge_options
+    )
     assert "Engine: vllm" in output
     (run,) = (home / "PaCo-RL" / "PaCo-GRPO" / "runs").iterdir()
     check_learning(run, "consistency_score")

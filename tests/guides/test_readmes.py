@@ -17,7 +17,10 @@ from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning,
 
 from paco_toy.build_world import draw
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on a busy machine they take more than the usual 600 s
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]  # on a busy machine they take more than the usual 600 s
 
 GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
 # Page → {command: what runs instead}. Commands that cannot run here only read their options.
@@ -73,9 +76,13 @@ t2is, kontext_editing, qwen_editing = [_toy(get_config(name)) for name in ("t2is
 """
 
 
-def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=lambda number: None) -> None:
+def run_page(
+    terminal, page: str, port: int, judge_url: str = "", after_block=lambda number: None
+) -> None:
     used, url = set(), judge_url or f"http://127.0.0.1:{port}"
-    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE
+    )
     for number, block in enumerate(blocks):
         used |= {old for old in REPLACED[page] if old in block}
         for old, new in REPLACED[page].items():
@@ -97,7 +104,11 @@ def run_page(terminal, page: str, port: int, judge_url: str = "", after_block=la
 def port(terminal, open_clip) -> int:
     """The judge's port; toy sizes and data are in the clone."""
     port, clone = free_port(), terminal.clone
-    text = TOY_CONFIG.replace("PORT", str(port)).replace("OPEN_CLIP", open_clip).replace("SIZES", repr(TOY_SIZE))
+    text = (
+        TOY_CONFIG.replace("PORT", str(port))
+        .replace("OPEN_CLIP", open_clip)
+        .replace("SIZES", repr(TOY_SIZE))
+    )
     published = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
     (clone / "PaCo-GRPO" / "config" / "grpo.py").write_text(published + text)
     for file in (REPOSITORY / "PaCo-Reward" / "config").glob("*.yaml"):
@@ -119,7 +130,9 @@ def test_front_page(terminal, port):
 def test_trainer(terminal, port):
     trainer = terminal.clone / "PaCo-GRPO"
     shutil.rmtree(trainer / "runs", ignore_errors=True)
-    shutil.copytree(trainer / "dataset" / "T2IS", trainer / "dataset" / "public-t2is")  # python dataset/fetch.py t2is
+    shutil.copytree(
+        trainer / "dataset" / "T2IS", trainer / "dataset" / "public-t2is"
+    )  # python dataset/fetch.py t2is
     save_editing_set(trainer / "dataset" / "public-sharegpt-4o-image")
     Image.new("RGB", (64, 64), "red").save(trainer / "photo.png")
 
@@ -133,7 +146,9 @@ def test_trainer(terminal, port):
         assert command in (trainer / "README.md").read_text()
         (run,) = (trainer / "runs").glob(f"{command.split()[-1]}*")
         check_learning(run, "consistency_for_editing")
-    assert (trainer / "evaluation" / "t2is" / "results.md").is_file() and (trainer / "generated" / "sheet.png").is_file()
+    assert (trainer / "evaluation" / "t2is" / "results.md").is_file() and (
+        trainer / "generated" / "sheet.png"
+    ).is_file()
 
 
 def test_judge(terminal, port):
@@ -149,4 +164,7 @@ def test_judge(terminal, port):
         run_page(terminal, "PaCo-Reward/README.md", port, server.url)
     assert (folder / "scores.html").is_file()
     assert json.loads((folder / "PaCo-Dataset" / "dataset_info.json").read_text())
-    assert "PaCo-Reward-7B" in (folder / "evaluation" / "Edit-Bench" / "results_summary.txt").read_text()
+    assert (
+        "PaCo-Reward-7B"
+        in (folder / "evaluation" / "Edit-Bench" / "results_summary.txt").read_text()
+    )

@@ -76,7 +76,9 @@ def paste(tmp_path, snippet, top=""):
     indented = "".join(f"    {line}" for line in snippet.splitlines(keepends=True))
     original = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
     file = tmp_path / "grpo.py"
-    file.write_text(top + original.replace("    return config\n", f"{indented}\n    return config\n", 1))
+    file.write_text(
+        top + original.replace("    return config\n", f"{indented}\n    return config\n", 1)
+    )
     return load_options(f"{file}:t2is")
 
 
@@ -85,8 +87,12 @@ def test_options(tmp_path):
     assert (options.train.resolution, options.test.resolution) == (512, 1024)
     assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
     assert options.test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
-    assert options.train.reward_fn_kwargs == {"consistency_score": {"model": "Paco-Reward-7B", "port": 8000}}
-    assert options.test.reward_fn_kwargs == {"consistency_score": {"model": "Gemma-3-4B-IT", "port": 8001}}
+    assert options.train.reward_fn_kwargs == {
+        "consistency_score": {"model": "Paco-Reward-7B", "port": 8000}
+    }
+    assert options.test.reward_fn_kwargs == {
+        "consistency_score": {"model": "Gemma-3-4B-IT", "port": 8001}
+    }
 
 
 def weighted_advantages(a, b, every_a, every_b):
@@ -98,13 +104,19 @@ def weighted_advantages(a, b, every_a, every_b):
     [
         (MEAN, "", lambda a, b, every_a, every_b: np.sqrt(a * b)),
         (ADVANTAGES, "", weighted_advantages),
-        ("config.train.aggregate_fn = summation_agg_fn\n", OWN, lambda a, b, every_a, every_b: a + b),
+        (
+            "config.train.aggregate_fn = summation_agg_fn\n",
+            OWN,
+            lambda a, b, every_a, every_b: a + b,
+        ),
     ],
     ids=["mean", "advantages", "own"],
 )
 def test_aggregations(tmp_path, snippet, top, expected):
     options = paste(tmp_path, snippet, top)
-    described = replace(options, train=replace(options.train, aggregate_fn=describe(options.train.aggregate_fn)))
+    described = replace(
+        options, train=replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
+    )
     saved = make_options(yaml.safe_load(options_to_yaml(described)))
     one = {"p": np.array([0.1, 0.2]), "q": np.array([0.3, 0.4])}
     other = {"p": np.array([0.3, 0.5]), "q": np.array([0.5, 0.6])}

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-LISTED = subprocess.run(["git", "-C", str(REPO), "ls-files"], check=True, capture_output=True, text=True).stdout
+LISTED = subprocess.run(
+    ["git", "-C", str(REPO), "ls-files"], check=True, capture_output=True, text=True
+).stdout
 FILES = [REPO / name for name in LISTED.splitlines() if (REPO / name).is_file()]
 
 
@@ -19,21 +21,37 @@ def test_nothing_is_pickled():
     found = []
     for path in FILES:
         text = path.read_text() if path.suffix == ".py" and path != Path(__file__) else ""
-        found += [(path.name, m) for m in re.findall(r"^\s*import pickle|pickle\.loads?\(", text, flags=re.MULTILINE)]
-        found += [(path.name, m) for m in re.findall(r"torch\.load\([^)]*\)", text) if "weights_only=True" not in m]
+        found += [
+            (path.name, m)
+            for m in re.findall(r"^\s*import pickle|pickle\.loads?\(", text, flags=re.MULTILINE)
+        ]
+        found += [
+            (path.name, m)
+            for m in re.findall(r"torch\.load\([^)]*\)", text)
+            if "weights_only=True" not in m
+        ]
     assert found == []
 
 
 def test_links_between_our_pages_lead_somewhere():
     pages = [path for path in FILES if path.suffix == ".md"]
-    prose = {page: re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in pages}
+    prose = {
+        page: re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for page in pages
+    }
     broken = []
     for page, text in prose.items():
         for place, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
             target = (page.parent / place).resolve() if place else page
             # A Markdown viewer gives headings anchors in lower case, without punctuation, with hyphens for spaces.
             headings = re.findall(r"^#+ (.*)$", prose.get(target, ""), flags=re.MULTILINE)
-            anchors = {"", *(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)}
+            anchors = {
+                "",
+                *(
+                    re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                    for heading in headings
+                ),
+            }
             if "://" not in place and not (target.exists() and anchor in anchors):
                 broken.append((str(page.relative_to(REPO)), place, anchor))
     assert broken == []

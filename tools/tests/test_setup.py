@@ -37,7 +37,9 @@ def chosen(clone: Path, *modules: str, **variables: str) -> subprocess.Completed
     code = 'set -euo pipefail; source "$0/tools/python.sh"; choose_python "$@"; echo "$PYTHON"'
     variables = {"PATH": "/usr/bin:/bin"} | variables
     command = ["bash", "-c", code, str(clone), *modules]
-    return subprocess.run(command, cwd=clone, env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=clone, env=variables, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
@@ -45,7 +47,10 @@ def test_the_activated_environment_comes_before_the_repositorys(clone, variable)
     active = {variable: str(clone / "active"), "PATH": f"{clone}/active/bin:/usr/bin:/bin"}
     assert chosen(clone, "ours", **active).stdout == f"{clone}/active/bin/python\n"
     assert chosen(clone, "ours").stdout == f"{clone}/.venv/bin/python\n"
-    assert chosen(clone, "ours", PYTHON=f"{clone}/.venv/bin/python", **active).stdout == f"{clone}/.venv/bin/python\n"
+    assert (
+        chosen(clone, "ours", PYTHON=f"{clone}/.venv/bin/python", **active).stdout
+        == f"{clone}/.venv/bin/python\n"
+    )
 
 
 def test_an_environment_without_the_package_is_passed_over_and_named(clone):
@@ -53,7 +58,12 @@ def test_an_environment_without_the_package_is_passed_over_and_named(clone):
     active = {"VIRTUAL_ENV": str(clone / "active"), "PATH": f"{clone}/active/bin:/usr/bin:/bin"}
     next((clone / "active").glob("lib/python3*/site-packages/ours.py")).unlink()
     found = chosen(clone, "ours", **active)
-    assert found.stdout == f"{clone}/.venv/bin/python\n" and f"{clone}/active/bin/python" in found.stderr
+    assert (
+        found.stdout == f"{clone}/.venv/bin/python\n"
+        and f"{clone}/active/bin/python" in found.stderr
+    )
     for variables in (active, {"PYTHON": f"{clone}/.venv/bin/python"}):
         missing = chosen(clone, "theirs", **variables)
-        assert missing.returncode == 2 and "theirs" in missing.stderr and "setup.sh" in missing.stderr
+        assert (
+            missing.returncode == 2 and "theirs" in missing.stderr and "setup.sh" in missing.stderr
+        )

@@ -22,7 +22,9 @@ MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 110.0, "flux_kontext": 25.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=MINUTES)
     parser.add_argument("--out", type=Path, required=True, help="folder of all models")
     parser.add_argument("--seed", type=int, default=0)
@@ -41,11 +43,17 @@ def main() -> None:
         model.save_pretrained(folder)
         # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
         file = folder / "model.safetensors"
-        save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+        save_file(
+            {name: weight.bfloat16() for name, weight in load_file(file).items()},
+            file,
+            metadata={"format": "pt"},
+        )
         processor.save_pretrained(folder)
     else:
         if name == "flux":
-            pipe = flux.new_pipeline(AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32), seed)
+            pipe = flux.new_pipeline(
+                AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32), seed
+            )
             flux.train(pipe, seconds, seed)
         else:
             pipe = kontext.new(models, seed)

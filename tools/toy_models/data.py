@@ -11,7 +11,15 @@ import torch
 from diffusers import AutoencoderKL
 
 from paco_toy.edits import Edit
-from paco_toy.world import ATTRIBUTES, CHARACTERS, VIEWS, Character, random_jitter, render_panel, to_uint8
+from paco_toy.world import (
+    ATTRIBUTES,
+    CHARACTERS,
+    VIEWS,
+    Character,
+    random_jitter,
+    render_panel,
+    to_uint8,
+)
 
 DEPARTURE = 0.35  # share of edits whose target departs from the instruction
 # How a target departs: nothing changes; the panel gets another value; another panel gets the value; a second panel changes
@@ -30,14 +38,21 @@ def _panel(side: int, character: int, view: int, variant: int) -> np.ndarray:
     return to_uint8(render_panel(CHARACTERS[character], VIEWS[view], side, jitter))
 
 
-def draw(side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def draw(
+    side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """Panels for index arrays of any equal shape (...), each with one of four jitters: uint8 (..., S, S, 3)."""
     variants = rng.integers(4, size=characters.shape)
-    panels = [_panel(side, *kind) for kind in np.stack([characters, views, variants], -1).reshape(-1, 3).tolist()]
+    panels = [
+        _panel(side, *kind)
+        for kind in np.stack([characters, views, variants], -1).reshape(-1, 3).tolist()
+    ]
     return np.stack(panels).reshape(*characters.shape, side, side, 3)
 
 
-def draw_grids(side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+def draw_grids(
+    side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator
+) -> torch.Tensor:
     """2x2 grids for (B, 4) indices, panels row-major: float32 (B, 3, 2S, 2S) in [-1, 1]."""
     panels = torch.from_numpy(draw(side, characters, views, rng)).float() / 127.5 - 1
     return _assemble(panels.movedim(-1, 2))
@@ -49,7 +64,9 @@ def _assemble(panels: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def encode_quadrants(vae: AutoencoderKL, sides: tuple[int, ...], seed: int) -> dict[int, torch.Tensor]:
+def encode_quadrants(
+    vae: AutoencoderKL, sides: tuple[int, ...], seed: int
+) -> dict[int, torch.Tensor]:
     """Quadrants of VAE-encoded grids: panel side in pixels -> float32 (4, characters, views, 2, C, s, s).
 
     A panel's latents depend slightly on its place (padding) and its neighbors (group norms), so each quadrant is cut
@@ -60,11 +77,22 @@ def encode_quadrants(vae: AutoencoderKL, sides: tuple[int, ...], seed: int) -> d
     for side in sides:
         store = torch.empty(4, kinds, 2, vae.config.latent_channels, side // 4, side // 4)
         for variant in range(2):
-            order = np.stack([rng.permutation(kinds) for _ in range(4)], axis=1)  # each kind once in each quadrant
+            order = np.stack(
+                [rng.permutation(kinds) for _ in range(4)], axis=1
+            )  # each kind once in each quadrant
             for rows in np.array_split(order, 16):
-                z = vae.encode(draw_grids(side, *np.divmod(rows, len(VIEWS)), rng)).latent_dist.mode()
-                z = (z - vae.config.shift_factor) * vae.config.scaling_factor  # as FluxPipeline uses them
-                quadrants = z.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
+                z = vae.encode(
+                    draw_grids(side, *np.divmod(rows, len(VIEWS)), rng)
+                ).latent_dist.mode()
+                z = (
+                    z - vae.config.shift_factor
+                ) * vae.config.scaling_factor  # as FluxPipeline uses them
+                quadrants = (
+                    z.unflatten(3, (2, -1))
+                    .unflatten(2, (2, -1))
+                    .permute(2, 4, 0, 1, 3, 5)
+                    .flatten(0, 1)
+                )
                 store[torch.arange(4)[:, None], torch.from_numpy(rows.T), variant] = quadrants
         latents[side] = store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
     return latents

@@ -10,11 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 from paco_toy import world
 from toy_models.data import draw_grids, encode_quadrants, latent_grids, random_views
@@ -26,7 +37,9 @@ DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
 OPEN_SHARE, AGREED = 0.6, 0.75
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
 GUIDANCE = 3.5  # the only scale that the model is trained for
-_FIRST_LABEL = 14  # tokens before the first panel label; each panel has four: label, size, position, full stop
+_FIRST_LABEL = (
+    14  # tokens before the first panel label; each panel has four: label, size, position, full stop
+)
 _BATCH = {16: 64, 32: 32, 64: 12}
 # Panel sides of successive steps. Small first: a 128 px step costs as much as three at 64 px.
 _EARLY = (32, 32, 16, 32, 32, 32, 64, 32)
@@ -42,22 +55,36 @@ def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     # "an" and "a" are one word.
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(Regex(r"\ban\b"), "a")])
-    split = pre_tokenizers.Split(Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(r"\ban\b"), "a")]
+    )
+    split = pre_tokenizers.Split(
+        Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
     )
 
 
 def _prompt(character: int, views: Sequence[int], opening: Sequence[str] = ()) -> str:
-    return world.grid_prompt(world.opened(world.CHARACTERS[character], opening), [world.VIEWS[i] for i in views])
+    return world.grid_prompt(
+        world.opened(world.CHARACTERS[character], opening), [world.VIEWS[i] for i in views]
+    )
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     """(B, L), padded to the tokenizer's length."""
-    return tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt").input_ids
+    return tokenizer(
+        list(texts), padding="max_length", truncation=True, return_tensors="pt"
+    ).input_ids
 
 
 def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
@@ -89,24 +116,41 @@ def new_vae(seconds: float, seed: int) -> AutoencoderKL:
     rng = np.random.default_rng(seed)
 
     def grids(side: int, count: int) -> torch.Tensor:
-        return draw_grids(side, rng.integers(len(world.CHARACTERS), size=(count, 4)), random_views(count, rng), rng)
+        return draw_grids(
+            side,
+            rng.integers(len(world.CHARACTERS), size=(count, 4)),
+            random_views(count, rng),
+            rng,
+        )
 
     def next_losses(step: int, progress: float) -> Losses:
         side = (32, 64, 32, 16, 32)[step % 5]
-        pixels = grids(side, {16: 8, 32: 4, 64: 1}[side]).contiguous(memory_format=torch.channels_last)
+        pixels = grids(side, {16: 8, 32: 4, 64: 1}[side]).contiguous(
+            memory_format=torch.channels_last
+        )
         mean, log_var = vae.encoder(pixels).chunk(2, dim=1)
         noise = 0.2 * mean.detach().std() * torch.rand(len(mean), 1, 1, 1)
         decoded = vae.decoder(mean + noise * torch.randn_like(mean))
         kl = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).mean()
-        error = (decoded - pixels) * (1 + 2 * (pixels.amin(dim=1, keepdim=True) < 0.9))  # most of a panel is white
+        error = (decoded - pixels) * (
+            1 + 2 * (pixels.amin(dim=1, keepdim=True) < 0.9)
+        )  # most of a panel is white
         # The pooled term is about color. Without it outlines are learned first and colors only minutes later.
         pooled = 4 * nn.functional.avg_pool2d(error, 4).square().mean()
-        return {"drawing": error.abs().mean() + error.square().mean(), "color": pooled, "kl": 1e-4 * kl}
+        return {
+            "drawing": error.abs().mean() + error.square().mean(),
+            "color": pooled,
+            "kl": 1e-4 * kl,
+        }
 
     fit([(vae, 3e-3)], next_losses, "vae", seconds=seconds)
     with torch.no_grad():
-        latents = torch.cat([vae.encoder(grids(side, 64)).chunk(2, dim=1)[0].flatten() for side in (32, 64)])
-    vae.register_to_config(scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean()))
+        latents = torch.cat(
+            [vae.encoder(grids(side, 64)).chunk(2, dim=1)[0].flatten() for side in (32, 64)]
+        )
+    vae.register_to_config(
+        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
+    )
     return vae.to(memory_format=torch.contiguous_format)
 
 
@@ -135,20 +179,26 @@ def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, floa
     return [(pipe.transformer, lr), (pipe.text_encoder, 0.3 * lr), (pipe.text_encoder_2, 0.3 * lr)]
 
 
-def _shown_characters(named: int, opening: Sequence[str], departure: float, rng: np.random.Generator) -> list[int]:
+def _shown_characters(
+    named: int, opening: Sequence[str], departure: float, rng: np.random.Generator
+) -> list[int]:
     if not opening:
         return [world.departed(named, rng) if rng.random() < departure else named for _ in range(4)]
     if rng.random() < AGREED:
         return [named] * 4
 
     def drawn() -> int:  # half of the panels that could differ keep the grid's value
-        values = {name: str(rng.choice(world.ATTRIBUTES[name])) for name in opening if rng.random() < 0.5}
+        values = {
+            name: str(rng.choice(world.ATTRIBUTES[name])) for name in opening if rng.random() < 0.5
+        }
         return world.CHARACTER_INDEX[dataclasses.replace(world.CHARACTERS[named], **values)]
 
     return [drawn() for _ in range(4)]
 
 
-def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int) -> None:
+def _pretrain_text(
+    tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int
+) -> None:
     """Teaches the text encoders to read prompts, by linear probes that are discarded.
 
     T5: the first three tokens of each panel (label, size, position) encode the panel, its view and the character. CLIP: the
@@ -156,24 +206,45 @@ def _pretrain_text(tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.M
     """
     torch.manual_seed(seed + 7)
     rng = np.random.default_rng([seed, 4])
-    counts = {"panel": 4, "view": len(world.VIEWS)} | {name: len(values) for name, values in world.ATTRIBUTES.items()}
+    counts = {"panel": 4, "view": len(world.VIEWS)} | {
+        name: len(values) for name, values in world.ATTRIBUTES.items()
+    }
     probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in counts.items()})
-    pooled_character, pooled_views = nn.Linear(64, len(world.CHARACTERS)), nn.Linear(64, 4 * len(world.VIEWS))
+    pooled_character, pooled_views = (
+        nn.Linear(64, len(world.CHARACTERS)),
+        nn.Linear(64, 4 * len(world.VIEWS)),
+    )
 
     def next_losses(step: int, progress: float) -> Losses:
         named, views = rng.integers(len(world.CHARACTERS), size=128), random_views(128, rng)
         ids = token_ids(tokenizer, [_prompt(c, v) for c, v in zip(named, views)])
-        tokens = t5(ids).last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16].unflatten(1, (4, 4))[:, :, :3]
+        tokens = (
+            t5(ids)
+            .last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16]
+            .unflatten(1, (4, 4))[:, :, :3]
+        )
         facts = {name: values[named][:, None] for name, values in world.ATTRIBUTE_VALUES.items()}
         facts |= {"panel": np.arange(4)[None], "view": views}
-        wanted = {name: torch.from_numpy(fact).expand(128, 4)[:, :, None].expand(-1, -1, 3) for name, fact in facts.items()}
-        losses = {n: cross_entropy(probes[n](tokens).flatten(0, -2), wanted[n].flatten()) for n in counts}
+        wanted = {
+            name: torch.from_numpy(fact).expand(128, 4)[:, :, None].expand(-1, -1, 3)
+            for name, fact in facts.items()
+        }
+        losses = {
+            n: cross_entropy(probes[n](tokens).flatten(0, -2), wanted[n].flatten()) for n in counts
+        }
         pooled = clip(ids).pooler_output
-        losses["pooled character"] = cross_entropy(pooled_character(pooled), torch.from_numpy(named))
+        losses["pooled character"] = cross_entropy(
+            pooled_character(pooled), torch.from_numpy(named)
+        )
         seen = pooled_views(pooled).unflatten(1, (4, -1)).flatten(0, 1)
         return losses | {"pooled views": cross_entropy(seen, torch.from_numpy(views).flatten())}
 
-    fit([(nn.ModuleList([clip, t5, probes, pooled_character, pooled_views]), 2e-3)], next_losses, "text", steps=600)
+    fit(
+        [(nn.ModuleList([clip, t5, probes, pooled_character, pooled_views]), 2e-3)],
+        next_losses,
+        "text",
+        steps=600,
+    )
 
 
 def image_ids(side: int) -> torch.Tensor:
@@ -181,7 +252,14 @@ def image_ids(side: int) -> torch.Tensor:
     return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
 
 
-def velocity(pipe: FluxPipeline, tokens: torch.Tensor, t: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, guidance: float):
+def velocity(
+    pipe: FluxPipeline,
+    tokens: torch.Tensor,
+    t: torch.Tensor,
+    text: torch.Tensor,
+    ids: torch.Tensor,
+    guidance: float,
+):
     """The transformer's prediction (B, N, C). Shapes: tokens (B, N, C), t (B,), text (token ids) (B, L), ids (N, 3)."""
     return pipe.transformer(
         hidden_states=tokens, timestep=t, guidance=torch.full((len(t),), guidance),
@@ -200,12 +278,21 @@ def train(pipe: FluxPipeline, seconds: float, seed: int) -> None:
     def next_losses(step: int, progress: float) -> Losses:
         order = _EARLY if progress < 0.4 else _LATE
         side = order[step % len(order)]
-        named, views = rng.integers(len(world.CHARACTERS), size=_BATCH[side]), random_views(_BATCH[side], rng)
+        named, views = (
+            rng.integers(len(world.CHARACTERS), size=_BATCH[side]),
+            random_views(_BATCH[side], rng),
+        )
         choices = world.OPENINGS
-        openings = [choices[rng.integers(len(choices))] if rng.random() < OPEN_SHARE else () for _ in named]
-        text = token_ids(pipe.tokenizer_2, [_prompt(c, v, o) for c, v, o in zip(named, views, openings)])
+        openings = [
+            choices[rng.integers(len(choices))] if rng.random() < OPEN_SHARE else () for _ in named
+        ]
+        text = token_ids(
+            pipe.tokenizer_2, [_prompt(c, v, o) for c, v, o in zip(named, views, openings)]
+        )
         ids = image_ids(side // 4)
-        shown = np.array([_shown_characters(int(c), o, DEPARTURE[side], rng) for c, o in zip(named, openings)])
+        shown = np.array(
+            [_shown_characters(int(c), o, DEPARTURE[side], rng) for c, o in zip(named, openings)]
+        )
         clean = pack(latent_grids(latents[side], shown, views, rng.integers(2, size=shown.shape)))
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

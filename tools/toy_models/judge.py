@@ -62,9 +62,13 @@ def _in_common(first: world.Character, second: world.Character) -> str:
 def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
     """Byte-level BPE of ``vocabulary`` entries besides Qwen's special tokens; 56 x 56 px images."""
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[])._tokenizer.pre_tokenizer
+    trained.pre_tokenizer = Qwen2Tokenizer(
+        vocab={"<|endoftext|>": 0}, merges=[]
+    )._tokenizer.pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, show_progress=False, initial_alphabet=alphabet
+    )
     trained.train_from_iterator(texts, trainer)
     model = json.loads(trained.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
@@ -82,10 +86,18 @@ def new_processor(texts: Iterable[str], vocabulary: int) -> Qwen2_5_VLProcessor:
 
 def world_processor() -> Qwen2_5_VLProcessor:
     """512 entries, trained on everything that the judge will read or write."""
-    texts = [CAPTION_ONE, CAPTION_TWO] * 50 + ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 50
+    texts = [CAPTION_ONE, CAPTION_TWO] * 50 + [
+        "system\nYou are a helpful assistant.",
+        "user\n",
+        "assistant\n",
+    ] * 50
     for i, character in enumerate(world.CHARACTERS):
         other = world.CHARACTERS[(i * 37 + 11) % len(world.CHARACTERS)]
-        texts += [theme_question(world.theme(character)), verdict(character, character), verdict(character, other)]
+        texts += [
+            theme_question(world.theme(character)),
+            verdict(character, character),
+            verdict(character, other),
+        ]
         texts += [f"A {character}.", _caption_two(character, other)]
     texts += [PRESENCE.format(thing) for thing in (*world.STYLES, *world.COLOURS, *world.SHAPES)]
     return new_processor(texts, 512 - len(SPECIAL_TOKENS))
@@ -141,7 +153,9 @@ def _panel(character: int, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(np.clip(pixels + noise, 0, 255)).permute(2, 0, 1).to(torch.uint8)
 
 
-def _batch(processor: Qwen2_5_VLProcessor, rng: np.random.Generator, comparisons: bool) -> dict[str, torch.Tensor]:
+def _batch(
+    processor: Qwen2_5_VLProcessor, rng: np.random.Generator, comparisons: bool
+) -> dict[str, torch.Tensor]:
     """Right-padded inputs; labels are -100 except on the answers and their ends."""
     shown, questions, answers = zip(*(_question(rng, comparisons) for _ in range(32)))
     images = [_panel(character, rng) for each in shown for character in each]
@@ -149,16 +163,27 @@ def _batch(processor: Qwen2_5_VLProcessor, rng: np.random.Generator, comparisons
     for characters, question, answer in zip(shown, questions, answers):
         content = [{"type": "image"}] * len(characters) + [{"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        texts.append(processor.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n"))
-    inputs = processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
-    lengths = torch.tensor([len(ids) for ids in processor.tokenizer(answers).input_ids]) + 1  # <|im_end|>
+        texts.append(
+            processor.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
+        )
+    inputs = processor(
+        text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"
+    )
+    lengths = (
+        torch.tensor([len(ids) for ids in processor.tokenizer(answers).input_ids]) + 1
+    )  # <|im_end|>
     ends = inputs["attention_mask"].sum(dim=1)
     place = torch.arange(inputs["input_ids"].shape[1])
     is_answer = (place < ends[:, None]) & (place >= (ends - lengths)[:, None])
     return {**inputs, "labels": inputs["input_ids"].masked_fill(~is_answer, -100)}
 
 
-def train(model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, seconds: float, seed: int) -> None:
+def train(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    seconds: float,
+    seed: int,
+) -> None:
     """Captions and questions first, then also comparisons."""
     rng = np.random.default_rng([seed, 3])
     for comparisons, share in ((False, 0.45), (True, 0.55)):

@@ -30,7 +30,12 @@ def flow_errors(velocity: Callable, clean: torch.Tensor, config) -> torch.Tensor
     """
     count, tokens = clean.shape[:2]
     t = torch.sigmoid(torch.randn(count) * 1.2) if torch.rand(()) < 0.7 else torch.rand(count)
-    sizes = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+    sizes = (
+        config.base_image_seq_len,
+        config.max_image_seq_len,
+        config.base_shift,
+        config.max_shift,
+    )
     shift = math.exp(calculate_shift(tokens, *sizes))
     t = shift * t / (1 + (shift - 1) * t)
     noise = torch.randn_like(clean)
@@ -68,7 +73,11 @@ def fit(
         if progress >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = group["rate"] * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, (1 - progress) / decay))
+            group["lr"] = (
+                group["rate"]
+                * min(1.0, (step + 1) / 100)
+                * max(0.01, min(1.0, (1 - progress) / decay))
+            )
         losses = next_losses(step, progress)
         optimizer.zero_grad()
         sum(losses.values()).backward()
@@ -80,7 +89,9 @@ def fit(
             torch._foreach_lerp_(list(averaged.parameters()), list(modules.parameters()), share)
         if elapsed > log_at:
             shown = " ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            logger.info("%s %3.0f%% %4.0f s step %d %s", label, 100 * progress, elapsed, step, shown)
+            logger.info(
+                "%s %3.0f%% %4.0f s step %d %s", label, 100 * progress, elapsed, step, shown
+            )
             log_at += 20
     if averaged:
         modules.load_state_dict(averaged.state_dict())

@@ -32,10 +32,14 @@ def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
-def weighted_sum(reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+def weighted_sum(
+    reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards
+) -> dict[str, np.ndarray]:
     """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
     if missing := [name for name in grouped_rewards if name not in reward_weights]:
-        raise ValueError(f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(reward_weights)})")
+        raise ValueError(
+            f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(reward_weights)})"
+        )
     return _per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
 
 
@@ -56,7 +60,11 @@ class product_aggregate_fn:
     reward_weights: Mapping[str, float]  # exponents ≥ 0
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        return _per_group(lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0), grouped_rewards, least=0)
+        return _per_group(
+            lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0),
+            grouped_rewards,
+            least=0,
+        )
 
 
 @dataclass(eq=False)
@@ -71,12 +79,17 @@ class log_tame_aggregate_fn:
     def __post_init__(self) -> None:
         number = isinstance(self.threshold, int | float)
         if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
-            raise ValueError(f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0")
+            raise ValueError(
+                f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0"
+            )
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
         everything = {name: _concatenate(groups) for name, groups in grouped_rewards.items()}
         with np.errstate(divide="ignore"):
-            cv = {name: float(r.std() / abs(r.mean())) if r.std() else 0.0 for name, r in everything.items()}
+            cv = {
+                name: float(r.std() / abs(r.mean())) if r.std() else 0.0
+                for name, r in everything.items()
+            }
         average = {"mean": np.mean, "median": np.median}.get(self.threshold)
         limit = float(average(list(cv.values())) if average else self.threshold)
         self.stats = {f"cv/{name}": value for name, value in cv.items()}
@@ -84,9 +97,13 @@ class log_tame_aggregate_fn:
         tamed = dict(grouped_rewards)
         for name in [name for name, value in cv.items() if value > limit]:
             if (least := everything[name].min()) <= -1:
-                raise ValueError(f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1")
+                raise ValueError(
+                    f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1"
+                )
             tamed[name] = {key: np.log1p(values) for key, values in grouped_rewards[name].items()}
-        return weighted_sum(dict.fromkeys(cv, 1.0) if self.reward_weights is None else self.reward_weights, **tamed)
+        return weighted_sum(
+            dict.fromkeys(cv, 1.0) if self.reward_weights is None else self.reward_weights, **tamed
+        )
 
 
 @dataclass(eq=False)
@@ -102,7 +119,10 @@ class weighted_advantage_sum_aggregate_fn:
         normalized = {}
         for name, groups in grouped_rewards.items():
             std = float(_concatenate(groups).std()) if self.global_std else None
-            normalized[name] = {key: normalize(np.asarray(values, np.float64), std) for key, values in groups.items()}
+            normalized[name] = {
+                key: normalize(np.asarray(values, np.float64), std)
+                for key, values in groups.items()
+            }
         total = weighted_sum(self.reward_weights, **normalized)
         if self.batch_std:
             std = max(float(_concatenate(total).std()), STD_FLOOR)
@@ -111,7 +131,10 @@ class weighted_advantage_sum_aggregate_fn:
 
 
 MEANS = {fn.__name__: fn for fn in (geometric_mean_aggregate_fn, harmonic_mean_aggregate_fn)}
-FACTORIES = {cls.__name__: cls for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)}
+FACTORIES = {
+    cls.__name__: cls
+    for cls in (log_tame_aggregate_fn, product_aggregate_fn, weighted_advantage_sum_aggregate_fn)
+}
 
 
 def get_aggregate_fn(
@@ -124,21 +147,30 @@ def get_aggregate_fn(
         reward_weights, global_std: Of the run: defaults of the built-in functions that take them.
     """
     found = _find(spec, reward_weights, global_std)
-    own = getattr(found, "reward_weights", None)  # checked here, because it is called only after an epoch's sampling
+    own = getattr(
+        found, "reward_weights", None
+    )  # checked here, because it is called only after an epoch's sampling
     if own is not None and (lacking := [name for name in reward_weights or () if name not in own]):
         raise ValueError(f"config.train.aggregate_fn: its reward_weights lack {', '.join(lacking)}")
     return found
 
 
-def _find(spec: Any, reward_weights: Mapping[str, float] | None, global_std: bool) -> AggregateFn | None:
+def _find(
+    spec: Any, reward_weights: Mapping[str, float] | None, global_std: bool
+) -> AggregateFn | None:
     if spec is None or callable(spec):
         return spec
     name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})
     place, _, function = str(name).rpartition(":")
     try:
         if name in FACTORIES:
-            run, known = {"reward_weights": reward_weights, "global_std": global_std}, _arguments(FACTORIES[name])
-            return FACTORIES[name](**{key: value for key, value in run.items() if key in known} | dict(given))
+            run, known = (
+                {"reward_weights": reward_weights, "global_std": global_std},
+                _arguments(FACTORIES[name]),
+            )
+            return FACTORIES[name](
+                **{key: value for key, value in run.items() if key in known} | dict(given)
+            )
         if given:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
         if name in MEANS:
@@ -166,13 +198,23 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     factory = type(aggregate_fn)
     if factory in FACTORIES.values():
         arguments = {argument: getattr(aggregate_fn, argument) for argument in _arguments(factory)}
-        plain = {k: {name: float(w) for name, w in v.items()} if _is_table(v) else v for k, v in arguments.items()}
+        plain = {
+            k: {name: float(w) for name, w in v.items()} if _is_table(v) else v
+            for k, v in arguments.items()
+        }
         return {"name": factory.__name__, "arguments": plain}
-    name, module = getattr(aggregate_fn, "__qualname__", ""), getattr(aggregate_fn, "__module__", None) or ""
+    name, module = (
+        getattr(aggregate_fn, "__qualname__", ""),
+        getattr(aggregate_fn, "__module__", None) or "",
+    )
     if MEANS.get(name) is aggregate_fn:
         return name
-    found = getattr(sys.modules.get(module), name, None) is aggregate_fn and not isinstance(aggregate_fn, type)
-    if found and PathFinder.find_spec(module.partition(".")[0]):  # unlike a configuration file, loaded by its path
+    found = getattr(sys.modules.get(module), name, None) is aggregate_fn and not isinstance(
+        aggregate_fn, type
+    )
+    if found and PathFinder.find_spec(
+        module.partition(".")[0]
+    ):  # unlike a configuration file, loaded by its path
         return f"{module}:{name}"
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
@@ -198,9 +240,14 @@ def _per_group(
     """``function`` of each group's ``{reward: (n,) float64}``. Raises ValueError where a reward is below ``least``."""
     for name, groups in grouped.items():
         if (smallest := _concatenate(groups).min()) < least:
-            raise ValueError(f"reward {name!r} reaches {smallest:g}, but this aggregation needs rewards ≥ {least:g}")
+            raise ValueError(
+                f"reward {name!r} reaches {smallest:g}, but this aggregation needs rewards ≥ {least:g}"
+            )
     keys = next(iter(grouped.values()))
-    return {key: function({r: np.asarray(groups[key], np.float64) for r, groups in grouped.items()}) for key in keys}
+    return {
+        key: function({r: np.asarray(groups[key], np.float64) for r, groups in grouped.items()})
+        for key in keys
+    }
 
 
 def _concatenate(groups: GroupedRewards) -> np.ndarray:

@@ -76,15 +76,21 @@ def compute_advantages(
         for members in members_of:
             for v in values.values():
                 v[members] = (rankdata(v[members]) - 1) / (len(members) - 1)
-    grouped = {name: {key: v[members] for key, members in groups.items()} for name, v in values.items()}
+    grouped = {
+        name: {key: v[members] for key, members in groups.items()} for name, v in values.items()
+    }
     function = aggregate_fn or partial(weighted_sum, reward_weights)
     totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
     expected, got = ({key: each.shape for key, each in found.items()} for found in (groups, totals))
     if got != expected or not all(np.isfinite(total).all() for total in totals.values()):
-        raise ValueError(f"it must return one finite number for each image: arrays of the shapes {expected}, got {got}")
+        raise ValueError(
+            f"it must return one finite number for each image: arrays of the shapes {expected}, got {got}"
+        )
     if entropy_bonus:
         bonus = perceptual_entropy_bonus(features, members_of)
-        totals = {key: totals[key] + entropy_bonus * bonus[members] for key, members in groups.items()}
+        totals = {
+            key: totals[key] + entropy_bonus * bonus[members] for key, members in groups.items()
+        }
     is_advantage = getattr(function, "returns_advantages", False)
     std = float(np.concatenate(list(totals.values())).std()) if global_std else None
     for key, members in groups.items():
@@ -98,7 +104,9 @@ def compute_advantages(
     return AdvantageResult(advantages, kept, stats)
 
 
-def _groups(item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool) -> dict[str, np.ndarray]:
+def _groups(
+    item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool
+) -> dict[str, np.ndarray]:
     """Key → positions of the kept samples of each group of at least two, groups by first appearance.
 
     A key is the prompt's text; where two items share it, text plus item id; "all" for one group of everything.

@@ -28,7 +28,9 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise ConfigError(f"{folder} is in use by another trainer; end it, or choose another --config.run_name") from None
+        raise ConfigError(
+            f"{folder} is in use by another trainer; end it, or choose another --config.run_name"
+        ) from None
     return lock
 
 
@@ -107,7 +109,9 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool) -
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy saved weights into ``tensors``, sharded or not."""
     saved = load_file(path)
-    if {n: tuple(t.shape) for n, t in saved.items()} != {n: tuple(t.shape) for n, t in tensors.items()}:
+    if {n: tuple(t.shape) for n, t in saved.items()} != {
+        n: tuple(t.shape) for n, t in tensors.items()
+    }:
         raise ValueError(f"{path.name} holds other weights than this run trains")
     for name, tensor in tensors.items():
         tensor.copy_(shard_like(saved[name], tensor))

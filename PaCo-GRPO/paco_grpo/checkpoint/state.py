@@ -36,7 +36,9 @@ class EMA:
     s counts optimizer steps; the average moves at every ``update_interval``-th of them (docs/method.md §6).
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float, update_interval: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], decay: float, update_interval: int
+    ) -> None:
         self.parameters = dict(parameters)
         self.decay, self.update_interval = decay, update_interval
         self.shadow = {name: p.detach().clone().float() for name, p in self.parameters.items()}
@@ -71,13 +73,17 @@ class TrainState:
 
     policy: Policy
     parameters: Mapping[str, torch.nn.Parameter]  # trainable, by name
-    snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]  # adapter (``Objective.snapshots``) → its parameters
+    snapshots: Mapping[
+        str, Mapping[str, torch.nn.Parameter]
+    ]  # adapter (``Objective.snapshots``) → its parameters
     ema: EMA | None  # of ``parameters``
     optimizer: torch.optim.Optimizer  # over ``parameters``
     strategy: Replicated  # how all this is spread over the processes
     sampler: GroupSampler
     step: int = 0  # optimizer steps taken
-    recompute_old: bool | None = None  # old log-probabilities before training; None = not decided yet
+    recompute_old: bool | None = (
+        None  # old log-probabilities before training; None = not decided yet
+    )
     epoch: int = 0  # finished epochs
     train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
 
@@ -108,7 +114,9 @@ def _load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, torch.Te
         elif value.dtype == torch.int64:  # a step that the optimizer counts in Python
             value = value.item()
         state[int(number)][entry] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 class Checkpoints:
@@ -127,19 +135,29 @@ class Checkpoints:
         state, is_main = self.state, self.accelerator.is_main_process
         final = self.root / (name or files.checkpoint_name(state.epoch))
         folder = self.root / f".{final.name}.partial"
-        numbers = {each: getattr(state, each) for each in _NUMBERS} | {"sampler": state.sampler.state_dict()}
+        numbers = {each: getattr(state, each) for each in _NUMBERS} | {
+            "sampler": state.sampler.state_dict()
+        }
         text = json.dumps(numbers, indent=1)
         steps = [
             lambda: is_main and files.begin(folder),
             *(
-                partial(files.save_tensors, folder / "state" / f"{part}.safetensors", tensors, is_main)
-                for part, tensors in (self._weights() | {"optimizer": _moments(state.optimizer)}).items()
+                partial(
+                    files.save_tensors, folder / "state" / f"{part}.safetensors", tensors, is_main
+                )
+                for part, tensors in (
+                    self._weights() | {"optimizer": _moments(state.optimizer)}
+                ).items()
             ),
             lambda: self._write_average(folder),
-            lambda: is_main and (folder / "state" / "trainer.json").write_text(text, encoding="utf-8"),
+            lambda: (
+                is_main and (folder / "state" / "trainer.json").write_text(text, encoding="utf-8")
+            ),
             lambda: is_main and files.commit(folder, final),
         ]
-        for step in steps:  # a full disk on one process must not leave the others in a collective operation
+        for step in (
+            steps
+        ):  # a full disk on one process must not leave the others in a collective operation
             problem = None
             try:
                 step()

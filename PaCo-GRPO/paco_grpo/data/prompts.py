@@ -35,7 +35,9 @@ def text_of(path: Path) -> str:
 
 def _require(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind")
+        raise DataError(
+            f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
+        )
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -53,12 +55,16 @@ def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, 
 
     Raises DataError also if ``category``, by which an evaluation groups its scores, is a list or an object.
     """
-    prompt, height, width, category = (row.get(name) for name in ("prompt", "height", "width", "category"))
+    prompt, height, width, category = (
+        row.get(name) for name in ("prompt", "height", "width", "category")
+    )
     if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
         raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
     for side, value in (("height", height), ("width", width)):
         if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST_SIDE):
-            raise DataError(f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}")
+            raise DataError(
+                f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}"
+            )
     if (height is None) != (width is None):
         raise DataError(f"{where}: fields 'height' and 'width' must be given together")
     if isinstance(category, list | dict):
@@ -71,8 +77,14 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
     folder = Path(dataset)
     if not folder.is_dir():
         public = folder.name.startswith("public-")
-        hint = f"; fetch it with `python dataset/fetch.py {folder.name.removeprefix('public-')}`" if public else ""
-        raise DataError(f"prompt set {str(dataset)!r} (config.dataset) is no folder (looked from {Path.cwd()}){hint}")
+        hint = (
+            f"; fetch it with `python dataset/fetch.py {folder.name.removeprefix('public-')}`"
+            if public
+            else ""
+        )
+        raise DataError(
+            f"prompt set {str(dataset)!r} (config.dataset) is no folder (looked from {Path.cwd()}){hint}"
+        )
     items = KINDS[kind](folder, split)
     if not items:
         raise DataError(f"prompt set {folder} has no item in its {split} split")
@@ -86,9 +98,14 @@ def _geneval(folder: Path, split: str) -> list[Item]:
         prompt, height, width = common_fields(row, name)
         criteria = row.get("criteria")
         named = criteria.values() if isinstance(criteria, dict) else [criteria]
-        good = (isinstance(each, dict) and all(isinstance(text, str | None) for text in each.values()) for each in named)
+        good = (
+            isinstance(each, dict) and all(isinstance(text, str | None) for text in each.values())
+            for each in named
+        )
         if criteria is not None and not all(good):
-            raise DataError(f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}")
+            raise DataError(
+                f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}"
+            )
         try:
             split_prompt(prompt)
         except PromptLayoutError as error:
@@ -109,27 +126,41 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
         field = "images" if "images" in row else "image"
         names = row.get("images", [row.get("image")])
         if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
-            raise DataError(f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'")
+            raise DataError(
+                f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'"
+            )
         own = []
         for name in names:
-            if not isinstance(name, str) or not os.path.isfile(folder / name):  # names may be too long for a file
-                raise DataError(f"{where}: field {field!r} must name a file in {folder}, got {name!r}")
-            own.append(partial(read_reference, folder / name, f"{where}: field {field!r} ({name!r})"))
+            if not isinstance(name, str) or not os.path.isfile(
+                folder / name
+            ):  # names may be too long for a file
+                raise DataError(
+                    f"{where}: field {field!r} must name a file in {folder}, got {name!r}"
+                )
+            own.append(
+                partial(read_reference, folder / name, f"{where}: field {field!r} ({name!r})")
+            )
         items.append(Item(len(items), prompt, height, width, dict(row), own[0], tuple(own[1:])))
     return items
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
     """Columns that are texts or numbers go into an item's metadata. The images are never all in memory."""
-    path = next((p for p in (folder / f"{split}.arrow", folder / f"{split}.parquet") if p.is_file()), None)
+    path = next(
+        (p for p in (folder / f"{split}.arrow", folder / f"{split}.parquet") if p.is_file()), None
+    )
     if path is None:
-        raise DataError(f"neither {split}.arrow nor {split}.parquet is in {folder} (config.dataset, config.prompt_fn)")
+        raise DataError(
+            f"neither {split}.arrow nor {split}.parquet is in {folder} (config.dataset, config.prompt_fn)"
+        )
     items = []
     try:
         schema, pieces = _open_table(path)
         column = "images" if "images" in schema.names and "image" not in schema.names else "image"
         if missing := {"prompt", column} - set(schema.names):
-            raise DataError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(schema.names)}")
+            raise DataError(
+                f"{path}: column {max(missing)!r} is missing; it has {', '.join(schema.names)}"
+            )
         plain = [f.name for f in schema if not (types.is_nested(f.type) or types.is_binary(f.type))]
         for read in pieces:
             rows = read(plain).to_pylist()
@@ -142,10 +173,17 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
                 what = f"{where}: field {column!r}"
                 if not count:
                     raise DataError(f"{what} has no image")
-                own = [partial(_image_of_row, read, column, row, number, what) for number in range(count)]
-                items.append(Item(len(items), prompt, height, width, metadata, own[0], tuple(own[1:])))
+                own = [
+                    partial(_image_of_row, read, column, row, number, what)
+                    for number in range(count)
+                ]
+                items.append(
+                    Item(len(items), prompt, height, width, metadata, own[0], tuple(own[1:]))
+                )
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again") from error
+        raise DataError(
+            f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again"
+        ) from error
     return items
 
 
@@ -158,7 +196,9 @@ def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
 
         def read(number: int, columns: list[str]) -> Any:
             # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
-            return pyarrow.parquet.ParquetFile(mapped, metadata=file.metadata).read_row_group(number, columns)
+            return pyarrow.parquet.ParquetFile(mapped, metadata=file.metadata).read_row_group(
+                number, columns
+            )
 
         return file.schema_arrow, [partial(read, number) for number in range(file.num_row_groups)]
     try:  # ``datasets`` writes the stream format
@@ -168,7 +208,9 @@ def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
     return table.schema, [batch.select for batch in table.to_batches()]
 
 
-def _image_of_row(read: Callable[[list[str]], Any], column: str, row: int, number: int, what: str) -> Image.Image:
+def _image_of_row(
+    read: Callable[[list[str]], Any], column: str, row: int, number: int, what: str
+) -> Image.Image:
     value = read([column]).column(0)[row].as_py()
     encoded = (value if isinstance(value, list) else [value])[number]
     encoded = encoded.get("bytes") if isinstance(encoded, dict) else encoded

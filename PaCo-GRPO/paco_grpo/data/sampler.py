@@ -17,7 +17,9 @@ class EpochSamples:
 
     item_ids: np.ndarray  # (m·k,) int64, index into the prompt set; groups are formed by it
     seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
-    group_seeds: np.ndarray  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
+    group_seeds: (
+        np.ndarray
+    )  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
         """Positions (int64) in the global order of the samples of ``process``."""
@@ -31,7 +33,9 @@ class GroupSampler:
     ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
-    def __init__(self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1) -> None:
+    def __init__(
+        self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1
+    ) -> None:
         self.num_items, self.prompts, self.images_per_prompt = num_items, prompts, images_per_prompt
         self.latents = latents
         self.seed = seed
@@ -43,8 +47,12 @@ class GroupSampler:
         order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
         seeds = self._words(len(item_ids), _SAMPLE_SEED, epoch)
-        by_item = self._words(self.latents * self.num_items, _GROUP_SEED, epoch).reshape(self.latents, -1)
-        return EpochSamples(item_ids=item_ids, seeds=seeds, group_seeds=by_item[order % self.latents, item_ids])
+        by_item = self._words(self.latents * self.num_items, _GROUP_SEED, epoch).reshape(
+            self.latents, -1
+        )
+        return EpochSamples(
+            item_ids=item_ids, seeds=seeds, group_seeds=by_item[order % self.latents, item_ids]
+        )
 
     def advance(self) -> None:
         self.epoch += 1
@@ -61,7 +69,9 @@ class GroupSampler:
         if self.num_items < self.prompts:
             rng = self._generator(_CHOICE, epoch)
             passes = -(-self.prompts // self.num_items)
-            return np.concatenate([rng.permutation(self.num_items) for _ in range(passes)])[: self.prompts]
+            return np.concatenate([rng.permutation(self.num_items) for _ in range(passes)])[
+                : self.prompts
+            ]
         epochs_per_pass = self.num_items // self.prompts
         which, part = divmod(epoch, epochs_per_pass)
         order = self._generator(_CHOICE, which).permutation(self.num_items)

@@ -38,7 +38,9 @@ class FSDP2(Replicated):
         names = set(transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
         if not blocks:
-            raise ConfigError(f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its blocks")
+            raise ConfigError(
+                f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its blocks"
+            )
         kept_whole = set(lora_parameters(policy))
         for parameter in kept_whole:
             parameter.data = parameter.data.to(device)
@@ -46,11 +48,15 @@ class FSDP2(Replicated):
         for module in (*blocks, transformer):
             fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=True)
         for module in transformer.modules():
-            if isinstance(module, FSDPModule):  # sums, not means, and the only reduction that gloo supports
+            if isinstance(
+                module, FSDPModule
+            ):  # sums, not means, and the only reduction that gloo supports
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    def finish_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
         """As in ``Replicated``; gradients of sharded parameters were summed during the backward."""
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, max_norm)

@@ -30,15 +30,24 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     """The strategy that ``config.train.sharding`` names."""
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise ConfigError(f"accelerate was started with {kind}; use MULTI_GPU, and config.train.sharding='fsdp2' to shard")
+        raise ConfigError(
+            f"accelerate was started with {kind}; use MULTI_GPU, and config.train.sharding='fsdp2' to shard"
+        )
     if options.train.sharding is None:
         return Replicated(accelerator)
     if accelerator.num_processes == 1:
-        logger.warning("config.train.sharding='fsdp2', but there is only one process: nothing is sharded")
+        logger.warning(
+            "config.train.sharding='fsdp2', but there is only one process: nothing is sharded"
+        )
         return Replicated(accelerator)
-    for option, value in (("speed.compile", options.speed.compile), ("pretrained.quantize", options.pretrained.quantize)):
+    for option, value in (
+        ("speed.compile", options.speed.compile),
+        ("pretrained.quantize", options.pretrained.quantize),
+    ):
         if value:
-            raise ConfigError(f"config.{option} cannot be combined with config.train.sharding='fsdp2'")
+            raise ConfigError(
+                f"config.{option} cannot be combined with config.train.sharding='fsdp2'"
+            )
     return FSDP2(accelerator)
 
 
@@ -52,7 +61,10 @@ class StopSignal:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handlers are installed inside the block."""
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:
@@ -61,8 +73,15 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Launchers forward one Ctrl-C as several signals: only a later one means "now".
-        if self.received is not None and number == signal.SIGINT and time.monotonic() - self._time > 2:
+        if (
+            self.received is not None
+            and number == signal.SIGINT
+            and time.monotonic() - self._time > 2
+        ):
             raise KeyboardInterrupt
         if self.received is None:
             self.received, self._time = number, time.monotonic()
-            logger.warning("%s received: saving and exiting at the next safe point", signal.Signals(number).name)
+            logger.warning(
+                "%s received: saving and exiting at the next safe point",
+                signal.Signals(number).name,
+            )

@@ -29,7 +29,9 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     """True on every process if ``flag`` is true on at least one."""
     if accelerator.num_processes == 1:
         return flag
-    total = accelerator.reduce(torch.tensor([float(flag)], device=accelerator.device), reduction="sum")
+    total = accelerator.reduce(
+        torch.tensor([float(flag)], device=accelerator.device), reduction="sum"
+    )
     return bool(total.item() > 0)
 
 
@@ -43,7 +45,9 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
         try:
             decision = decide()
         except Exception as error:  # noqa: BLE001 - raised below, on every process
-            known = isinstance(error, (RuntimeError, ValueError, OSError))  # others may not survive pickling
+            known = isinstance(
+                error, (RuntimeError, ValueError, OSError)
+            )  # others may not survive pickling
             problem = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     if accelerator.num_processes > 1:
         decision, problem = broadcast_object_list([decision, problem])
@@ -107,17 +111,25 @@ class Replicated:
         """
         count, stop = len(batches), False
         if self.lockstep:
-            count = int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
-        for entry in [(batch, False) for batch in batches] + [(dummy, True)] * (count - len(batches)):
+            count = int(
+                self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max()
+            )
+        for entry in [(batch, False) for batch in batches] + [(dummy, True)] * (
+            count - len(batches)
+        ):
             if should_stop is not None:
-                stop = any_process(self.accelerator, should_stop()) if self.lockstep else should_stop()
+                stop = (
+                    any_process(self.accelerator, should_stop()) if self.lockstep else should_stop()
+                )
             if stop:
                 break
             yield entry
         if should_stop is not None and any_process(self.accelerator, stop):
             raise Stopped
 
-    def finish_gradients(self, parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    def finish_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
         """Sum the gradients of all processes in place and clip them; returns the norm before (0-dim)."""
         for parameter in parameters:
             if parameter.grad is None:
@@ -125,6 +137,8 @@ class Replicated:
         if self.accelerator.num_processes > 1:
             flat = torch.cat([p.grad.float().flatten() for p in parameters])
             flat = self.accelerator.reduce(flat, reduction="sum")
-            for parameter, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            for parameter, summed in zip(
+                parameters, flat.split([p.numel() for p in parameters]), strict=True
+            ):
                 parameter.grad.copy_(summed.view_as(parameter))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -40,12 +40,20 @@ def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
     """The pairs among ``names``: ``consistency_score`` with ``between_images``, ``X_consistency`` with ``X_between_images``."""
     names = set(names)
-    prefixes = sorted(name.removesuffix("between_images") for name in names if name.endswith("between_images"))
-    found = ((w, f"{p}between_images") for p in prefixes for w in (f"{p}consistency_score", f"{p}consistency"))
+    prefixes = sorted(
+        name.removesuffix("between_images") for name in names if name.endswith("between_images")
+    )
+    found = (
+        (w, f"{p}between_images")
+        for p in prefixes
+        for w in (f"{p}consistency_score", f"{p}consistency")
+    )
     return [pair for pair in found if pair[0] in names]
 
 
-def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Sequence[bool]) -> dict[str, float]:
+def of_epoch(
+    scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Sequence[bool]
+) -> dict[str, float]:
     """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch, over its open prompts.
 
     Args:
@@ -71,20 +79,28 @@ def of_epoch(scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Se
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
     """``options`` whose test rewards are enough for κ: ``between_images`` is added beside ``consistency_score``."""
     if images_per_prompt < LEAST_IMAGES:
-        raise ConfigError(f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}")
+        raise ConfigError(
+            f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}"
+        )
     test = options.test
     rewards = dict(test.reward_fn or options.train.reward_fn)
     kwargs = options.train.reward_fn_kwargs | test.reward_fn_kwargs
     if not pairs_of(map(short_name, rewards)):
         if "consistency_score" not in rewards:
             given = ", ".join(rewards)
-            raise ConfigError(f"--images_per_prompt needs the test reward consistency_score, not only {given}")
+            raise ConfigError(
+                f"--images_per_prompt needs the test reward consistency_score, not only {given}"
+            )
         rewards["between_images"] = 1.0
         kwargs["between_images"] = kwargs.get("consistency_score", {})
-    return dataclasses.replace(options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs))
+    return dataclasses.replace(
+        options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs)
+    )
 
 
-def agreement(rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Agreement]:
+def agreement(
+    rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Agreement]:
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:
@@ -95,7 +111,10 @@ def agreement(rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, 
         Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".
     """
     pairs, both = pairs_of(rows[0]["rewards"]), [rows] if against is None else [rows, against]
-    categories = [*dict.fromkeys(row["category"] for row in rows if row["category"] is not None), "all"]
+    categories = [
+        *dict.fromkeys(row["category"] for row in rows if row["category"] is not None),
+        "all",
+    ]
     return {
         category if len(pairs) == 1 else f"{category}, {names[0]}": _summary(
             [[row for row in side if category in ("all", row["category"])] for side in both], names
@@ -107,13 +126,17 @@ def agreement(rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, 
 
 def _within_between(rows: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> np.ndarray:
     """w and b of each prompt (prompts, 2), means over its images that have the score; NaN where none has."""
-    means = by_prompt(rows, names, lambda values, axis: np.ma.masked_invalid(values).mean(axis).filled(np.nan))
+    means = by_prompt(
+        rows, names, lambda values, axis: np.ma.masked_invalid(values).mean(axis).filled(np.nan)
+    )
     return [0, 1] + [1, -1] * means
 
 
 def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], names: tuple[str, str]) -> Agreement:
     """``sides``: rows of one evaluation, or of the two whose difference is wanted."""
-    missing = sum(None in (row["rewards"][name] for name in names) for side in sides for row in side)
+    missing = sum(
+        None in (row["rewards"][name] for name in names) for side in sides for row in side
+    )
     is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
     values = [_within_between(side, names) for side in sides]
     difference = values[0] - values[1] if len(values) == 2 else values[0]
@@ -124,7 +147,9 @@ def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], names: tuple[str, str
         return first - second[0] if second else first
 
     between = interval(difference[is_open, 1])
-    return Agreement(interval(difference[:, 0]), between, bootstrap(of_draws, int(usable.sum())), missing)
+    return Agreement(
+        interval(difference[:, 0]), between, bootstrap(of_draws, int(usable.sum())), missing
+    )
 
 
 def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
@@ -134,5 +159,9 @@ def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
         for name, column in columns.items():
             found = column[category]
             values = [each or "–" for each in (found.within, found.between, found.kappa)]
-            rows.append([category, name, *values, found.kappa.prompts if found.kappa else 0, found.missing])
-    return markdown_table(["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"], rows)
+            rows.append(
+                [category, name, *values, found.kappa.prompts if found.kappa else 0, found.missing]
+            )
+    return markdown_table(
+        ["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"], rows
+    )

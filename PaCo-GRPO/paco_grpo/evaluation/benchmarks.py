@@ -27,14 +27,22 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
     """``options`` with the test set and the test rewards of ``benchmark``, a name or ``name=folder``."""
     name, _, folder = benchmark.partition("=")
     if name not in BENCHMARKS:
-        raise ConfigError(f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}")
+        raise ConfigError(
+            f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}"
+        )
     public, kind, rewards = BENCHMARKS[name]
-    others = {*options.train.reward_fn, *options.test.reward_fn}.union(*(names for *_, names in BENCHMARKS.values()))
-    arguments = options.test.reward_fn_kwargs.items()  # of a name that no reward has: kept, so that it is refused
+    others = {*options.train.reward_fn, *options.test.reward_fn}.union(
+        *(names for *_, names in BENCHMARKS.values())
+    )
+    arguments = (
+        options.test.reward_fn_kwargs.items()
+    )  # of a name that no reward has: kept, so that it is refused
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs={name: given for name, given in arguments if name in rewards or name not in others},
+        reward_fn_kwargs={
+            name: given for name, given in arguments if name in rewards or name not in others
+        },
         num_images=None,
         save_eval_images=True,
     )
@@ -42,13 +50,21 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
 
 
 def begin(
-    folder: Path, options: RunOptions, items: Sequence[Item], rewards: Mapping[str, Reward], adapter: Path | None
+    folder: Path,
+    options: RunOptions,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    adapter: Path | None,
 ) -> bool:
     """Record in ``folder`` what its images and scores depend on, so that only the same command continues there.
 
     Returns whether all are there already.
     """
-    test = {name: value for name, value in dataclasses.asdict(options.test).items() if not name.startswith("reward")}
+    test = {
+        name: value
+        for name, value in dataclasses.asdict(options.test).items()
+        if not name.startswith("reward")
+    }
     weights = hashlib.sha256()
     for file in sorted(adapter.iterdir()) if adapter else ():
         if file.suffix == ".safetensors" or file.name == "adapter_config.json":
@@ -57,14 +73,19 @@ def begin(
         "model": str(options.pretrained.model),
         "adapter": adapter,
         "adapter_sha256": weights.hexdigest() if adapter else None,
-        "prompts_sha256": hashlib.sha256(json.dumps([[i.item_id, i.prompt] for i in items]).encode()).hexdigest(),
+        "prompts_sha256": hashlib.sha256(
+            json.dumps([[i.item_id, i.prompt] for i in items]).encode()
+        ).hexdigest(),
         "guidance_scale": options.sample.guidance_scale,
         "negative_prompt": options.sample.negative_prompt,
         "max_sequence_length": options.max_sequence_length,
         "seed": options.seed,
         "test": test,
         "rewards": {
-            name: [{key: value for key, value in reward.kwargs.items() if key != "api_key"}, reward.record]
+            name: [
+                {key: value for key, value in reward.kwargs.items() if key != "api_key"},
+                reward.record,
+            ]
             for name, reward in rewards.items()
         },
     }
@@ -72,9 +93,13 @@ def begin(
     path, metrics = folder / "evaluation.json", folder / "metrics.json"
     if path.is_file() or any(folder.glob("[0-9]*.png")):
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        changed = [name for name in content if name != "adapter" and found.get(name) != content[name]]
+        changed = [
+            name for name in content if name != "adapter" and found.get(name) != content[name]
+        ]
         if of_images := [name for name in changed if name != "rewards"]:
-            raise ConfigError(f"{folder} holds images with another {', '.join(of_images)}: choose another --output")
+            raise ConfigError(
+                f"{folder} holds images with another {', '.join(of_images)}: choose another --output"
+            )
         complete = not changed and metrics.is_file()
         if complete and all(None not in row["rewards"].values() for row in read_rows(folder)):
             return True
@@ -94,7 +119,9 @@ class Interval:
     prompts: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f}" + ("" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]")
+        return f"{self.mean:.4f}" + (
+            "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
+        )
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval | None:
@@ -118,7 +145,9 @@ def interval(values: np.ndarray) -> Interval | None:
     return bootstrap(lambda chosen: values[chosen].mean(axis=1), len(values))
 
 
-def by_prompt(rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], mean: Callable = np.mean) -> np.ndarray:
+def by_prompt(
+    rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], mean: Callable = np.mean
+) -> np.ndarray:
     """Means of each prompt's images (prompts, rewards), prompts in order of first appearance.
 
     A missing score is NaN: ``np.mean`` leaves its prompt out, ``np.nanmean`` its image.
@@ -126,7 +155,9 @@ def by_prompt(rows: Sequence[Mapping[str, Any]], rewards: Sequence[str], mean: C
     scores: dict[int, list[list[float | None]]] = {}
     for row in rows:
         scores.setdefault(row["item_id"], []).append([row["rewards"][name] for name in rewards])
-    return np.array([mean(np.array(values, float), axis=0) for values in scores.values()]).reshape(-1, len(rewards))
+    return np.array([mean(np.array(values, float), axis=0) for values in scores.values()]).reshape(
+        -1, len(rewards)
+    )
 
 
 def summarize_prompts(

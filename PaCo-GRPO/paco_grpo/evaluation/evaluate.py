@@ -33,7 +33,9 @@ _REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
-def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> list[tuple[Item, int]]:
+def evaluation_set(
+    items: Sequence[Item], num_images: int | None, seed: int
+) -> list[tuple[Item, int]]:
     """(item, noise seed) of each image: items in order, again from the start if there are more images than items.
 
     A seed depends only on ``seed``, the item and how often it came before.
@@ -42,7 +44,9 @@ def evaluation_set(items: Sequence[Item], num_images: int | None, seed: int) -> 
     for index in range(num_images or len(items)):
         repeat, position = divmod(index, len(items))
         item = items[position]
-        word = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat]).generate_state(1, np.uint64)[0]
+        word = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat]).generate_state(
+            1, np.uint64
+        )[0]
         chosen.append((item, int(word >> np.uint64(1))))
     return chosen
 
@@ -76,18 +80,34 @@ def evaluate(
         ScoringError: On every process, when a reward raised.
     """
     accelerator, test = strategy.accelerator, options.test
-    chosen = evaluation_set(items, test.num_images, options.seed if test.seed is None else test.seed)
+    chosen = evaluation_set(
+        items, test.num_images, options.seed if test.seed is None else test.seed
+    )
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
     with contextlib.closing(ScoreQueue(rewards, options.sample.reward_batch_size)) as queue:
         try:
-            _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images)
+            _sample(
+                policy,
+                chosen,
+                options,
+                strategy,
+                folder,
+                queue,
+                should_stop,
+                merge_lora,
+                keep_images,
+            )
             scores = queue.gathered(accelerator, len(chosen), should_stop)
         except Stopped:
             return None
     if missing := int(np.isnan(scores).any(axis=1).sum()):
-        logger.warning("%d of %d evaluation images lack a score and are left out of its mean", missing, len(scores))
+        logger.warning(
+            "%d of %d evaluation images lack a score and are left out of its mean",
+            missing,
+            len(scores),
+        )
     names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
     if accelerator.is_main_process:
         with (folder / "eval_data.jsonl").open("w", encoding="utf-8") as file:
@@ -102,23 +122,36 @@ def evaluate(
                     "idx": item.metadata.get("idx"),
                     "category": None if categories[number] is None else str(categories[number]),
                     "open": bool(item.metadata.get("open", False)),
-                    "rewards": {n: None if math.isnan(score) else score for n, score in zip(names, row, strict=True)},
+                    "rewards": {
+                        n: None if math.isnan(score) else score
+                        for n, score in zip(names, row, strict=True)
+                    },
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     accelerator.wait_for_everyone()
     metrics = {f"eval/{key}": value for key, value in summarize(scores, names).items()}
     for category in sorted({*categories} - {None}, key=str):
         found = summarize(scores[[other == category for other in categories]], names)
-        metrics |= {f"category/{category}/{key}": value for key, value in found.items() if key.endswith("_mean")}
+        metrics |= {
+            f"category/{category}/{key}": value
+            for key, value in found.items()
+            if key.endswith("_mean")
+        }
     return metrics
 
 
-def _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images) -> None:
+def _sample(
+    policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images
+) -> None:
     accelerator, test = strategy.accelerator, options.test
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     batches = test_batches(policy, [chosen[i][0] for i in mine], options)
-    batches = [dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches]
-    made = [b for b in batches if keep_images and all(_files(folder, i)[0].is_file() for i in b.numbers)]
+    batches = [
+        dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches
+    ]
+    made = [
+        b for b in batches if keep_images and all(_files(folder, i)[0].is_file() for i in b.numbers)
+    ]
     batches = [batch for batch in batches if batch not in made]
     position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
@@ -127,7 +160,9 @@ def _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge
         place = position.get(batch.numbers[0])  # None for a dummy
         if policy.offloads_text_encoders and place is not None and place % _ENCODED_AHEAD == 0:
             ahead = batches[place : place + _ENCODED_AHEAD]
-            policy.encode([_sized(chosen[i][0], each) for each in ahead for i in each.numbers])  # the policy caches it
+            policy.encode(
+                [_sized(chosen[i][0], each) for each in ahead for i in each.numbers]
+            )  # the policy caches it
         return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
 
     def deliver(images: list[Image.Image | None], batch: Batch) -> None:
@@ -149,13 +184,17 @@ def _sample(policy, chosen, options, strategy, folder, queue, should_stop, merge
                 small.thumbnail((_REFERENCE_SIDE, _REFERENCE_SIDE))
                 small.save(reference_file)
             if in_sheet:
-                thumbnails.append((number, thumbnail(image), reference and thumbnail(reference), item.prompt))
+                thumbnails.append(
+                    (number, thumbnail(image), reference and thumbnail(reference), item.prompt)
+                )
 
     for batch in made:
         deliver([read_image(_files(folder, i)[0]) for i in batch.numbers], batch)
     (dummy,) = test_batches(policy, [chosen[0][0]], options)
     synced = strategy.synced_batches(batches, dummy, should_stop)
-    for _ in sample_images(policy, synced, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)):
+    for _ in sample_images(
+        policy, synced, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)
+    ):
         pass
     everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
     if accelerator.is_main_process and everyone:
@@ -171,7 +210,9 @@ def _files(folder: Path, number: int) -> tuple[Path, Path]:
 
 def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
     """``items`` in batches of one size, at test resolution."""
-    return plan_batches(policy, items, options.test.resolution, options.item_size, options.test.batch_size)
+    return plan_batches(
+        policy, items, options.test.resolution, options.item_size, options.test.batch_size
+    )
 
 
 def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
@@ -189,7 +230,10 @@ def _sized(item: Item, batch: Batch) -> Item:
 
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """``NAME_mean``, ``NAME_stderr``, ``num_images``, ``missing_share``; ``scores`` (images, names), NaN = missing."""
-    metrics = {"num_images": len(scores), "missing_share": float(np.isnan(scores).any(axis=1).mean())}
+    metrics = {
+        "num_images": len(scores),
+        "missing_share": float(np.isnan(scores).any(axis=1).mean()),
+    }
     for name, values in zip(names, scores.T, strict=True):
         values = values[~np.isnan(values)]
         if len(values):

@@ -31,11 +31,15 @@ def thumbnail(image: Image.Image) -> Image.Image:
     """``image`` with its longer side at ``SHEET_CELL`` pixels, enlarged without smoothing."""
     scale = SHEET_CELL / max(image.size)
     filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_)
+    return image.resize(
+        (max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_
+    )
 
 
 def contact_sheet(
-    images: Sequence[Image.Image], captions: Sequence[str] = (), references: Sequence[Image.Image] = ()
+    images: Sequence[Image.Image],
+    captions: Sequence[str] = (),
+    references: Sequence[Image.Image] = (),
 ) -> Image.Image:
     """Small copies of ``images`` in rows, numbered, with ``captions`` below and ``references`` on the left."""
     pictures = 2 if references else 1
@@ -64,7 +68,10 @@ def log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:
     shown = []
     for row in read_rows(folder)[:_TRACKED_IMAGES]:
         if row["file"] is not None:  # saved, and finite
-            scores = ", ".join(f"{name} {'–' if v is None else format(v, '.3f')}" for name, v in row["rewards"].items())
+            scores = ", ".join(
+                f"{name} {'–' if v is None else format(v, '.3f')}"
+                for name, v in row["rewards"].items()
+            )
             shown.append((read_image(folder / row["file"]), f"{row['prompt']} ({scores})"))
     if shown:
         tracker.log_images("eval/images", shown, epoch)

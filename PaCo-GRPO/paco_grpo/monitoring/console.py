@@ -36,7 +36,9 @@ def epoch_metrics(
 
 def epoch_line(metrics: Mapping[str, float]) -> str:
     """The log line of an epoch: rewards, gradient norm, seconds."""
-    phases = ", ".join(f"{name} {metrics[f'time/{name}_s']:.1f}" for name in ("sample", "reward_wait", "train"))
+    phases = ", ".join(
+        f"{name} {metrics[f'time/{name}_s']:.1f}" for name in ("sample", "reward_wait", "train")
+    )
     norm = metrics.get("train/grad_norm", math.nan)
     return f"{rewards_line(metrics, 'reward/')}; gradient norm {norm:.3g}; {metrics['time/epoch_s']:.1f} s ({phases})"
 
@@ -45,7 +47,9 @@ def rewards_line(metrics: Mapping[str, float], group: str) -> str:
     """``means`` in one line, with ± the standard error where it is known."""
     errors = {name: metrics.get(f"{group}{name}_stderr") for name in means(metrics, group)}
     shown = {name: "" if error is None else f" ± {error:.4f}" for name, error in errors.items()}
-    return ", ".join(f"{name} {value:.4f}{shown[name]}" for name, value in means(metrics, group).items())
+    return ", ".join(
+        f"{name} {value:.4f}{shown[name]}" for name, value in means(metrics, group).items()
+    )
 
 
 def means(metrics: Mapping[str, float], group: str) -> dict[str, float]:

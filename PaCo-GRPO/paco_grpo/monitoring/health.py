@@ -9,7 +9,10 @@ import numpy as np
 
 from paco_grpo.monitoring.console import means
 
-_TREND, _RISE = 5, 0.05  # epochs at start and end whose mean κ is compared; rise of w from which it counts
+_TREND, _RISE = (
+    5,
+    0.05,
+)  # epochs at start and end whose mean κ is compared; rise of w from which it counts
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
@@ -21,10 +24,14 @@ class Finding:
 
     sign: str  # a metric
     message: str
-    collapse: bool = False  # the generator itself is damaged: stops the run with ``train.stop_on_collapse``
+    collapse: bool = (
+        False  # the generator itself is damaged: stops the run with ``train.stop_on_collapse``
+    )
 
 
-_TOO_FAST = "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
+_TOO_FAST = (
+    "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
+)
 # metric, test, message, likely cause, whether the generator is damaged; chosen on planted hacks (docs/recovery.md)
 _SIGNS = (
     ("health/velocity_change", lambda x: x > 0.75,
@@ -41,15 +48,24 @@ _SIGNS = (
 
 def against_first(metrics: Row, first: Row) -> dict[str, float]:
     """``health/*_vs_first``: ratios to the first epoch."""
-    pairs = {key: (metrics.get(key), first.get(key)) for key in ("health/latent_std", "health/distinctness")}
-    return {f"{key}_vs_first": now / then for key, (now, then) in pairs.items() if now is not None and then}
+    pairs = {
+        key: (metrics.get(key), first.get(key))
+        for key in ("health/latent_std", "health/distinctness")
+    }
+    return {
+        f"{key}_vs_first": now / then
+        for key, (now, then) in pairs.items()
+        if now is not None and then
+    }
 
 
 def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
     """Findings on the last of ``rows``, all training epochs of metrics.jsonl."""
     values = dict(rows[-1])
     values.pop("reward/kappa", None)
-    measured = [(row["reward/within"], row["reward/kappa"]) for row in rows if "reward/kappa" in row]
+    measured = [
+        (row["reward/within"], row["reward/kappa"]) for row in rows if "reward/kappa" in row
+    ]
     if len(measured) >= 2 * _TREND:
         rise, change = np.mean(measured[-_TREND:], axis=0) - np.mean(measured[:_TREND], axis=0)
         if rise > _RISE:
@@ -66,7 +82,9 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
     first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
     gains, trained = {}, set(trained)  # in standard errors of the difference
     for name in last:
-        error = math.hypot(*(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])))
+        error = math.hypot(
+            *(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1]))
+        )
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
     risen = [name for name, gain in gains.items() if name in trained and gain > _DIVERGENCE]

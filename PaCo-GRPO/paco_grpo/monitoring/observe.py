@@ -35,7 +35,9 @@ class SampleObserver:
                 small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
                 self._rows[number] = np.asarray(small, dtype=np.float64).ravel() / 255
 
-    def metrics(self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray) -> dict[str, float]:
+    def metrics(
+        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray
+    ) -> dict[str, float]:
         """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
         Distinctness is the standard deviation of a pixel within the images of a prompt; NaN where no prompt has two.
@@ -47,7 +49,10 @@ class SampleObserver:
         groups = [everyone[item_ids == item, 1:] for item in np.unique(item_ids)]
         variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
         distinctness = math.sqrt(np.mean(variances)) if variances else math.nan
-        return {"health/latent_std": float(everyone[:, 0].mean()), "health/distinctness": distinctness}
+        return {
+            "health/latent_std": float(everyone[:, 0].mean()),
+            "health/distinctness": distinctness,
+        }
 
 
 class BaseProbe:
@@ -73,9 +78,15 @@ class BaseProbe:
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width
                 velocity = partial(self._velocity, policy.encode([sized]), size)
-                word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(1, np.uint64)[0]
+                word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(
+                    1, np.uint64
+                )[0]
                 sigmas = policy.sigmas(options.sample.num_steps, *size)
-                latents = integrate(velocity, policy.initial_latents([int(word >> np.uint64(1))], *size), sigmas[: step + 1])
+                latents = integrate(
+                    velocity,
+                    policy.initial_latents([int(word >> np.uint64(1))], *size),
+                    sigmas[: step + 1],
+                )
                 sigma = sigmas[step].to(latents.device).expand(1)
                 self._states.append((velocity, latents, sigma, velocity(latents, sigma)))
 
@@ -83,8 +94,13 @@ class BaseProbe:
     def measure(self) -> dict[str, float]:
         """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
         self.prepare()
-        changes = [float((velocity(x, sigma) - base).norm() / base.norm()) for velocity, x, sigma, base in self._states]
+        changes = [
+            float((velocity(x, sigma) - base).norm() / base.norm())
+            for velocity, x, sigma, base in self._states
+        ]
         return {"health/velocity_change": float(np.mean(changes))}
 
-    def _velocity(self, conditioning: Any, size: tuple[int, int], x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    def _velocity(
+        self, conditioning: Any, size: tuple[int, int], x: torch.Tensor, sigma: torch.Tensor
+    ) -> torch.Tensor:
         return self.policy.velocity(x, sigma, conditioning, *size)

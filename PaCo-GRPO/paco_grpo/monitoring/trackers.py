@@ -24,13 +24,19 @@ class MetricsFile:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the finite numbers of ``row``."""
-        row = {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+        row = {
+            name: value
+            for name, value in row.items()
+            if not isinstance(value, float) or math.isfinite(value)
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
         """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped."""
-        *lines, _ = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
+        *lines, _ = (
+            self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
+        )
         return [row for row in map(json.loads, lines) if phase in (None, row["phase"])]
 
     def keep_until(self, epoch: int) -> None:
@@ -44,7 +50,9 @@ class MetricsFile:
 class Tracker:
     """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing."""
 
-    def __init__(self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]
+    ) -> None:
         self.name, self.tracker = name, None
         try:
             if name == "tensorboard":
@@ -52,7 +60,9 @@ class Tracker:
             elif name == "wandb":  # continued under the run's name when the run resumes
                 place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
                 self.tracker = WandBTracker(project, config=config, **place)
-            elif name == "swanlab":  # a resumed run is a new experiment: SwanLab continues an old one only online
+            elif (
+                name == "swanlab"
+            ):  # a resumed run is a new experiment: SwanLab continues an old one only online
                 place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
                 self.tracker = SwanLabTracker(project, config=config, **place)
             if self.tracker is not None:
@@ -79,11 +89,15 @@ class Tracker:
         if self.name == "tensorboard":
             for number, (image, caption) in enumerate(images):
                 tag = f"{name}/{number}" if len(images) > 1 else name
-                self.tracker.log_images({tag: np.asarray(image.convert("RGB"))[None]}, step=epoch, dataformats="NHWC")
+                self.tracker.log_images(
+                    {tag: np.asarray(image.convert("RGB"))[None]}, step=epoch, dataformats="NHWC"
+                )
                 self.tracker.log({f"{tag}_caption": caption}, step=epoch)
         elif self.tracker is not None:
             package = importlib.import_module(self.name)
-            self.log({name: [package.Image(image, caption=caption) for image, caption in images]}, epoch)
+            self.log(
+                {name: [package.Image(image, caption=caption) for image, caption in images]}, epoch
+            )
 
     def close(self) -> None:
         if self.tracker is not None:

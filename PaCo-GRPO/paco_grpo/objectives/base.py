@@ -41,7 +41,9 @@ class Step:
     """One step of the schedule for one micro-batch."""
 
     rollout: Rollout  # len B
-    index: int | float  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
+    index: (
+        int | float
+    )  # position in rollout.sigmas; a float is a σ in (0, 1] that need not be in the schedule
     advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
     group_weights: torch.Tensor | None = None  # (B,) float32, from ``Objective.group_weights``
     epoch_seed: int = 0  # ≥ 0, from seed, epoch and inner epoch, for noise that samples share
@@ -81,15 +83,25 @@ class Snapshot:
     """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained."""
 
     name: str  # of the adapter and of its file in checkpoints; not default, trainable, ema, optimizer or start
-    decay: Callable[[int, Any], float]  # (optimizer steps so far, ``options.train``) → decay in [0, 1]
-    samples_from: int | None = None  # optimizer steps after which rollouts are sampled from it; None = never
+    decay: Callable[
+        [int, Any], float
+    ]  # (optimizer steps so far, ``options.train``) → decay in [0, 1]
+    samples_from: int | None = (
+        None  # optimizer steps after which rollouts are sampled from it; None = never
+    )
     every_step: bool = False  # it follows after every optimizer step, not once per epoch
-    needed: Callable[[Any], bool] = lambda train: True  # ``options.train`` → whether the run keeps it at all
+    needed: Callable[[Any], bool] = lambda train: (
+        True
+    )  # ``options.train`` → whether the run keeps it at all
 
 
 def recorded_steps(train: Any, rollout: Rollout, rng: np.random.Generator) -> list[int]:
     """The noise steps, or those of them in ``config.train.timesteps``."""
-    return [s.index for s in rollout.noise_steps if train.timesteps is None or s.index in train.timesteps]
+    return [
+        s.index
+        for s in rollout.noise_steps
+        if train.timesteps is None or s.index in train.timesteps
+    ]
 
 
 def check_recorded_steps(options: Any) -> Iterable[str]:
@@ -150,11 +162,20 @@ class Objective:
 
     def for_run(self, train: Any) -> Objective:
         """With the snapshots that a run with ``options.train`` keeps."""
-        return replace(self, snapshots=tuple(snapshot for snapshot in self.snapshots if snapshot.needed(train)))
+        return replace(
+            self, snapshots=tuple(snapshot for snapshot in self.snapshots if snapshot.needed(train))
+        )
 
     def sampling_snapshot(self, step: int) -> str | None:
         """Name of the snapshot that rollouts use after ``step`` optimizer steps; None = the trained weights."""
-        return next((s.name for s in self.snapshots if s.samples_from is not None and step >= s.samples_from), None)
+        return next(
+            (
+                s.name
+                for s in self.snapshots
+                if s.samples_from is not None and step >= s.samples_from
+            ),
+            None,
+        )
 
 
 def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], LossOutput]], Objective]:
@@ -162,7 +183,12 @@ def objective(**needs: Any) -> Callable[[Callable[[Step, Policy, Any], LossOutpu
     return lambda function: Objective(function, **needs)
 
 
-def with_kl(loss: torch.Tensor, metrics: dict[str, torch.Tensor], weight: float, kl: Callable[[], torch.Tensor]) -> LossOutput:
+def with_kl(
+    loss: torch.Tensor,
+    metrics: dict[str, torch.Tensor],
+    weight: float,
+    kl: Callable[[], torch.Tensor],
+) -> LossOutput:
     """``loss`` + ``weight``·KL, all (B,); the reference forward in ``kl`` happens only if the weight is not 0."""
     if weight != 0:
         metrics["kl"] = kl()

@@ -42,7 +42,9 @@ def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tenso
     return noised.error(noised.velocity()) - noised.error(reference)
 
 
-def group_weights(changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions) -> np.ndarray:
+def group_weights(
+    changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions
+) -> np.ndarray:
     """sigmoid(s)·A_i (n, steps), A centered again, since clipping and left-out samples shift it."""
     weights = np.zeros_like(changes)
     clipped = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
@@ -72,7 +74,9 @@ def _check(options: RunOptions) -> Iterator[str]:
 @objective(
     needs_noise_steps=False,
     steps=forward_steps(default=_SIGMAS),
-    snapshots=(Snapshot("slow", slow_decay, samples_from=200, every_step=True, needed=_keeps_slow),),
+    snapshots=(
+        Snapshot("slow", slow_decay, samples_from=200, every_step=True, needed=_keeps_slow),
+    ),
     gradient_steps=1,
     check=_check,
     first_pass=error_change,
@@ -92,7 +96,9 @@ def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     if train.dgpo_clip_range is not None:
         slow = noised.velocity("slow")
         ratio = (noised.error(slow) - error.detach()).exp()
-        beyond = torch.where(weight > 0, ratio > 1 + train.dgpo_clip_range, ratio < 1 - train.dgpo_clip_range)
+        beyond = torch.where(
+            weight > 0, ratio > 1 + train.dgpo_clip_range, ratio < 1 - train.dgpo_clip_range
+        )
         trained = torch.where(beyond, error.detach(), error)
         metrics |= {"masked_share": beyond.float(), "slow_distance": mean_square(velocity - slow)}
     loss = weight * trained

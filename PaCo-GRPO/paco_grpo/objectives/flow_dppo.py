@@ -12,7 +12,14 @@ from collections.abc import Iterator
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, with_kl
+from paco_grpo.objectives.base import (
+    LossOutput,
+    Step,
+    check_recorded_steps,
+    mean_square,
+    objective,
+    with_kl,
+)
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 
@@ -20,14 +27,18 @@ from paco_grpo.policies.base import Policy
 def _check(options: RunOptions) -> Iterator[str]:
     sample, train = options.sample, options.train
     yield from check_recorded_steps(options)
-    if sample.cps and sample.num_steps - 1 in (sample.noise_steps if train.timesteps is None else train.timesteps):
+    if sample.cps and sample.num_steps - 1 in (
+        sample.noise_steps if train.timesteps is None else train.timesteps
+    ):
         yield f"sample.noise_steps: Flow-CPS adds no noise at the last step {sample.num_steps - 1}; leave it out"
 
 
 def _first_divergence(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
     """D (B,) before the first update, where it should be 0, in units of τ/10."""
     transition = step.transition(policy)
-    return _divergence(transition.mean - step.noise.mean, transition.std) / (train.dppo_divergence / 10)
+    return _divergence(transition.mean - step.noise.mean, transition.std) / (
+        train.dppo_divergence / 10
+    )
 
 
 def _divergence(change: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -45,7 +56,10 @@ def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """
     transition, noise, advantages = step.transition(policy), step.noise, step.advantages
     divergence = _divergence(transition.mean.detach() - noise.mean, transition.std)
-    old, new = mean_square(noise.next_latents - noise.mean), mean_square(noise.next_latents - transition.mean)
+    old, new = (
+        mean_square(noise.next_latents - noise.mean),
+        mean_square(noise.next_latents - transition.mean),
+    )
     ratio = ((old - new) / (2 * transition.std.square())).exp()
     beyond = divergence >= train.dppo_divergence
     positive = beyond & (ratio > 1) & (advantages > 0)

@@ -14,7 +14,9 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-FRESH = 1 << 20  # times (n + 1): offset of the noise of inner epoch n, away from the rollout's and other epochs'
+FRESH = (
+    1 << 20
+)  # times (n + 1): offset of the noise of inner epoch n, away from the rollout's and other epochs'
 
 
 class Noised:
@@ -27,7 +29,9 @@ class Noised:
         target: u = ε − x_0 (B, N, C) float32.
     """
 
-    def __init__(self, step: Step, policy: Policy, shared: bool = False, guided_reference: bool = False) -> None:
+    def __init__(
+        self, step: Step, policy: Policy, shared: bool = False, guided_reference: bool = False
+    ) -> None:
         """``shared``: one ε for all samples of an item, not of each sample's own seed. ``guided_reference``: with true CFG."""
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
         own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
@@ -36,7 +40,13 @@ class Noised:
         noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + place, clean)
         self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
         self._policy, self._guided_reference = policy, guided_reference
-        self._arguments = (self.latents, step.sigma, rollout.conditioning, rollout.height, rollout.width)
+        self._arguments = (
+            self.latents,
+            step.sigma,
+            rollout.conditioning,
+            rollout.height,
+            rollout.width,
+        )
 
     def velocity(self, snapshot: str | None = None) -> torch.Tensor:
         """v (B, N, C) of the trained weights, or, without gradient, of a snapshot."""
@@ -56,7 +66,9 @@ class Noised:
         return mean_square(velocity - self.target)
 
 
-def sample_sigmas(num_steps: int, count: int, fraction: float, with_one: bool, rng: np.random.Generator) -> list[int]:
+def sample_sigmas(
+    num_steps: int, count: int, fraction: float, with_one: bool, rng: np.random.Generator
+) -> list[int]:
     """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
 
     The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else 1.
@@ -66,7 +78,9 @@ def sample_sigmas(num_steps: int, count: int, fraction: float, with_one: bool, r
     return [int(rng.integers(low, high)) for low, high in pairwise(bounds)]
 
 
-def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
+def forward_steps(
+    default: int | None,
+) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
     """``Objective.steps``: ``train.timesteps``, or ``train.num_sigmas`` sampled ones (default None: the noise steps)."""
 
     def steps(train: TrainOptions, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
@@ -75,7 +89,9 @@ def forward_steps(default: int | None) -> Callable[[TrainOptions, Rollout, np.ra
         count = train.num_sigmas or default
         if count is None:
             return [step.index for step in rollout.noise_steps]
-        return sample_sigmas(len(rollout.sigmas) - 1, count, train.sigma_fraction, train.sigma_one, rng)
+        return sample_sigmas(
+            len(rollout.sigmas) - 1, count, train.sigma_fraction, train.sigma_one, rng
+        )
 
     return steps
 
@@ -93,7 +109,9 @@ def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[st
         if not (sample.noise_steps and sample.noise_level):
             yield "train.timesteps and train.num_sigmas are None and sampling has no noise step: set one of them"
         return
-    if count > (steps := int(sample.num_steps * train.sigma_fraction + 1e-9) - (not train.sigma_one)):
+    if count > (
+        steps := int(sample.num_steps * train.sigma_fraction + 1e-9) - (not train.sigma_one)
+    ):
         yield (
             f"train.num_sigmas={count} is more than the {max(0, steps)} steps to sample from (sample.num_steps="
             f"{sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, train.sigma_one={train.sigma_one})"

@@ -9,7 +9,14 @@
 
 from collections.abc import Iterator
 
-from paco_grpo.objectives.base import LossOutput, Step, check_recorded_steps, mean_square, objective, with_kl
+from paco_grpo.objectives.base import (
+    LossOutput,
+    Step,
+    check_recorded_steps,
+    mean_square,
+    objective,
+    with_kl,
+)
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
@@ -34,5 +41,8 @@ def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     guarded = (log_ratio + bias) * transition.std
     ratio = guarded.exp()
     loss = clipped_loss(ratio, step.advantages, train.clip_range) / step.minus_dt
-    metrics = ratio_metrics(ratio, guarded, train.clip_range) | {"policy_loss": loss, "guard_bias": bias}
+    metrics = ratio_metrics(ratio, guarded, train.clip_range) | {
+        "policy_loss": loss,
+        "guard_bias": bias,
+    }
     return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))

@@ -58,5 +58,9 @@ def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     positive = normalized_error(beta * velocity + (1 - beta) * old)
     negative = normalized_error((1 + beta) * old - beta * velocity)
     loss = (preference * positive + (1 - preference) * negative) / beta * train.adv_clip_max
-    metrics = {"policy_loss": loss, "preference_mean": preference, "old_distance": mean_square(velocity - old)}
+    metrics = {
+        "policy_loss": loss,
+        "preference_mean": preference,
+        "old_distance": mean_square(velocity - old),
+    }
     return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))

@@ -36,7 +36,9 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: floa
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
-def ratio_metrics(ratio: torch.Tensor, log_ratio: torch.Tensor, clip_range: float) -> dict[str, torch.Tensor]:
+def ratio_metrics(
+    ratio: torch.Tensor, log_ratio: torch.Tensor, clip_range: float
+) -> dict[str, torch.Tensor]:
     """Per-sample (B,) diagnostics of the probability ratio."""
     deviation = (ratio.detach() - 1.0).abs()
     return {

@@ -1,6 +1,13 @@
 """Options of a run: declared once (``schema``), read and saved (``parse``)."""
 
-from paco_grpo.options.parse import ConfigError, config_dict, load_options, make_options, options_to_yaml, read_options
+from paco_grpo.options.parse import (
+    ConfigError,
+    config_dict,
+    load_options,
+    make_options,
+    options_to_yaml,
+    read_options,
+)
 from paco_grpo.options.schema import OPTIONS, RunOptions, TrainOptions
 
 __all__ = [

@@ -29,7 +29,14 @@ and rewards. Read a configuration that you did not write before you use it.
 
 Wrong options are an error before any model is loaded. `None` on the command line gives None where that is allowed.
 """
-_TYPES = {int: "integer", float: "number", bool: "true/false", str: "text", tuple: "integers", dict: "table"}
+_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "true/false",
+    str: "text",
+    tuple: "integers",
+    dict: "table",
+}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -54,14 +61,21 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The values that an option takes, other than None."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _values(parts[0], [limit for field in parts[1:] for limit in getattr(field, "metadata", [])])
+        return _values(
+            parts[0], [limit for field in parts[1:] for limit in getattr(field, "metadata", [])]
+        )
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_values(part, metadata) for part in parts if part is not type(None))
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
     if origin is Callable:
         return "function"
-    limits = [(sign, getattr(bound, name)) for bound in metadata for name, sign in _SIGNS.items() if hasattr(bound, name)]
+    limits = [
+        (sign, getattr(bound, name))
+        for bound in metadata
+        for name, sign in _SIGNS.items()
+        if hasattr(bound, name)
+    ]
     kind = "names" if parts[:1] == (str,) and origin is tuple else _TYPES[origin or annotation]
     # Limits of 2^31 only catch typing errors.
     return " ".join([kind, *(f"{sign} {limit:g}" for sign, limit in limits if limit < 2**31)])

@@ -89,36 +89,53 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     file, _, name = str(source).partition(":")
     path = Path(file)
     if not path.is_file() or path.suffix not in (".py", ".yaml", ".yml"):
-        raise ConfigError(f"configuration {file!r} is not a .py or .yaml file (current folder: {Path.cwd()})")
+        raise ConfigError(
+            f"configuration {file!r} is not a .py or .yaml file (current folder: {Path.cwd()})"
+        )
     if path.suffix == ".py":
         return make_options(_load_python(path, name), overrides)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(values, Mapping):
-        raise ConfigError(f"configuration file {path} is a {type(values).__name__}, not options with their values")
+        raise ConfigError(
+            f"configuration file {path} is a {type(values).__name__}, not options with their values"
+        )
     return make_options(values, overrides)
 
 
 def _load_python(path: Path, name: str) -> ConfigDict:
     names = runpy.run_path(str(path), run_name=_MODULE)
     function, arguments = names.get(name), []
-    if getattr(function, "__module__", "") != _MODULE or name.startswith("_") or name == "get_config":
+    if (
+        getattr(function, "__module__", "") != _MODULE
+        or name.startswith("_")
+        or name == "get_config"
+    ):
         function, arguments = names.get("get_config"), [name] if name else []
     if function is None:
         raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
     try:
         found = function(*arguments)
-    except (AttributeError, KeyError) as error:  # ConfigDict puts its KeyError into an AttributeError
+    except (
+        AttributeError,
+        KeyError,
+    ) as error:  # ConfigDict puts its KeyError into an AttributeError
         words = getattr(error.args[0], "args", error.args)[0]
         raise ConfigError(f"{path}: {' '.join(str(words).split())}") from error
     if not isinstance(found, ConfigDict):
-        raise ConfigError(f"{path}: {name or 'get_config'} returns {type(found).__name__}, not a ConfigDict")
+        raise ConfigError(
+            f"{path}: {name or 'get_config'} returns {type(found).__name__}, not a ConfigDict"
+        )
     return found
 
 
-def make_options(values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
+def make_options(
+    values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()
+) -> RunOptions:
     """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem."""
     values = _plain(values)
     for name, text in overrides:
@@ -144,14 +161,25 @@ def _problem(error: Mapping[str, Any]) -> str:
     depth = next((n for n in (1, 2) if ".".join(words[:n]) in OPTIONS), len(words))
     option = ".".join(words[:depth])
     if option not in OPTIONS:
-        return _unknown(option) if error["type"] == "unexpected_keyword_argument" else f"config.{option}: {error['msg']}"
-    entry = words[depth:] if option.endswith(("reward_fn", "kwargs")) else []  # else the alternatives of a union
+        return (
+            _unknown(option)
+            if error["type"] == "unexpected_keyword_argument"
+            else f"config.{option}: {error['msg']}"
+        )
+    entry = (
+        words[depth:] if option.endswith(("reward_fn", "kwargs")) else []
+    )  # else the alternatives of a union
     return f"config.{'.'.join([option, *entry])}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _unknown(name: str) -> str:
-    same = [option for option in OPTIONS if option.rpartition(".")[2] == name.rpartition(".")[2]]  # in another group
-    nearest = [f"config.{option}" for option in same or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)]
+    same = [
+        option for option in OPTIONS if option.rpartition(".")[2] == name.rpartition(".")[2]
+    ]  # in another group
+    nearest = [
+        f"config.{option}"
+        for option in same or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)
+    ]
     hint = f"Did you mean {' or '.join(nearest)}?"
     elsewhere = "All are in docs/configuration.md, the published code's in docs/real-weights.md"
     return f"unknown option config.{name}. {hint if nearest else elsewhere}"
@@ -159,7 +187,11 @@ def _unknown(name: str) -> str:
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
     """Set the option or the entry of a table that the command line calls ``name``."""
-    option = name if name in OPTIONS else next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
+    option = (
+        name
+        if name in OPTIONS
+        else next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
+    )
     if option is None:
         raise ConfigError(_unknown(name))
     group, _, field = option.rpartition(".")
@@ -168,7 +200,9 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         place[field] = _value(text, OPTIONS[option].annotation)
         return
     if OPTIONS[option].default_factory is not dict:
-        raise ConfigError(f"config.{option} is a value, it has no field {name.removeprefix(f'{option}.')!r}")
+        raise ConfigError(
+            f"config.{option} is a value, it has no field {name.removeprefix(f'{option}.')!r}"
+        )
     entry, table = name.removeprefix(f"{option}."), place.setdefault(field, {})
     if option.endswith("reward_fn_kwargs"):
         # The reward's name may be an import path with dots; an argument's name follows the factory.

@@ -31,7 +31,9 @@ def _as_steps(value: Any) -> Any:
 def _as_names(value: Any) -> Any:
     """A comma between names makes a list; in another text it belongs to a regular expression."""
     parts = value.split(",") if isinstance(value, str) else ()
-    return parts if len(parts) > 1 and all(re.fullmatch(r"[\w.]+", part) for part in parts) else value
+    return (
+        parts if len(parts) > 1 and all(re.fullmatch(r"[\w.]+", part) for part in parts) else value
+    )
 
 
 def _folder_name(name: str) -> str:
@@ -58,8 +60,12 @@ class PretrainedOptions:
     """The model that is trained."""
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
-    quantize: Literal["nf4"] | None = option(None, "frozen transformer in 4 bits; changes the numbers")
-    image_positions: Literal["mrope", "stock"] = option("mrope", "token positions in Qwen-Image-Edit; stock: diffusers'")
+    quantize: Literal["nf4"] | None = option(
+        None, "frozen transformer in 4 bits; changes the numbers"
+    )
+    image_positions: Literal["mrope", "stock"] = option(
+        "mrope", "token positions in Qwen-Image-Edit; stock: diffusers'"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -68,26 +74,36 @@ class SampleOptions:
 
     num_steps: Count = option(10, "denoising steps")
     noise_steps: Steps = option((1,), "step indices at which noise is injected, from 0")
-    num_noise_steps: Count | None = option(None, "number of noise steps drawn at random each epoch; None: all")
+    num_noise_steps: Count | None = option(
+        None, "number of noise steps drawn at random each epoch; None: all"
+    )
     noise_level: NonNegative = option(0.7, "noise a of Flow-SDE or Flow-CPS")
     cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
     guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX) or scale of true CFG")
-    negative_prompt: str | None = option(None, "negative prompt of true CFG (a space is enough); None: no true CFG")
+    negative_prompt: str | None = option(
+        None, "negative prompt of true CFG (a space is enough); None: no true CFG"
+    )
     same_latent: bool = option(False, "shared initial noise of a prompt's images")
     latents_per_prompt: Count = option(1, "different initial noises per prompt, with same_latent")
     global_std: bool = option(False, "advantages divided by the standard deviation over all images")
     batch_size: Count = option(1, "images per process and forward")
     num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
-    unique_sample_num_per_epoch: Count = option(42, "m, prompts per epoch; raised until m·k divides evenly")
+    unique_sample_num_per_epoch: Count = option(
+        42, "m, prompts per epoch; raised until m·k divides evenly"
+    )
     reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(None, "second-order steps after the last noise step; None: the schedule's")
+    tail_steps: Count | None = option(
+        None, "second-order steps after the last noise step; None: the schedule's"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainOptions:
     """Objective, optimizer, adapter and rewards."""
 
-    resolution: Pixels = option(512, "side in pixels of a square training image; other shapes keep its area")
+    resolution: Pixels = option(
+        512, "side in pixels of a square training image; other shapes keep its area"
+    )
     batch_size: Count = option(1, "images per process and forward; does not change the numbers")
     loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
@@ -99,10 +115,18 @@ class TrainOptions:
     sharding: Literal["fsdp2"] | None = option(None, "transformer sharded over processes")
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Count = option(1, "passes over the samples of an epoch")
-    gradient_step_per_epoch: Count | None = option(None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)")
-    timesteps: Steps | None = option(None, "step indices to train on; None: the epoch's noise steps")
-    num_sigmas: Count | None = option(None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps")
-    sigma_fraction: Annotated[Positive, Field(le=1)] = option(0.9, "noisy share of the schedule that σ values come from")
+    gradient_step_per_epoch: Count | None = option(
+        None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)"
+    )
+    timesteps: Steps | None = option(
+        None, "step indices to train on; None: the epoch's noise steps"
+    )
+    num_sigmas: Count | None = option(
+        None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps"
+    )
+    sigma_fraction: Annotated[Positive, Field(le=1)] = option(
+        0.9, "noisy share of the schedule that σ values come from"
+    )
     sigma_one: bool = option(False, "σ = 1 among the trained σ values")
     clip_range: NonNegative = option(1e-4, "clipping range of the ratio around 1 (ppo, guard_grpo)")
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
@@ -110,15 +134,28 @@ class TrainOptions:
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
     decay_type: Literal[0, 1, 2] | None = option(None, "schedule of nft's old adapter; None: 1")
     awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
-    awm_slow_beta: NonNegative = option(1.0, "weight of awm's distance to a slow copy of the adapter")
-    dgpo_beta: Positive = option(100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner")
-    dgpo_reference: Literal["base", "guided", "slow"] = option("base", "dgpo's reference: base, base with CFG or slow copy")
-    dgpo_clip_range: Positive | None = option(1e-2, "distance from the slow copy at which dgpo masks; None: never")
-    dppo_divergence: Positive = option(1e-5, "τ of flow_dppo: mean divergence above which a step must move back")
-    old_log_prob: Literal["auto", "rollout", "recompute"] = option(
-        "auto", "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1"
+    awm_slow_beta: NonNegative = option(
+        1.0, "weight of awm's distance to a slow copy of the adapter"
     )
-    ema: bool = option(True, "average of the trained weights, used in evaluation and saved adapters")
+    dgpo_beta: Positive = option(
+        100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner"
+    )
+    dgpo_reference: Literal["base", "guided", "slow"] = option(
+        "base", "dgpo's reference: base, base with CFG or slow copy"
+    )
+    dgpo_clip_range: Positive | None = option(
+        1e-2, "distance from the slow copy at which dgpo masks; None: never"
+    )
+    dppo_divergence: Positive = option(
+        1e-5, "τ of flow_dppo: mean divergence above which a step must move back"
+    )
+    old_log_prob: Literal["auto", "rollout", "recompute"] = option(
+        "auto",
+        "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1",
+    )
+    ema: bool = option(
+        True, "average of the trained weights, used in evaluation and saved adapters"
+    )
     ema_decay: Decay = option(0.9, "decay of the average: min((1+s)/(10+s), this) at step s")
     ema_update_interval: Count = option(8, "optimizer steps between updates of the average")
     lora_rank: Count = option(64, "rank of the adapter")
@@ -127,17 +164,32 @@ class TrainOptions:
         "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name")
-    reference: Literal["base", "start"] = option("base", "reference of KL term and health probe: base or lora_path")
+    reference: Literal["base", "start"] = option(
+        "base", "reference of KL term and health probe: base or lora_path"
+    )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
-    perceptual_entropy: NonNegative = option(0.0, "λ: adds −λ·log p of an image's features within its group to the reward")
-    neighbor_factor: bool = option(False, "positive advantages times the distance to the group's nearest image (GARDO)")
-    diversity_features: str = option("openai/clip-vit-large-patch14", "features of these two: CLIP model or latents")
-    max_missing_reward_fraction: Share = option(0.1, "share of missing scores above which the run saves and stops")
-    stop_on_collapse: bool = option(False, "save and stop at a sign of collapse instead of a warning")
+    perceptual_entropy: NonNegative = option(
+        0.0, "λ: adds −λ·log p of an image's features within its group to the reward"
+    )
+    neighbor_factor: bool = option(
+        False, "positive advantages times the distance to the group's nearest image (GARDO)"
+    )
+    diversity_features: str = option(
+        "openai/clip-vit-large-patch14", "features of these two: CLIP model or latents"
+    )
+    max_missing_reward_fraction: Share = option(
+        0.1, "share of missing scores above which the run saves and stops"
+    )
+    stop_on_collapse: bool = option(
+        False, "save and stop at a sign of collapse instead of a warning"
+    )
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
-    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "{name: {argument: value}} of the rewards")
+    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option(
+        {}, "{name: {argument: value}} of the rewards"
+    )
     aggregate_fn: str | dict[str, JsonValue] | Callable[..., Any] | None = option(
-        None, 'name, {"name": …, "arguments": {…}}, package.module:function or function; None: weighted sum'
+        None,
+        'name, {"name": …, "arguments": {…}}, package.module:function or function; None: weighted sum',
     )
 
 
@@ -147,21 +199,27 @@ class TestOptions:
 
     __test__ = False  # not a test class of pytest
 
-    resolution: Pixels = option(1024, "side in pixels of a square image; other shapes keep its area")
+    resolution: Pixels = option(
+        1024, "side in pixels of a square image; other shapes keep its area"
+    )
     batch_size: Count = option(1, "images per process and forward")
     num_steps: Count = option(20, "denoising steps")
     num_images: Count | None = option(None, "number of test items; None: all")
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
     reward_fn: Weights = option({}, "rewards of the evaluation; empty: as in training")
-    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option({}, "their arguments; missing names: as in train")
+    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option(
+        {}, "their arguments; missing names: as in train"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
 class HealthOptions:
     """Signs of collapse; their limits are in monitoring/health.py."""
 
-    probe_images: Whole = option(4, "test items that measure the distance to the base model; 0: off")
+    probe_images: Whole = option(
+        4, "test items that measure the distance to the base model; 0: off"
+    )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -169,7 +227,9 @@ class SpeedOptions:
     """How the same numbers are computed faster; what changes them, if only by rounding, is off by default."""
 
     compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
-    attention: str | None = option(None, "attention backend of diffusers, such as _native_cudnn; None: its default")
+    attention: str | None = option(
+        None, "attention backend of diffusers, such as _native_cudnn; None: its default"
+    )
     offload_vae: bool = option(False, "VAE in main memory between uses")
 
 
@@ -178,30 +238,46 @@ class RunOptions:
     """All options of a run."""
 
     project_name: str = option("PaCo-RL", "project in wandb or swanlab")
-    run_name: Annotated[str, AfterValidator(_folder_name)] = option("", "folder in save_dir; empty: name and time")
+    run_name: Annotated[str, AfterValidator(_folder_name)] = option(
+        "", "folder in save_dir; empty: name and time"
+    )
     seed: Seed = option(42, "seed of samples, noise, shuffling and the adapter")
     save_dir: str = option("runs", "folder that holds the folders of runs")
     save_freq: Whole = option(10, "epochs between checkpoints; 0 = only at the end")
-    eval_freq: Whole = option(10, "epochs between evaluations, the first before training; 0 = only at the end")
+    eval_freq: Whole = option(
+        10, "epochs between evaluations, the first before training; 0 = only at the end"
+    )
     num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
-    resume_changed: bool = option(False, "resume with another model, prompt set, adapter or objective than before")
+    resume_changed: bool = option(
+        False, "resume with another model, prompt set, adapter or objective than before"
+    )
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
-    max_train_minutes: NonNegative | None = option(None, "minutes of training epochs, then stop; None: no limit")
-    logging_platform: Literal["tensorboard", "wandb", "swanlab", "none"] = option("tensorboard", "tracker of metrics")
+    max_train_minutes: NonNegative | None = option(
+        None, "minutes of training epochs, then stop; None: no limit"
+    )
+    logging_platform: Literal["tensorboard", "wandb", "swanlab", "none"] = option(
+        "tensorboard", "tracker of metrics"
+    )
     enable_mem_log: bool = option(False, "peak memory of every epoch in the log")
 
     dataset: str = option("", "folder of the prompt set")
     prompt_fn: Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"] = option(
         "geneval", "kind of prompt set"
     )
-    item_size: Literal["exact", "aspect"] = option("exact", "items' height and width: exact, or only their aspect")
-    max_sequence_length: Whole = option(512, "text tokens; 0 = the longest prompt, up to a multiple of 64")
+    item_size: Literal["exact", "aspect"] = option(
+        "exact", "items' height and width: exact, or only their aspect"
+    )
+    max_sequence_length: Whole = option(
+        512, "text tokens; 0 = the longest prompt, up to a multiple of 64"
+    )
 
     mixed_precision: Literal["bf16", "no"] = option("bf16", "precision of forwards")
     allow_tf32: bool = option(True, "TF32 in float32 matrix products on the GPU")
     use_lora: bool = option(True, "LoRA adapter; False: the whole transformer is trained")
-    enable_gradient_checkpointing: bool = option(False, "less memory for one more forward in training")
+    enable_gradient_checkpointing: bool = option(
+        False, "less memory for one more forward in training"
+    )
     per_prompt_stat_tracking: bool = option(True, "advantages relative to the group of a prompt")
 
     pretrained: PretrainedOptions = Field(default_factory=PretrainedOptions)
@@ -213,7 +289,11 @@ class RunOptions:
 
 
 _FIELDS = RunOptions.__pydantic_fields__
-GROUPS: dict[str, type] = {n: f.annotation for n, f in _FIELDS.items() if dataclasses.is_dataclass(f.annotation)}
-OPTIONS: dict[str, FieldInfo] = {name: field for name, field in _FIELDS.items() if name not in GROUPS}
+GROUPS: dict[str, type] = {
+    n: f.annotation for n, f in _FIELDS.items() if dataclasses.is_dataclass(f.annotation)
+}
+OPTIONS: dict[str, FieldInfo] = {
+    name: field for name, field in _FIELDS.items() if name not in GROUPS
+}
 for _group, _kind in GROUPS.items():
     OPTIONS |= {f"{_group}.{name}": field for name, field in _kind.__pydantic_fields__.items()}

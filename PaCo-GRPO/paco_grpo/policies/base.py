@@ -24,17 +24,25 @@ class Policy(ABC):
     goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
     """
 
-    lora_targets: ClassVar[tuple[str, ...]] = ()  # suffixes of modules in ``transformer`` (docs/method.md §6)
+    lora_targets: ClassVar[
+        tuple[str, ...]
+    ] = ()  # suffixes of modules in ``transformer`` (docs/method.md §6)
     edits_images: ClassVar[bool] = False  # an item may have a reference image …
     needs_image: ClassVar[bool] = False  # … must have one …
     several_images: ClassVar[bool] = False  # … may have more than one
     has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
-    samples_guided: bool = True  # with true CFG, whether images are sampled with it (``Objective.guided_reference``)
-    text_sees_image: ClassVar[bool] = False  # its text encoder reads the reference (config.pretrained.image_positions)
+    samples_guided: bool = (
+        True  # with true CFG, whether images are sampled with it (``Objective.guided_reference``)
+    )
+    text_sees_image: ClassVar[bool] = (
+        False  # its text encoder reads the reference (config.pretrained.image_positions)
+    )
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts
-    offloads_text_encoders: bool = False  # ``encode`` copies them to the device: encode many items at a time
+    offloads_text_encoders: bool = (
+        False  # ``encode`` copies them to the device: encode many items at a time
+    )
     pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 
     transformer: nn.Module  # may be wrapped (DDP, FSDP); see ``unwrap``
@@ -131,7 +139,9 @@ class Policy(ABC):
         """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines."""
         multiple = self.size_multiple
         if min(height, width) < multiple:
-            raise ValueError(f"image size {height}x{width} is too small: both sides need at least {multiple} pixels")
+            raise ValueError(
+                f"image size {height}x{width} is too small: both sides need at least {multiple} pixels"
+            )
         return height // multiple * multiple, width // multiple * multiple
 
 

@@ -30,13 +30,27 @@ from paco_judge.weights import from_pretrained_strict
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
 _ATTENTION_TARGETS = tuple(
-    f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    f"attn.{name}"
+    for name in (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
 )
 
 
-def lora_targets_with(*feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")) -> tuple[str, ...]:
+def lora_targets_with(
+    *feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")
+) -> tuple[str, ...]:
     """Every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards`` (docs/method.md §6)."""
-    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name in feed_forwards for layer in layers)
+    return _ATTENTION_TARGETS + tuple(
+        f"{name}.{layer}" for name in feed_forwards for layer in layers
+    )
 
 
 @dataclass(kw_only=True)
@@ -48,7 +62,9 @@ class TextConditioning(Conditioning):
     """
 
     prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
-    prompt_mask: torch.Tensor | None = None  # (B, L) bool on the CPU, True = token; None = all have L tokens
+    prompt_mask: torch.Tensor | None = (
+        None  # (B, L) bool on the CPU, True = token; None = all have L tokens
+    )
     prompt_pooled: torch.Tensor | None = None  # (B, P), CLIP's vectors in models that use them
     negative_embeds: torch.Tensor | None = None  # (B, L', D)
     negative_mask: torch.Tensor | None = None  # (B, L')
@@ -70,7 +86,9 @@ class ForwardInputs:
     def text(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Features, mask and pooled features of the text."""
         name = "negative" if self.negative else "prompt"
-        parts = (getattr(self.conditioning, f"{name}_{part}") for part in ("embeds", "mask", "pooled"))
+        parts = (
+            getattr(self.conditioning, f"{name}_{part}") for part in ("embeds", "mask", "pooled")
+        )
         return tuple(part if part is None else part.contiguous() for part in parts)
 
 
@@ -84,7 +102,9 @@ class DiffusersPolicy(Policy):
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
-    linear_sigmas: ClassVar[bool] = True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
+    linear_sigmas: ClassVar[bool] = (
+        True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
+    )
     guided: bool = False  # with true CFG: needs features of ``negative_prompt``
 
     def __init__(
@@ -113,9 +133,13 @@ class DiffusersPolicy(Policy):
         self.transformer = pipeline.transformer
         self.size_multiple = 2 * pipeline.vae_scale_factor
         self._transformer_config = pipeline.transformer.config
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # with a state of its own
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(
+            pipeline.scheduler.config
+        )  # with a state of its own
         self._texts = TensorCache(CACHE_BYTES)
-        self._ids: dict[tuple, Any] = {}  # positions of tokens; made on the CPU, so kept on the device
+        self._ids: dict[
+            tuple, Any
+        ] = {}  # positions of tokens; made on the CPU, so kept on the device
         self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
@@ -131,11 +155,21 @@ class DiffusersPolicy(Policy):
             _place(encoder, self.device, dtype)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options) -> Self:
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options
+    ) -> Self:
         """As in ``Policy``."""
         try:
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_models(path, dtype))
-        except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            SafetensorError,
+        ) as error:
             raise PolicyLoadError(
                 f"cannot load the {cls.family} pipeline at {path}, perhaps because it is incomplete: download or build it "
                 f"again ({type(error).__name__}: {error})"
@@ -151,25 +185,39 @@ class DiffusersPolicy(Policy):
         return TextConditioning(**self._encode_texts(items, [()] * len(items)))
 
     @torch.no_grad()
-    def _encode_texts(self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor | None]:
+    def _encode_texts(
+        self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
+    ) -> dict[str, torch.Tensor | None]:
         """The fields of ``TextConditioning``, where the encoder of each item's text sees the images of ``seen``.
 
         Each (text, images) goes through the encoders alone: in a batch, the last bits would depend on the other texts.
         """
         fields: dict[str, torch.Tensor | None] = {}
         digests = [tuple(map(image_digest, images)) for images in seen]
-        with ExitStack() as copied:  # one transfer of the encoders for all texts that are not cached
+        with (
+            ExitStack() as copied
+        ):  # one transfer of the encoders for all texts that are not cached
 
             def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
                 copied.enter_context(self._offloaded_text.on_device())
-                return tuple(features.to(self.dtype) for features in self._encode_text(text, *images))
+                return tuple(
+                    features.to(self.dtype) for features in self._encode_text(text, *images)
+                )
 
             for name in ("prompt", "negative") if self.guided else ("prompt",):
-                texts = [item.prompt if name == "prompt" else self.negative_prompt for item in items]
+                texts = [
+                    item.prompt if name == "prompt" else self.negative_prompt for item in items
+                ]
                 inputs = zip(texts, digests, seen, strict=True)
-                rows = [self._texts.get((t, digest), partial(compute, t, images)) for t, digest, images in inputs]
+                rows = [
+                    self._texts.get((t, digest), partial(compute, t, images))
+                    for t, digest, images in inputs
+                ]
                 embeds, *pooled = zip(*rows, strict=True)
-                mask = torch.arange(max(map(len, embeds))) < torch.tensor([len(row) for row in embeds])[:, None]
+                mask = (
+                    torch.arange(max(map(len, embeds)))
+                    < torch.tensor([len(row) for row in embeds])[:, None]
+                )
                 fields[f"{name}_embeds"] = self._padded(embeds)
                 fields[f"{name}_mask"] = None if mask.all() else mask
                 fields[f"{name}_pooled"] = self._padded(*pooled) if pooled else None
@@ -229,15 +277,21 @@ class DiffusersPolicy(Policy):
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """The VAE's pixels (B, 3, H, W) in about [-1, 1] of latents that the pipeline unpacked."""
         vae = self.pipeline.vae
-        return vae.decode(unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False)[0]
+        return vae.decode(
+            unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False
+        )[0]
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
         """linspace(1, 1/N, N) or the scheduler's own σ, shifted by the scheduler."""
         rows, columns = self._grid(height, width)
         if self._scheduler.config.get("shift_terminal") and num_steps < 2:
-            raise ValueError(f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2")
+            raise ValueError(
+                f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2"
+            )
         given = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.linear_sigmas else {}
-        retrieve_timesteps(self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given)
+        retrieve_timesteps(
+            self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given
+        )
         return self._scheduler.sigmas.to("cpu", torch.float32)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
@@ -254,7 +308,9 @@ class DiffusersPolicy(Policy):
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
         """The same noise as the pipeline's with CPU generators of these seeds."""
         shape = self._noise_shape(*self._grid(height, width))
-        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]
+        noise = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds
+        ]
         return to_device(self._pack(torch.stack(noise)), self.device)
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
@@ -277,7 +333,11 @@ class DiffusersPolicy(Policy):
         with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
-        rounded = scaled.round().permute(0, 2, 3, 1).to(torch.uint8, memory_format=torch.contiguous_format)
+        rounded = (
+            scaled.round()
+            .permute(0, 2, 3, 1)
+            .to(torch.uint8, memory_format=torch.contiguous_format)
+        )
         return [Image.fromarray(array) for array in rounded.cpu().numpy()]
 
     def move_encoders(self, device: torch.device | str) -> None:
@@ -296,7 +356,9 @@ class DiffusersPolicy(Policy):
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""
         if height % self.size_multiple or width % self.size_multiple:
-            raise ValueError(f"image size {height}x{width} is not a multiple of {self.size_multiple}: use round_size")
+            raise ValueError(
+                f"image size {height}x{width} is not a multiple of {self.size_multiple}: use round_size"
+            )
         return height // self.size_multiple, width // self.size_multiple
 
 
@@ -310,7 +372,9 @@ class FlatLatents(DiffusersPolicy):
         return latents.flatten(2).transpose(1, 2)
 
     def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        return tokens.transpose(1, 2).unflatten(2, self._noise_shape(*self._grid(height, width))[1:])
+        return tokens.transpose(1, 2).unflatten(
+            2, self._noise_shape(*self._grid(height, width))[1:]
+        )
 
 
 def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
@@ -328,20 +392,33 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
         folder = Path(path) / name
         if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
             # reading a pickle runs its code
-            raise ValueError(f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them")
+            raise ValueError(
+                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them"
+            )
         if library == "transformers":
-            models[name] = from_pretrained_strict(getattr(transformers, class_name), path, subfolder=name, dtype=dtype)
+            models[name] = from_pretrained_strict(
+                getattr(transformers, class_name), path, subfolder=name, dtype=dtype
+            )
             continue
         # not rounded on the way to its float32: FLUX.2's normalization of latents is in the VAE
         models[name], found = getattr(diffusers, class_name).from_pretrained(
-            path, subfolder=name, dtype=torch.float32 if name == "vae" else dtype, output_loading_info=True
+            path,
+            subfolder=name,
+            dtype=torch.float32 if name == "vae" else dtype,
+            output_loading_info=True,
         )
         # diffusers believes the index of several files: a tensor that none of them has stays on "meta"
-        absent = {key for key, tensor in models[name].state_dict().items() if tensor.is_meta} | {*found["missing_keys"]}
+        absent = {key for key, tensor in models[name].state_dict().items() if tensor.is_meta} | {
+            *found["missing_keys"]
+        }
         if wrong := sorted(absent ^ {*found["unexpected_keys"]}):
-            raise ValueError(f"the weights in {path}/{name} lack, or have more than, the model's {', '.join(wrong[:5])}")
+            raise ValueError(
+                f"the weights in {path}/{name} lack, or have more than, the model's {', '.join(wrong[:5])}"
+            )
     # A transformer's NaN shows in the latents, a VAE's would be black pixels.
-    if broken := [key for key, tensor in models["vae"].named_parameters() if not tensor.isfinite().all()]:
+    if broken := [
+        key for key, tensor in models["vae"].named_parameters() if not tensor.isfinite().all()
+    ]:
         raise ValueError(f"the weights in {path}/vae are not finite in {', '.join(broken[:5])}")
     return models
 

@@ -33,7 +33,9 @@ class FluxPolicy(DiffusersPolicy):
         return self.transformer(
             hidden_states=tokens.to(self.dtype),
             timestep=sigma,  # the transformer multiplies by 1000
-            guidance=torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None,
+            guidance=torch.full_like(sigma, self.guidance_scale)
+            if self._transformer_config.guidance_embeds
+            else None,
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=image_ids.new_zeros(embeds.shape[1], 3),
@@ -44,7 +46,10 @@ class FluxPolicy(DiffusersPolicy):
     def _image_ids(self, *grids: tuple[int, int]) -> torch.Tensor:
         """Positions (M, 3) of the tokens of the generated image and of reference images, which are marked by a 1."""
         if grids not in self._ids:
-            each = [self.pipeline._prepare_latent_image_ids(1, *grid, self.device, self.dtype) for grid in grids]
+            each = [
+                self.pipeline._prepare_latent_image_ids(1, *grid, self.device, self.dtype)
+                for grid in grids
+            ]
             for ids in each[1:]:
                 ids[:, 0] = 1  # as in the pipeline
             self._ids[grids] = torch.cat(each)

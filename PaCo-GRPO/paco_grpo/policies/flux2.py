@@ -55,7 +55,9 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return self.transformer(
             hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
             timestep=sigma,
-            guidance=torch.full_like(sigma, self.guidance_scale) if self._transformer_config.guidance_embeds else None,
+            guidance=torch.full_like(sigma, self.guidance_scale)
+            if self._transformer_config.guidance_embeds
+            else None,
             encoder_hidden_states=embeds,
             txt_ids=text_ids,
             img_ids=image_ids,
@@ -102,12 +104,18 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return compute_empirical_mu(tokens, num_steps)
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        return self._transformer_config.in_channels, rows, columns  # 2x2 latents are the channels of a token
+        return (
+            self._transformer_config.in_channels,
+            rows,
+            columns,
+        )  # 2x2 latents are the channels of a token
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Latents are normalized with the running statistics of the VAE's batch norm."""
         vae = self.pipeline.vae
-        mean, variance = (value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+        mean, variance = (
+            value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var)
+        )
         latents = unpacked * torch.sqrt(variance + vae.config.batch_norm_eps) + mean
         return vae.decode(self.pipeline._unpatchify_latents(latents), return_dict=False)[0]
 
@@ -136,5 +144,8 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """As in ``Policy``; with an empty thought."""
         return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
         )

@@ -16,4 +16,6 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline fits ``max_area``: both sides rounded, then down to the multiple (at least one)."""
-        return self._whole(round(math.sqrt(area / aspect))), self._whole(round(math.sqrt(area * aspect)))
+        return self._whole(round(math.sqrt(area / aspect))), self._whole(
+            round(math.sqrt(area * aspect))
+        )

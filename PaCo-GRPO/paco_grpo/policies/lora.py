@@ -60,7 +60,9 @@ def add_lora(
     transformer = unwrap(policy.transformer)
     if lora_path is None:
         names = _target_modules(policy, targets)
-        config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=names)
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=names
+        )
         transformer.add_adapter(config, TRAINED)
     else:
         folder = find_lora(lora_path)
@@ -70,13 +72,17 @@ def add_lora(
             else:
                 _load_peft(transformer, folder)
             weights = _weights(transformer)
-        except Exception as error:  # files with other bytes, types or shapes raise anything in peft and diffusers
+        except (
+            Exception
+        ) as error:  # files with other bytes, types or shapes raise anything in peft and diffusers
             raise PolicyLoadError(
                 f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
                 f"config.pretrained.model ({type(error).__name__}: {str(error)[:300]})"
             ) from error
         if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            raise PolicyLoadError(f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}")
+            raise PolicyLoadError(
+                f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
+            )
     _set_trainable(policy, TRAINED, True)
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
@@ -97,12 +103,21 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
         try:
             found = {targets: [name for name in layers if re.fullmatch(targets, name)]}
         except re.error as error:
-            raise ConfigError(f"config.train.lora_targets={targets!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"config.train.lora_targets={targets!r} is no regular expression: {error}"
+            ) from error
     else:
-        found = {target: [name for name in layers if f".{name}".endswith(f".{target}")] for target in targets}
+        found = {
+            target: [name for name in layers if f".{name}".endswith(f".{target}")]
+            for target in targets
+        }
     for target in (target for target, matches in found.items() if not matches):
-        kinds = dict.fromkeys(m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m)
-        near = did_you_mean(re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds])
+        kinds = dict.fromkeys(
+            m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m
+        )
+        near = did_you_mean(
+            re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds]
+        )
         raise ConfigError(
             f"config.train.lora_targets: {target!r} matches no linear layer of the transformer.{near} The layers of its "
             f"blocks: {', '.join(kinds)}"
@@ -119,7 +134,9 @@ def add_snapshot(policy: Policy, name: str) -> None:
     """Add a frozen copy of the trained LoRA as adapter ``name``."""
     transformer = unwrap(policy.transformer)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+        warnings.filterwarnings(
+            "ignore", message="Already found a `peft_config`"
+        )  # several adapters are intended
         transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
     transformer.set_adapter(TRAINED)
     _set_trainable(policy, name, False)
@@ -130,7 +147,9 @@ def add_snapshot(policy: Policy, name: str) -> None:
 @torch.no_grad()
 def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
     """copy ← decay·copy + (1 − decay)·trained, in place; ``decay`` in [0, 1]."""
-    for copied, trained in zip(lora_parameters(policy, name), lora_parameters(policy, TRAINED), strict=True):
+    for copied, trained in zip(
+        lora_parameters(policy, name), lora_parameters(policy, TRAINED), strict=True
+    ):
         copied.lerp_(trained.to(copied.dtype), 1.0 - decay)
 
 
@@ -148,7 +167,9 @@ def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
 
 def reference(policy: Policy) -> AbstractContextManager[None]:
     """The base model inside the block, or the adapter ``START`` where there is one, for forwards without gradient."""
-    return snapshot(policy, START if START in getattr(unwrap(policy.transformer), "peft_config", {}) else None)
+    return snapshot(
+        policy, START if START in getattr(unwrap(policy.transformer), "peft_config", {}) else None
+    )
 
 
 @contextmanager
@@ -156,7 +177,9 @@ def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
     """The adapter ``name``, or none, instead of the trained one inside the block, for forwards without gradient."""
     layers = _layers(policy)
     active = [list(layer.active_adapters) for layer in layers]
-    flags = [(parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()]
+    flags = [
+        (parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()
+    ]
     try:
         for layer in layers:
             if name is None:
@@ -180,10 +203,14 @@ def merged(policy: Policy) -> Iterator[None]:
     aside, which takes memory for one more copy of the layers that have a LoRA.
     """
     # Weights that are sharded over processes stay as they are.
-    layers = [layer for layer in _layers(policy) if not isinstance(layer.get_base_layer().weight, DTensor)]
+    layers = [
+        layer for layer in _layers(policy) if not isinstance(layer.get_base_layer().weight, DTensor)
+    ]
     saved = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     try:
-        with torch.autocast(policy.device.type, enabled=False):  # the product of A and B in their own precision
+        with torch.autocast(
+            policy.device.type, enabled=False
+        ):  # the product of A and B in their own precision
             for layer in layers:
                 layer.merge(adapter_names=list(layer.active_adapters))
         yield
@@ -194,9 +221,15 @@ def merged(policy: Policy) -> Iterator[None]:
 
 
 def _layers(policy: Policy) -> list[BaseTunerLayer]:
-    layers = [module for module in unwrap(policy.transformer).modules() if isinstance(module, BaseTunerLayer)]
+    layers = [
+        module
+        for module in unwrap(policy.transformer).modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
     if not layers:
-        raise ValueError("there is no LoRA to switch off: set config.use_lora = True or config.train.beta = 0")
+        raise ValueError(
+            "there is no LoRA to switch off: set config.use_lora = True or config.train.beta = 0"
+        )
     return layers
 
 
@@ -216,9 +249,13 @@ def save_diffusers(policy: Policy, directory: str | Path) -> None:
     """Write a file for ``pipe.load_lora_weights(directory)``; rank and alpha are in its metadata."""
     transformer = unwrap(policy.transformer)
     metadata = transformer.peft_config[TRAINED].to_dict()
-    metadata = {key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()}
+    metadata = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()
+    }
     type(policy.pipeline).save_lora_weights(
-        str(directory), transformer_lora_layers=_weights(transformer), transformer_lora_adapter_metadata=metadata
+        str(directory),
+        transformer_lora_layers=_weights(transformer),
+        transformer_lora_adapter_metadata=metadata,
     )
 
 
@@ -243,7 +280,13 @@ def _load_peft(transformer: nn.Module, folder: Path) -> None:
     config.inference_mode = False
     logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
     transformer.add_adapter(config, TRAINED)
-    weights = {k.removeprefix(_PEFT_PREFIX): v for k, v in load_peft_weights(str(folder), device="cpu").items()}
-    if different := weights.keys() ^ get_peft_model_state_dict(transformer, adapter_name=TRAINED).keys():
+    weights = {
+        k.removeprefix(_PEFT_PREFIX): v
+        for k, v in load_peft_weights(str(folder), device="cpu").items()
+    }
+    if (
+        different := weights.keys()
+        ^ get_peft_model_state_dict(transformer, adapter_name=TRAINED).keys()
+    ):
         raise ValueError(f"only one of both has {', '.join(sorted(different)[:5])}")
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)

@@ -37,7 +37,9 @@ class QwenImagePolicy(TrueCfgPolicy):
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """2x2 latents are a token, and each temporal level of the VAE also halves the sides."""
-        return 2 * 2 ** len(vae["temperal_downsample"])  # the VAE of a video model; diffusers' spelling
+        return 2 * 2 ** len(
+            vae["temperal_downsample"]
+        )  # the VAE of a video model; diffusers' spelling
 
     @classmethod
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
@@ -63,7 +65,9 @@ class QwenImagePolicy(TrueCfgPolicy):
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u·|c|/|u| with u = n + scale·(c − n), per token."""
         combined = super()._combined(conditional, negative)
-        return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+        return combined * (
+            conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+        )
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Latents (B, C, 1, h, w) of a one-frame video, standardized per channel, to the frame's pixels."""

@@ -31,7 +31,9 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     text_sees_image = True
     cuts_text = False  # the pipeline encodes all of an instruction
 
-    def __init__(self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options) -> None:
+    def __init__(
+        self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options
+    ) -> None:
         super().__init__(pipeline, **options)
         if image_positions == "mrope":
             pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)

@@ -23,5 +23,10 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
 
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         originals = [reference.original for reference in references]
-        sizes = [self.fit_area(CONDITION_IMAGE_SIZE, image.width / image.height) for image in originals]
-        return [self.pipeline.image_processor.resize(i, *size) for i, size in zip(originals, sizes, strict=True)]
+        sizes = [
+            self.fit_area(CONDITION_IMAGE_SIZE, image.width / image.height) for image in originals
+        ]
+        return [
+            self.pipeline.image_processor.resize(i, *size)
+            for i, size in zip(originals, sizes, strict=True)
+        ]

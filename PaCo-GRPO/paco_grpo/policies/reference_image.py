@@ -40,7 +40,9 @@ class Reference:
 class ReferenceConditioning(TextConditioning):
     """Also packed latents of each sample's reference images, one after the other, padded to the longest row."""
 
-    reference: torch.Tensor  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
+    reference: (
+        torch.Tensor
+    )  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
     # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading does not synchronize
     reference_grid: torch.Tensor
 
@@ -53,7 +55,9 @@ class ReferenceImagePolicy(DiffusersPolicy):
     """
 
     edits_images = needs_image = True
-    shape_from: ClassVar[int] = 0  # index of the reference image that gives an edited image its shape
+    shape_from: ClassVar[int] = (
+        0  # index of the reference image that gives an edited image its shape
+    )
 
     def __init__(self, pipeline, **options) -> None:
         super().__init__(pipeline, **options)
@@ -118,9 +122,13 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _read(self, item: Item) -> tuple[Reference, ...]:
         images = item.images
         if self.needs_image and not images:
-            raise ValueError(f"item {item.item_id} has no reference image, but {self.family} edits one")
+            raise ValueError(
+                f"item {item.item_id} has no reference image, but {self.family} edits one"
+            )
         if len(images) > 1 and not self.several_images:
-            raise ValueError(f"item {item.item_id} has {len(images)} reference images, but {self.family} edits one")
+            raise ValueError(
+                f"item {item.item_id} has {len(images)} reference images, but {self.family} edits one"
+            )
         originals = [image.convert("RGB") for image in images]
         return tuple(Reference(self._resize(image, item), image) for image in originals)
 
@@ -128,7 +136,9 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """``image`` at its ``reference_size``."""
         return self.pipeline.image_processor.resize(image, *self.reference_size(image, item))
 
-    def _encode_references(self, references: Sequence[Sequence[Reference]]) -> dict[str, torch.Tensor]:
+    def _encode_references(
+        self, references: Sequence[Sequence[Reference]]
+    ) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE alone."""
         nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
         with ExitStack() as copied:  # one transfer of the VAE for all images that are not cached
@@ -138,10 +148,21 @@ class ReferenceImagePolicy(DiffusersPolicy):
                 return (self._encode_image(reference),)
 
             tokens = [
-                torch.cat([nothing, *(self._latents.get(image_digest(r.image), partial(compute, r))[0] for r in row)])
+                torch.cat(
+                    [
+                        nothing,
+                        *(
+                            self._latents.get(image_digest(r.image), partial(compute, r))[0]
+                            for r in row
+                        ),
+                    ]
+                )
                 for row in references
             ]
-        grids = [torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2) for row in references]
+        grids = [
+            torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2)
+            for row in references
+        ]
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
             "reference_grid": pad_sequence(grids, batch_first=True),

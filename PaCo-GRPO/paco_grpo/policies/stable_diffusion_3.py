@@ -26,13 +26,23 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
 
     def __init__(self, pipeline: StableDiffusion3Pipeline, **options) -> None:
         super().__init__(pipeline, **options)
-        pipeline.transformer._repeated_blocks = ["JointTransformerBlock"]  # for compile_repeated_blocks; not set by diffusers
-        if self._transformer_config.dual_attention_layers:  # 3.5 medium: a second attention, of the image alone
-            self.lora_targets += tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+        pipeline.transformer._repeated_blocks = [
+            "JointTransformerBlock"
+        ]  # for compile_repeated_blocks; not set by diffusers
+        if (
+            self._transformer_config.dual_attention_layers
+        ):  # 3.5 medium: a second attention, of the image alone
+            self.lora_targets += tuple(
+                f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")
+            )
 
     def text_encoders(self) -> Sequence[nn.Module]:
         """Both CLIPs and T5."""
-        return self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3
+        return (
+            self.pipeline.text_encoder,
+            self.pipeline.text_encoder_2,
+            self.pipeline.text_encoder_3,
+        )
 
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
         """CLIP's 77 tokens before T5's, and both CLIPs' pooled vectors."""

@@ -14,7 +14,9 @@ class TrueCfgPolicy(DiffusersPolicy):
     """A policy that decides when it is loaded whether it is ``guided``."""
 
     has_true_cfg = True
-    default_negative: ClassVar[str | None] = None  # where no negative prompt is given; None = then there is no guidance
+    default_negative: ClassVar[str | None] = (
+        None  # where no negative prompt is given; None = then there is no guidance
+    )
     least_scale: ClassVar[float] = 1.0  # the pipeline guides if the scale is greater than this
 
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
@@ -33,4 +35,6 @@ class TrueCfgPolicy(DiffusersPolicy):
     @classmethod
     def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
         """As in ``Policy``."""
-        return guidance_scale > cls.least_scale and (negative_prompt is not None or cls.default_negative is not None)
+        return guidance_scale > cls.least_scale and (
+            negative_prompt is not None or cls.default_negative is not None
+        )

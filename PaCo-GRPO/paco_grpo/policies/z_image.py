@@ -31,7 +31,10 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """As in ``Policy``; with the start of an answer."""
         return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=True,
         )
 
     def text_encoders(self) -> Sequence[nn.Module]:

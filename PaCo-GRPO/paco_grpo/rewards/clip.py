@@ -19,7 +19,10 @@ from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.weights import from_pretrained_strict
 
-PICKSCORE, PICKSCORE_PROCESSOR = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+PICKSCORE, PICKSCORE_PROCESSOR = (
+    "yuvalkirstain/PickScore_v1",
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+)
 CLIPSCORE = "openai/clip-vit-large-patch14"
 OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
 
@@ -78,7 +81,9 @@ class Clip:
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
         """(n, C) float32, ``batch_size`` images at a time."""
         self.load()
-        batches = [images[start : start + batch_size] for start in range(0, len(images), batch_size)]
+        batches = [
+            images[start : start + batch_size] for start in range(0, len(images), batch_size)
+        ]
         found = [self.encode_images([image.convert("RGB") for image in batch]) for batch in batches]
         return torch.cat([normalize(features.float(), dim=-1) for features in found])
 
@@ -90,7 +95,9 @@ class Clip:
             new = [text for text in dict.fromkeys(texts) if text not in self._texts]
             for start in range(0, len(new), batch_size):
                 batch = new[start : start + batch_size]
-                self._texts |= zip(batch, normalize(self.encode_texts(batch).float(), dim=-1), strict=True)
+                self._texts |= zip(
+                    batch, normalize(self.encode_texts(batch).float(), dim=-1), strict=True
+                )
             return torch.stack([self._texts[text] for text in texts])
 
 
@@ -113,8 +120,17 @@ class ClipScore(Clip):
         dtype: str = "float32",
     ) -> None:
         super().__init__(device, dtype)
-        self.what, self.processor_name, self.scale, self.batch_size = model, processor or model, scale, batch_size
-        self.command = "python paco_grpo/rewards/pickscore_scores.py" if model == PICKSCORE else f"hf download {model}"
+        self.what, self.processor_name, self.scale, self.batch_size = (
+            model,
+            processor or model,
+            scale,
+            batch_size,
+        )
+        self.command = (
+            "python paco_grpo/rewards/pickscore_scores.py"
+            if model == PICKSCORE
+            else f"hf download {model}"
+        )
         self.check = self.load
 
     def open(self) -> torch.nn.Module:
@@ -124,18 +140,28 @@ class ClipScore(Clip):
         return from_pretrained_strict(CLIPModel, self.what)
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
-        pixels = self._processor(images=images, return_tensors="pt")["pixel_values"].to(self.device, self.dtype)
-        return self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
+        pixels = self._processor(images=images, return_tensors="pt")["pixel_values"].to(
+            self.device, self.dtype
+        )
+        return self._model.visual_projection(
+            self._model.vision_model(pixel_values=pixels).pooler_output
+        )
 
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
-        tokens = self._processor(text=texts, truncation=True, max_length=77, return_tensors="pt").to(self.device)
-        output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        tokens = self._processor(
+            text=texts, truncation=True, max_length=77, return_tensors="pt"
+        ).to(self.device)
+        output = self._model.text_model(
+            input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+        )
         return self._model.text_projection(output.pooler_output)
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64."""
-        cosines = (self.images(images, self.batch_size) * self.texts([item.prompt for item in items])).sum(dim=-1)
+        cosines = (
+            self.images(images, self.batch_size) * self.texts([item.prompt for item in items])
+        ).sum(dim=-1)
         return (self._model.logit_scale.float().exp() * cosines).double().cpu().numpy() / self.scale
 
 
@@ -148,7 +174,9 @@ class OpenClip(Clip):
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
 
-    def __init__(self, model: str, pretrained: str | None, device: torch.device | str, dtype: str) -> None:
+    def __init__(
+        self, model: str, pretrained: str | None, device: torch.device | str, dtype: str
+    ) -> None:
         import open_clip  # noqa: F401
 
         super().__init__(device, dtype)
@@ -200,9 +228,19 @@ def _with_panels(clip: Clip, batch_size: int) -> Reward:
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         grids = [split_prompt(item.prompt) for item in items]
-        cells = [cell for image, g in zip(images, grids, strict=True) for cell in split_image(image, g.rows, g.cols)]
+        cells = [
+            cell
+            for image, g in zip(images, grids, strict=True)
+            for cell in split_image(image, g.rows, g.cols)
+        ]
         texts = [text for grid in grids for text in grid.panels]
-        cosines = (clip.images(cells, batch_size) * clip.texts(texts, batch_size)).sum(dim=-1).double().cpu().numpy()
+        cosines = (
+            (clip.images(cells, batch_size) * clip.texts(texts, batch_size))
+            .sum(dim=-1)
+            .double()
+            .cpu()
+            .numpy()
+        )
         by_image = np.split(cosines, np.cumsum([len(grid.panels) for grid in grids])[:-1])
         return np.array([part.mean() for part in by_image])
 

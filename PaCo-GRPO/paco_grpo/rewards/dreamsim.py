@@ -32,14 +32,18 @@ def subfig_dreamsim(
     def load() -> tuple[Any, Any]:
         folder = Path(cache_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        return dreamsim(pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type)
+        return dreamsim(
+            pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type
+        )
 
     @torch.no_grad()
     def features(images: Sequence[Image.Image]) -> torch.Tensor:
         """(n, C) float32; 1 − cosine of two rows is the package's distance."""
         model, preprocess = load()
         pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)
-        return normalize(torch.cat([model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]), dim=-1)
+        return normalize(
+            torch.cat([model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]), dim=-1
+        )
 
     return mean_over_pairs("subfig_dreamsim", features)
 

@@ -44,10 +44,16 @@ class EditScore(ServerReward):
 
         super().__post_init__()
         self._parse = parse_vlm_output_to_dict
-        context, rules = vie_prompts._context_no_delimit_reasoning_first, vie_prompts._prompts_0shot_two_image_edit_rule
+        context, rules = (
+            vie_prompts._context_no_delimit_reasoning_first,
+            vie_prompts._prompts_0shot_two_image_edit_rule,
+        )
         scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(self.score_range))
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(self.score_range))
-        self._edit_prompt, self._quality_prompt = f"{context}\n{rules}\n{scale}", f"{context}\n{quality}"
+        self._edit_prompt, self._quality_prompt = (
+            f"{context}\n{rules}\n{scale}",
+            f"{context}\n{quality}",
+        )
 
     def form(self) -> RequestForm:
         return RequestForm("<img{n}>: ")  # the labels of EditScore's training
@@ -56,18 +62,24 @@ class EditScore(ServerReward):
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         check_references(item, "edit_score")
         if item.num_images > 1:
-            raise ValueError(f"edit_score takes one reference image, but item {item.item_id} has {item.num_images}")
+            raise ValueError(
+                f"edit_score takes one reference image, but item {item.item_id} has {item.num_images}"
+            )
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
         for image, item in zip(images, items, strict=True):
             self.check_item(item, {})
-            pairs.append(Pair(item.image, image, self._edit_prompt.replace("<instruction>", item.prompt)))
+            pairs.append(
+                Pair(item.image, image, self._edit_prompt.replace("<instruction>", item.prompt))
+            )
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):
-            answers = self.client.write_blocking(pairs, _TOKENS, temperature=_TEMPERATURE, seed=_SEED + number)
+            answers = self.client.write_blocking(
+                pairs, _TOKENS, temperature=_TEMPERATURE, seed=_SEED + number
+            )
             scores.append([self._lowest(*answer) for answer in answers])
         edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)

@@ -15,7 +15,9 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward
 
 
-def imagereward(model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu") -> Reward:
+def imagereward(
+    model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu"
+) -> Reward:
     """The package's score of the whole image with the whole prompt, about standard normal over real images.
 
     Args:
@@ -25,11 +27,16 @@ def imagereward(model: str = "ImageReward-v1.0", cache_dir: str | None = None, d
     import ImageReward
     import torch
 
-    load = cache(lambda: ImageReward.load(model, device=str(device), download_root=cache_dir).eval())
+    load = cache(
+        lambda: ImageReward.load(model, device=str(device), download_root=cache_dir).eval()
+    )
 
     @torch.no_grad()
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         pairs = zip(images, items, strict=True)
-        return np.array([load().score(item.prompt, image.convert("RGB")) for image, item in pairs], dtype=np.float64)
+        return np.array(
+            [load().score(item.prompt, image.convert("RGB")) for image, item in pairs],
+            dtype=np.float64,
+        )
 
     return score

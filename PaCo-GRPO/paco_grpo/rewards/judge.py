@@ -45,7 +45,9 @@ class ServerReward:
 
     def __post_init__(self) -> None:
         if self.base_url is not None and (self.host or self.port):
-            raise ValueError(f"base_url={self.base_url!r} excludes host={self.host!r} and port={self.port!r}")
+            raise ValueError(
+                f"base_url={self.base_url!r} excludes host={self.host!r} and port={self.port!r}"
+            )
         self.client = JudgeClient(
             self.base_url or f"http://{self.host or '127.0.0.1'}:{self.port or 8000}",
             self.model or self.default_model,
@@ -55,7 +57,9 @@ class ServerReward:
             form=self.form(),
         )
         self.check = self.client.check
-        self.parallel_calls = self.max_concurrency  # of one image each: the client limits the requests in flight
+        self.parallel_calls = (
+            self.max_concurrency
+        )  # of one image each: the client limits the requests in flight
 
     def form(self) -> RequestForm:
         """How a question is put to the model."""
@@ -74,7 +78,9 @@ class JudgeReward(ServerReward):
     image_labels: str | None = None
     image_format: str = "png"
     answer_tokens: str = "exact"
-    compares_images: ClassVar[bool] = False  # True: ``ask`` gets all images of an item, else one at a time
+    compares_images: ClassVar[bool] = (
+        False  # True: ``ask`` gets all images of an item, else one at a time
+    )
     fields: ClassVar[tuple[str, ...]]  # which a question may have
     most_questions: ClassVar[int] = 1
 
@@ -88,7 +94,9 @@ class JudgeReward(ServerReward):
         """The templates that ``question`` names. Raises ValueError."""
         named = (question,) if isinstance(question, str) else tuple(question)
         if not 1 <= len(named) <= cls.most_questions:
-            raise ValueError(f"question={question!r} names {len(named)} questions, but takes 1 to {cls.most_questions}")
+            raise ValueError(
+                f"question={question!r} names {len(named)} questions, but takes 1 to {cls.most_questions}"
+            )
         return tuple(load_question(name, cls.fields) for name in named)
 
     def form(self) -> RequestForm:
@@ -103,11 +111,22 @@ class JudgeReward(ServerReward):
         groups: dict[int, list[int]] = {}
         for index, item in enumerate(items):
             groups.setdefault(item.item_id if self.compares_images else index, []).append(index)
-        asked = [self.ask([images[i] for i in members], items[members[0]]) for members in groups.values()]
-        verdicts = self.client.score_blocking([question for questions, _ in asked for question in questions])
+        asked = [
+            self.ask([images[i] for i in members], items[members[0]]) for members in groups.values()
+        ]
+        verdicts = self.client.score_blocking(
+            [question for questions, _ in asked for question in questions]
+        )
         if failed := [verdict.error for verdict in verdicts if not verdict.ok]:
-            logger.warning("%d of %d questions have no score; the first: %s", len(failed), len(verdicts), failed[0])
-        answers = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
+            logger.warning(
+                "%d of %d questions have no score; the first: %s",
+                len(failed),
+                len(verdicts),
+                failed[0],
+            )
+        answers = np.array(
+            [verdict.p_yes for verdict in verdicts], dtype=np.float64
+        )  # None becomes NaN
         scores = np.full(len(images), np.nan)
         for members, (questions, score) in zip(groups.values(), asked, strict=True):
             scores[members] = score(answers[: len(questions)])
@@ -174,11 +193,15 @@ class BetweenImages(ConsistencyScore):
         compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
         # Two different sub-figures, because sub-figures of the same place look alike.
         places = itertools.cycle(itertools.permutations(range(len(cells[0])), 2))
-        asked, of_pairs = self.about([(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, places)], item)
+        asked, of_pairs = self.about(
+            [(cells[i][a], cells[j][b]) for (i, j), (a, b) in zip(compared, places)], item
+        )
 
         def score(p_yes: np.ndarray) -> np.ndarray:
             different = 1 - of_pairs(p_yes)
-            return mean_over_comparisons(len(images), compared, np.stack([different, different], axis=1), alone=1.0)
+            return mean_over_comparisons(
+                len(images), compared, np.stack([different, different], axis=1), alone=1.0
+            )
 
         return asked, score
 
@@ -204,7 +227,9 @@ class WinRate(JudgeReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.opponents is not None and (self.opponents < 2 or self.opponents % 2):
-            raise ValueError(f"opponents={self.opponents} must be even and at least 2, or None for all")
+            raise ValueError(
+                f"opponents={self.opponents} must be even and at least 2, or None for all"
+            )
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """Both orders of each two neighbors, one after the other."""
@@ -215,12 +240,16 @@ class WinRate(JudgeReward):
 
         def score(p_yes: np.ndarray) -> np.ndarray:
             wins = (p_yes[::2] + 1 - p_yes[1::2]) / 2
-            return mean_over_comparisons(len(images), compared, np.stack([wins, 1 - wins], axis=1), alone=np.nan)
+            return mean_over_comparisons(
+                len(images), compared, np.stack([wins, 1 - wins], axis=1), alone=np.nan
+            )
 
         return [_pair(text, (*references, images[i], images[j])) for i, j in orders], score
 
 
-def mean_over_comparisons(count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float) -> np.ndarray:
+def mean_over_comparisons(
+    count: int, compared: Sequence[tuple[int, int]], values: np.ndarray, alone: float
+) -> np.ndarray:
     """Each image's mean over its answered comparisons, (count,): NaN if none was answered, ``alone`` if there was none.
 
     ``values``: what each comparison (i, j) contributes to i and to j, NaN = no answer.
@@ -235,7 +264,11 @@ def mean_over_comparisons(count: int, compared: Sequence[tuple[int, int]], value
 def neighbors(count: int, others: int) -> list[tuple[int, int]]:
     """Pairs (i, j), i < j, of ``count`` images in a ring, each with its ``others`` nearest."""
     reach = count if others >= count - 1 else others
-    return [(i, j) for i, j in itertools.combinations(range(count), 2) if 2 * min(j - i, count - j + i) <= reach]
+    return [
+        (i, j)
+        for i, j in itertools.combinations(range(count), 2)
+        if 2 * min(j - i, count - j + i) <= reach
+    ]
 
 
 def _pair(text: str, shown: Sequence[Image.Image]) -> Pair:
@@ -276,7 +309,11 @@ class ConsistencyForEditing(JudgeReward):
             if with_all and question.name == _FOLLOWED:
                 question = load_question(f"{_FOLLOWED}_several")
             text = question.text(instruction=item.prompt.strip())
-            shown = [(*references, image)] if with_all else [(reference, image) for reference in references]
+            shown = (
+                [(*references, image)]
+                if with_all
+                else [(reference, image) for reference in references]
+            )
             asked.append([_pair(text, together) for together in shown])
 
         def score(p_yes: np.ndarray) -> float:
@@ -304,11 +341,18 @@ class GridLayout(JudgeReward):
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         rows, cols = check_panels(item, "grid_layout")
-        questions = [Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images]
-        return questions, lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes
+        questions = [
+            Pair(image, None, self.asked[0].text(rows=rows, cols=cols)) for image in images
+        ]
+        return (
+            questions,
+            lambda p_yes: np.where(np.isnan(p_yes), np.nan, p_yes > 0.5) if self.binary else p_yes,
+        )
 
 
 def check_references(item: Item, reward: str) -> None:
     """Raises ValueError: The item has no reference image."""
     if not item.num_images:
-        raise ValueError(f"{reward}: item {item.item_id} has no reference image; config.prompt_fn must be an editing kind")
+        raise ValueError(
+            f"{reward}: item {item.item_id} has no reference image; config.prompt_fn must be an editing kind"
+        )

@@ -28,7 +28,9 @@ def wanted_text(prompt: str) -> str:
     match = _QUOTED.search(prompt)
     text = (match[1] or match[2]) if match else ""
     if not text.strip():
-        raise ValueError(f"ocr needs the wanted text in double quotes in the prompt, got {prompt!r}")
+        raise ValueError(
+            f"ocr needs the wanted text in double quotes in the prompt, got {prompt!r}"
+        )
     return text
 
 
@@ -61,7 +63,9 @@ def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         wanted, read = [wanted_text(item.prompt) for item in items], load()
-        return np.array([text_score(a, read(b.convert("RGB"))) for a, b in zip(wanted, images, strict=True)])
+        return np.array(
+            [text_score(a, read(b.convert("RGB"))) for a, b in zip(wanted, images, strict=True)]
+        )
 
     return score
 
@@ -75,9 +79,13 @@ def _rapidocr(threads: int) -> Reader:
     import cv2
     from rapidocr import RapidOCR
 
-    threads = min(threads, os.cpu_count() or 1)  # RapidOCR takes all cores where it is given more than there are
+    threads = min(
+        threads, os.cpu_count() or 1
+    )  # RapidOCR takes all cores where it is given more than there are
     cv2.setNumThreads(threads)
-    limits = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")}
+    limits = {
+        f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")
+    }
     # Upright text only, as PaddleOCR below; an image without text is no reason for a warning.
     engine = RapidOCR(params=limits | {"Global.use_cls": False, "Global.log_level": "error"})
     return lambda image: " ".join(engine(image).txts or ())
@@ -89,4 +97,6 @@ def _paddleocr(lang: str, gpu: bool) -> Reader:
     from paddleocr import PaddleOCR
 
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
-    return lambda image: " ".join(line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or [])
+    return lambda image: " ".join(
+        line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or []
+    )

@@ -33,16 +33,29 @@ class ScoreQueue:
 
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
         self.rewards, self.wait_seconds = dict(rewards), 0.0
-        threads = {name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()}
-        self._sizes = {name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()}
-        self._pools = {name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}") for name, n in threads.items()}
-        self._comparing = [name for name, reward in self.rewards.items() if getattr(reward, "compares_images", False)]
+        threads = {
+            name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()
+        }
+        self._sizes = {
+            name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()
+        }
+        self._pools = {
+            name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}")
+            for name, n in threads.items()
+        }
+        self._comparing = [
+            name
+            for name, reward in self.rewards.items()
+            if getattr(reward, "compares_images", False)
+        ]
         # (row, image, item) that are in no call yet: of each reward, and of those that compare images
         self._waiting = {name: [] for name in self.rewards if name not in self._comparing}
         self._held: list[tuple[int, Image.Image, Item]] = []
         self._calls: dict[Future, tuple[str, np.ndarray]] = {}  # → reward and rows
 
-    def submit(self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]) -> None:
+    def submit(
+        self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]
+    ) -> None:
         """Start scoring ``images``, for ``rows`` of the result. An image that is None has no score."""
         present = [entry for entry in zip(rows, images, items, strict=True) if entry[1] is not None]
         for name, waiting in self._waiting.items():
@@ -87,7 +100,9 @@ class ScoreQueue:
         self.wait_seconds += time.perf_counter() - started
         return scores
 
-    def gathered(self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]) -> np.ndarray:
+    def gathered(
+        self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]
+    ) -> np.ndarray:
         """``results`` of all processes; a collective operation with the same result, or exception, everywhere.
 
         Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
@@ -123,7 +138,9 @@ class ScoreQueue:
         process, processes = accelerator.process_index, accelerator.num_processes
         held = {row * processes + process: (image, item) for row, image, item in self._held}
         groups: dict[int, list[int]] = {}  # item id → positions of its images
-        for position, item_id in sorted(gather_object([(p, item.item_id) for p, (_, item) in held.items()])):
+        for position, item_id in sorted(
+            gather_object([(p, item.item_id) for p, (_, item) in held.items()])
+        ):
             groups.setdefault(item_id, []).append(position)
         owners, load = {}, [0] * processes  # of each position
         for positions in groups.values():
@@ -132,9 +149,13 @@ class ScoreQueue:
             load[owner] += len(positions)
             owners |= dict.fromkeys(positions, owner)
         mine = {p: image for p, (image, _) in held.items() if owners[p] == process}
-        step = _EXCHANGED * processes  # all images of an epoch need not fit into the memory of one process
+        step = (
+            _EXCHANGED * processes
+        )  # all images of an epoch need not fit into the memory of one process
         for start in range(0, total, step):
-            sent = [(p, held[p][0]) for p in held if start <= p < start + step and owners[p] != process]
+            sent = [
+                (p, held[p][0]) for p in held if start <= p < start + step and owners[p] != process
+            ]
             mine |= {p: image for p, image in gather_object(sent) if owners[p] == process}
         for positions in groups.values():
             if owners[positions[0]] == process:

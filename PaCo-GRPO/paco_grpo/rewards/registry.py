@@ -60,7 +60,9 @@ def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
     weights: dict[str, float] = {}
     for name, weight in reward_fn.items():
         if short_name(name) in weights:
-            raise RewardError(f"two rewards are called {short_name(name)!r}; give one factory another name")
+            raise RewardError(
+                f"two rewards are called {short_name(name)!r}; give one factory another name"
+            )
         weights[short_name(name)] = float(weight)
     return weights
 
@@ -79,13 +81,18 @@ def build_rewards(
     """
     reward_fn_kwargs = reward_fn_kwargs or {}
     reward_weights(reward_fn)  # no two of one name
-    return {short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device) for name in reward_fn}
+    return {
+        short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device)
+        for name in reward_fn
+    }
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
     """Write the rewards' records to ``questions.json``, if there are any."""
     if records := {name: reward.record for name, reward in rewards.items() if reward.record}:
-        (folder / "questions.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
+        (folder / "questions.json").write_text(
+            json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -102,7 +109,9 @@ def find_factory(name: str) -> Callable[..., Reward]:
     except ImportError as error:
         raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise RewardError(f"module {module_name} has no factory {attribute!r}.{did_you_mean(attribute, vars(module))}")
+        raise RewardError(
+            f"module {module_name} has no factory {attribute!r}.{did_you_mean(attribute, vars(module))}"
+        )
     return getattr(module, attribute)
 
 
@@ -124,17 +133,23 @@ class CheckedReward:
                 hint = f"{did_you_mean(keyword, known)} It takes: {', '.join(known) or 'nothing'}"
                 raise RewardError(f"reward {name!r} has no argument {keyword!r}.{hint}")
         try:
-            self.function = factory(**({"device": device} if "device" in known else {}) | dict(kwargs))
+            self.function = factory(
+                **({"device": device} if "device" in known else {}) | dict(kwargs)
+            )
         except (ValueError, TypeError) as error:
             shown = {key: "…" if key == "api_key" else value for key, value in kwargs.items()}
-            raise RewardError(f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs") from error
+            raise RewardError(
+                f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs"
+            ) from error
         except ImportError as error:
             raise RewardError(
                 f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
                 f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
             ) from error
         if not callable(self.function):
-            raise RewardError(f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable")
+            raise RewardError(
+                f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable"
+            )
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
@@ -150,14 +165,20 @@ class CheckedReward:
             try:
                 self._check_item(item, self.kwargs)
             except ValueError as error:
-                raise RewardError(f"item {item.item_id} of the prompt set cannot be scored: {error}") from error
+                raise RewardError(
+                    f"item {item.item_id} of the prompt set cannot be scored: {error}"
+                ) from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing. Raises RewardError: Another shape, or a number too large."""
         scores = np.asarray(self.function(images, items), dtype=np.float64)
         if scores.shape != (len(images),):
-            raise RewardError(f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images")
+            raise RewardError(
+                f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"
+            )
         if (np.abs(scores) > _LARGEST).any():
             worst = np.nanmax(np.abs(scores))
-            raise RewardError(f"reward {self.name!r} returned {worst:g}, too large for float32; a missing score is NaN")
+            raise RewardError(
+                f"reward {self.name!r} returned {worst:g}, too large for float32; a missing score is NaN"
+            )
         return scores

@@ -15,7 +15,9 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
     """Rows and columns of the grid that ``item`` asks for. Raises ValueError: It is a single panel."""
     rows, cols = parse_layout(item.prompt)
     if rows * cols < 2:
-        raise ValueError(f"{reward} needs a grid of sub-figures, but item {item.item_id} states none: {item.prompt!r}")
+        raise ValueError(
+            f"{reward} needs a grid of sub-figures, but item {item.item_id} states none: {item.prompt!r}"
+        )
     return rows, cols
 
 
@@ -26,7 +28,10 @@ def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any])
     """
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        cells = [split_image(image, *check_panels(item, name)) for image, item in zip(images, items, strict=True)]
+        cells = [
+            split_image(image, *check_panels(item, name))
+            for image, item in zip(images, items, strict=True)
+        ]
         found = features([cell for its_cells in cells for cell in its_cells]).double().cpu().numpy()
         by_image = np.split(found, np.cumsum([len(its_cells) for its_cells in cells])[:-1])
         return np.array([np.mean([f[i] @ f[j] for i, j in pairs(len(f))]) for f in by_image])

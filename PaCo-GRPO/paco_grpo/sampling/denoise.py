@@ -27,22 +27,30 @@ class Sampling:
     noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
     cps: bool = False  # Flow-CPS instead of Flow-SDE
     merge_lora: bool = False  # in steps without noise; those with noise must have the log-probabilities of training
-    tail_steps: int | None = None  # at most, of second order; None = the Euler steps of the schedule
+    tail_steps: int | None = (
+        None  # at most, of second order; None = the Euler steps of the schedule
+    )
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
         """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
         count = len(sigmas) - 1
         if self.tail_steps is None or self.tail_steps >= count:
             return sigmas
-        return sigmas[torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))]
+        return sigmas[
+            torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))
+        ]
 
 
-def sample_noise_steps(noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int) -> tuple[int, ...]:
+def sample_noise_steps(
+    noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
+) -> tuple[int, ...]:
     """The noise steps of one epoch, ascending: all of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802)."""
     candidates = sorted(set(noise_steps))
     if num_noise_steps is None:
         return tuple(candidates)
-    chosen = np.random.default_rng([seed, epoch]).choice(candidates, size=num_noise_steps, replace=False)
+    chosen = np.random.default_rng([seed, epoch]).choice(
+        candidates, size=num_noise_steps, replace=False
+    )
     return tuple(int(step) for step in sorted(chosen))
 
 
@@ -71,19 +79,31 @@ def rollout(
     steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
     sigmas = policy.sigmas(sampling.num_steps, height, width)
 
-    def denoise(x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, second: bool = False) -> torch.Tensor:
+    def denoise(
+        x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, second: bool = False
+    ) -> torch.Tensor:
         with merged(policy) if sampling.merge_lora and len(sigmas) > 1 else nullcontext():
-            return integrate(lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, second)
+            return integrate(
+                lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, second
+            )
 
-    with policy.autocast():  # around all forwards, so that the LoRA's weights are cast once for all of them
+    with (
+        policy.autocast()
+    ):  # around all forwards, so that the LoRA's weights are cast once for all of them
         first_sigmas = sigmas[: (steps[0] if steps else sampling.num_steps) + 1]
         if shared_seeds is None:
             x = denoise(policy.initial_latents(seeds, height, width), conditioning, first_sigmas)
         else:
             first = [list(shared_seeds).index(seed) for seed in dict.fromkeys(shared_seeds)]
             distinct = [shared_seeds[b] for b in first]
-            x = denoise(policy.initial_latents(distinct, height, width), conditioning.select(first), first_sigmas)
-            x = x[to_device(torch.tensor([distinct.index(seed) for seed in shared_seeds]), x.device)]
+            x = denoise(
+                policy.initial_latents(distinct, height, width),
+                conditioning.select(first),
+                first_sigmas,
+            )
+            x = x[
+                to_device(torch.tensor([distinct.index(seed) for seed in shared_seeds]), x.device)
+            ]
         result = Rollout(
             item_ids=torch.as_tensor(item_ids, dtype=torch.int64),
             seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
@@ -99,10 +119,14 @@ def rollout(
         for i, until in zip(steps, [*steps, sampling.num_steps][1:], strict=True):
             transition = transition_at(policy, result, x, i)
             next_x = transition.sample(step_noise(seeds, i, x))
-            result.noise_steps.append(NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x)))
+            result.noise_steps.append(
+                NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x))
+            )
             following = sigmas[i + 1 : until + 1]
             if until == sampling.num_steps:
-                x = denoise(next_x, conditioning, sampling.tail(following), sampling.tail_steps is not None)
+                x = denoise(
+                    next_x, conditioning, sampling.tail(following), sampling.tail_steps is not None
+                )
             else:
                 x = denoise(next_x, conditioning, following)
     return dataclasses.replace(result, clean_latents=x)
@@ -116,7 +140,9 @@ def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step:
     sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
     velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
     step_function = cps_step if rollout.cps else sde_step
-    return step_function(latents, velocity, sigma, sigma_next, float(rollout.sigmas[1]), rollout.noise_level)
+    return step_function(
+        latents, velocity, sigma, sigma_next, float(rollout.sigmas[1]), rollout.noise_level
+    )
 
 
 def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
@@ -138,7 +164,10 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
     """Standard normal noise with the shape (B, ...) and device of ``like``, float32; row b from (seeds[b], step) alone."""
     # NumPy's SeedSequence, because torch's CPU generator uses only 32 bits of a seed.
     shape = tuple(like.shape[1:])
-    rows = [np.random.default_rng([int(seed), step]).standard_normal(shape, dtype=np.float32) for seed in seeds]
+    rows = [
+        np.random.default_rng([int(seed), step]).standard_normal(shape, dtype=np.float32)
+        for seed in seeds
+    ]
     return to_device(torch.from_numpy(np.stack(rows)), like.device)
 
 
@@ -164,7 +193,9 @@ def integrate(
     return x
 
 
-def _sigma_pair(sigmas: torch.Tensor, step: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sigma_pair(
+    sigmas: torch.Tensor, step: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """σ at ``step`` and at the next one, (B,) each, on the device of ``like`` (B, ...)."""
     pair = to_device(sigmas[step : step + 2], like.device)
     return pair[0].expand(like.shape[0]), pair[1].expand(like.shape[0])

@@ -49,10 +49,16 @@ def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)
-    return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
+    return [
+        group[i : i + batch_size]
+        for group in groups.values()
+        for i in range(0, len(group), batch_size)
+    ]
 
 
-def plan_batches(policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int) -> list[Batch]:
+def plan_batches(
+    policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int
+) -> list[Batch]:
     """Batches of ``items`` that share a forward; ``numbers`` are indices into ``items``."""
     sizes, keys = [], []
     for item in items:  # one reference image in memory at a time
@@ -91,15 +97,27 @@ def sample_images(
     def decode(latents: torch.Tensor, batch: Batch) -> None:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             images = policy.decode(latents, batch.height, batch.width)
-            finite = latents.isfinite().flatten(1).all(dim=1).tolist()  # others are black pixels, which would be scored
+            finite = (
+                latents.isfinite().flatten(1).all(dim=1).tolist()
+            )  # others are black pixels, which would be scored
         if not all(finite):
-            logger.warning("%d of %d images of a batch are not finite; they get no score", finite.count(False), len(finite))
-        deliver([image if good else None for image, good in zip(images, finite, strict=True)], batch)
+            logger.warning(
+                "%d of %d images of a batch are not finite; they get no score",
+                finite.count(False),
+                len(finite),
+            )
+        deliver(
+            [image if good else None for image, good in zip(images, finite, strict=True)], batch
+        )
 
     last: Future | None = None
-    with ThreadPoolExecutor(1) if overlap_decode else nullcontext() as thread:  # at its end nothing is delivered any more
+    with (
+        ThreadPoolExecutor(1) if overlap_decode else nullcontext() as thread
+    ):  # at its end nothing is delivered any more
         for batch, is_dummy in batches:
-            result = rollout(policy, height=batch.height, width=batch.width, sampling=sampling, **inputs(batch))
+            result = rollout(
+                policy, height=batch.height, width=batch.width, sampling=sampling, **inputs(batch)
+            )
             if is_dummy:
                 continue
             latents = result.clean_latents

@@ -62,7 +62,9 @@ def sde_step(
     sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
     s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
     half = s.square() / (2 * sigma)
-    mean = latents * _expand(1 + half * dt, latents) + velocity * _expand((1 + half * (1 - sigma)) * dt, latents)
+    mean = latents * _expand(1 + half * dt, latents) + velocity * _expand(
+        (1 + half * (1 - sigma)) * dt, latents
+    )
     return Transition(mean=mean, std=s * (-dt).sqrt(), s=s, cps=False)
 
 
@@ -91,7 +93,9 @@ def cps_step(
     return Transition(mean=mean, std=s, s=s, cps=True)
 
 
-def euler_step(latents: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
+def euler_step(
+    latents: torch.Tensor, velocity: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor
+) -> torch.Tensor:
     """Deterministic step x + v·dt, as diffusers' FlowMatchEulerDiscreteScheduler."""
     return latents + _expand(sigma_next - sigma, latents) * velocity
 

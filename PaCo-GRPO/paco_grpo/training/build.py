@@ -33,7 +33,14 @@ from paco_grpo.policies import Policy, PolicyLoadError, load_policy
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.performance.attention import set_attention
 from paco_grpo.policies.performance.compile import compile_blocks
-from paco_grpo.rewards.registry import CheckedReward, Reward, RewardError, reward_weights, short_name, write_records
+from paco_grpo.rewards.registry import (
+    CheckedReward,
+    Reward,
+    RewardError,
+    reward_weights,
+    short_name,
+    write_records,
+)
 from paco_grpo.training import checks
 from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan, samples_guided
@@ -44,7 +51,15 @@ from paco_judge.client import JudgeError
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-USER_ERRORS = (ConfigError, DataError, PolicyLoadError, RewardError, JudgeError, TrackingError, files.CheckpointError)
+USER_ERRORS = (
+    ConfigError,
+    DataError,
+    PolicyLoadError,
+    RewardError,
+    JudgeError,
+    TrackingError,
+    files.CheckpointError,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,9 @@ class RewardSets:
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
-    weights: Mapping[str, float]  # of the training rewards; those with weight 0 are monitored and not in it
+    weights: Mapping[
+        str, float
+    ]  # of the training rewards; those with weight 0 are monitored and not in it
     aggregate_fn: Callable | None
 
 
@@ -93,7 +110,9 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model."""
     objective = checks.check_run(options)
     described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
-    options = dataclasses.replace(options, train=dataclasses.replace(options.train, aggregate_fn=described))
+    options = dataclasses.replace(
+        options, train=dataclasses.replace(options.train, aggregate_fn=described)
+    )
     strategy = start_processes(options)
     parent, lock = Path(options.save_dir).expanduser().absolute(), None
 
@@ -106,21 +125,39 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 
     folder = parent / main_decides(strategy.accelerator, claim)
     try:
-        return _build(dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy)
+        return _build(
+            dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy
+        )
     except BaseException:
         if lock is not None:
-            if {path.name for path in folder.iterdir()} <= {files.LOCK_FILE, "questions.json"}:  # nothing was done yet
+            if {path.name for path in folder.iterdir()} <= {
+                files.LOCK_FILE,
+                "questions.json",
+            }:  # nothing was done yet
                 shutil.rmtree(folder)
             lock.release()
         raise
 
 
-def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: Objective, strategy: Replicated) -> Run:
+def _build(
+    options: RunOptions,
+    folder: Path,
+    lock: FileLock | None,
+    objective: Objective,
+    strategy: Replicated,
+) -> Run:
     accelerator, train, sample = strategy.accelerator, options.train, options.sample
-    items = {split: load_prompts(options.dataset, split, options.prompt_fn) for split in ("train", "test")}
-    hashes = main_decides(accelerator, lambda: checks.check_earlier_run(options, folder, items["train"]))
+    items = {
+        split: load_prompts(options.dataset, split, options.prompt_fn)
+        for split in ("train", "test")
+    }
+    hashes = main_decides(
+        accelerator, lambda: checks.check_earlier_run(options, folder, items["train"])
+    )
     checks.check_items(options, items)
-    options = dataclasses.replace(options, max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]]))
+    options = dataclasses.replace(
+        options, max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]])
+    )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
     rewards = _reward_sets(options, accelerator, folder, items)
     looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
@@ -128,13 +165,18 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
     tracker = None
     if accelerator.is_main_process:
         values = options_to_dict(options)
-        tracker = Tracker(options.logging_platform, folder, options.project_name, options.run_name, values)
+        tracker = Tracker(
+            options.logging_platform, folder, options.project_name, options.run_name, values
+        )
     policy = load_generator(options, strategy.loading_device)
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
     plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
-    checks.check_writable(folder, 6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1))
+    checks.check_writable(
+        folder,
+        6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1),
+    )
     state = TrainState(
         policy=policy,
         parameters=parameters,
@@ -143,7 +185,11 @@ def _build(options: RunOptions, folder: Path, lock: FileLock | None, objective: 
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
         sampler=GroupSampler(
-            len(items["train"]), plan.prompts, plan.images_per_prompt, options.seed, sample.latents_per_prompt
+            len(items["train"]),
+            plan.prompts,
+            plan.images_per_prompt,
+            options.seed,
+            sample.latents_per_prompt,
         ),
     )
     # Without LoRA there is no base model left to compare with.
@@ -174,7 +220,10 @@ def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
     """Name → arguments of each test reward; what ``test`` leaves out is as in training."""
     train, test = options.train, options.test
     names = test.reward_fn or train.reward_fn
-    return {name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {})) for name in names}
+    return {
+        name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {}))
+        for name in names
+    }
 
 
 def _reward_sets(
@@ -203,7 +252,9 @@ def _reward_sets(
     tested = build(test_reward_kwargs(options))
     for reward in built.values():
         reward.check()
-    if "between_images" in weights and not any(item.metadata.get("open") for item in items["train"]):
+    if "between_images" in weights and not any(
+        item.metadata.get("open") for item in items["train"]
+    ):
         raise ConfigError(
             f"config.train.reward_fn has between_images, but no training prompt of {options.dataset} is open; "
             "`python dataset/fetch.py t2is --open_twins` makes open prompts"
@@ -212,14 +263,20 @@ def _reward_sets(
         for reward in rewards.values():
             reward.check_items(items[split])
     if accelerator.is_main_process:
-        others = {f"test {name}": reward for name, reward in tested.items() if reward is not trained.get(name)}
+        others = {
+            f"test {name}": reward
+            for name, reward in tested.items()
+            if reward is not trained.get(name)
+        }
         write_records(trained | others, folder)
     return RewardSets(trained, tested, weights, aggregate_fn)
 
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
-    logging.getLogger("diffusers").setLevel(logging.ERROR)  # warns of each truncated prompt, where we count them once
+    logging.getLogger("diffusers").setLevel(
+        logging.ERROR
+    )  # warns of each truncated prompt, where we count them once
     policy = load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
@@ -268,13 +325,20 @@ def _make_trainable(
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
     named = list(policy.transformer.named_parameters())
-    snapshots = {s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots}
+    snapshots = {
+        s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots
+    }
     return {n: p for n, p in named if p.requires_grad}, snapshots
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     betas = train.adam_beta1, train.adam_beta2
-    kwargs = {"lr": train.learning_rate, "betas": betas, "weight_decay": train.adam_weight_decay, "eps": train.adam_epsilon}
+    kwargs = {
+        "lr": train.learning_rate,
+        "betas": betas,
+        "weight_decay": train.adam_weight_decay,
+        "eps": train.adam_epsilon,
+    }
     if train.use_8bit_adam:
         import bitsandbytes
 

@@ -46,8 +46,12 @@ def check_run(options: RunOptions) -> Objective:
     for name in ("train.use_8bit_adam", "pretrained.quantize"):
         value = attrgetter(name)(options)
         if value and importlib.util.find_spec("bitsandbytes") is None:
-            problems.append(f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'")
-    if options.speed.attention is not None and (problem := attention_problem(options.speed.attention)):
+            problems.append(
+                f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'"
+            )
+    if options.speed.attention is not None and (
+        problem := attention_problem(options.speed.attention)
+    ):
         problems.append(f"speed.attention={problem}")
     try:
         describe(train.aggregate_fn)
@@ -56,10 +60,14 @@ def check_run(options: RunOptions) -> Objective:
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     if objective and objective.snapshots and not options.use_lora:
-        problems.append(f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter")
+        problems.append(
+            f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter"
+        )
     raise_if_any(problems)
     if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
-        logger.warning("config.sample.num_images_per_prompt=1: images of different prompts are compared with each other")
+        logger.warning(
+            "config.sample.num_images_per_prompt=1: images of different prompts are compared with each other"
+        )
     if train.learning_rate == 0:
         logger.warning("config.train.learning_rate=0: nothing is trained")
     check_model(options)
@@ -69,7 +77,11 @@ def check_run(options: RunOptions) -> Objective:
 def contradictions(options: RunOptions) -> list[str]:
     """A line for each contradiction, beginning with an option's name."""
     sample, train, kind = options.sample, options.train, options.pretrained.quantize
-    steps, group, latents = sample.noise_steps, sample.num_images_per_prompt, sample.latents_per_prompt
+    steps, group, latents = (
+        sample.noise_steps,
+        sample.num_images_per_prompt,
+        sample.latents_per_prompt,
+    )
     rules = (
         (not options.dataset, "dataset is empty; give the folder of the prompt set"),
         (not any(train.reward_fn.values()),
@@ -99,16 +111,25 @@ def contradictions(options: RunOptions) -> list[str]:
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read."""
     model, sample, problems = options.pretrained.model, options.sample, []
-    if not samples_guided(options) and not policy_class(model).would_guide(sample.guidance_scale, sample.negative_prompt):
+    if not samples_guided(options) and not policy_class(model).would_guide(
+        sample.guidance_scale, sample.negative_prompt
+    ):
         named = f"train.loss_type={options.train.loss_type!r} with a guided reference"
         problems.append(f"{named} needs true CFG: sample.guidance_scale, sample.negative_prompt")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
-            problems.append(f"{name}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0")
-    for name, resolution in (("train", options.train.resolution), ("test", options.test.resolution)):
+            problems.append(
+                f"{name}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0"
+            )
+    for name, resolution in (
+        ("train", options.train.resolution),
+        ("test", options.test.resolution),
+    ):
         if resolution % multiple:
-            problems.append(f"{name}.resolution={resolution} is not a multiple of {multiple}, as {model} needs")
+            problems.append(
+                f"{name}.resolution={resolution} is not a multiple of {multiple}, as {model} needs"
+            )
     raise_if_any(problems)
     if options.train.lora_path is not None:
         find_lora(options.train.lora_path)
@@ -116,12 +137,21 @@ def check_model(options: RunOptions) -> None:
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:
     """Refuse a machine whose GPUs torch does not see (often an old driver), unless ``ACCELERATE_USE_CPU`` is set."""
-    if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+    if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in (
+        "1",
+        "true",
+        "yes",
+    ):
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     promised = bool(visible) and visible != "-1"
     if visible is None and shutil.which("nvidia-smi"):
-        promised = "GPU " in subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True).stdout
+        promised = (
+            "GPU "
+            in subprocess.run(
+                ["nvidia-smi", "-L"], check=False, capture_output=True, text=True
+            ).stdout
+        )
     if promised:
         raise ConfigError(
             f"this machine has GPUs, but torch {torch.__version__} sees none: update the driver or install a torch for it, "
@@ -136,8 +166,14 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         where = f"the {split} items"
         fewest, most = (count(item.num_images for item in items) for count in (min, max))
         for applies, problem in (
-            (policy.needs_image and not fewest, "edits images, but {} have none (prompt_fn 'geneval_image' has them)"),
-            (most and not policy.edits_images, "generates from text alone, but {} have reference images"),
+            (
+                policy.needs_image and not fewest,
+                "edits images, but {} have none (prompt_fn 'geneval_image' has them)",
+            ),
+            (
+                most and not policy.edits_images,
+                "generates from text alone, but {} have reference images",
+            ),
             (most > 1 and not policy.several_images, "edits one image, but {} have several"),
         ):
             if applies:
@@ -145,7 +181,11 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         sized = [item for item in items if item.height is not None]
         multiple = size_multiple(model) if sized else 0
         if sized and options.item_size == "aspect":
-            logger.info("%d of %s have a height and width: item_size='aspect' uses their shape only", len(sized), where)
+            logger.info(
+                "%d of %s have a height and width: item_size='aspect' uses their shape only",
+                len(sized),
+                where,
+            )
         elif small := [item for item in sized if min(item.height, item.width) < multiple]:
             raise DataError(
                 f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: with config.item_size="
@@ -159,7 +199,9 @@ def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.sa
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder} ({error.strerror}); set {option} to another folder") from error
+        raise ConfigError(
+            f"cannot write to {folder} ({error.strerror}); set {option} to another folder"
+        ) from error
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         sizes = f"{free / 2**20:.0f} MiB free, but checkpoints need about {needed_bytes / 2**20:.0f} MiB"
@@ -179,11 +221,18 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     model, length = options.pretrained.model, options.max_sequence_length
     policy = policy_class(model)
     if length > policy.text_limit:
-        raise ConfigError(f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed")
+        raise ConfigError(
+            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed"
+        )
     tokenizer, prompts = load_tokenizer(model), {item.prompt for item in items}
-    lengths = [len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids) for prompt in prompts]
+    lengths = [
+        len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids)
+        for prompt in prompts
+    ]
     if length == 0:
-        length = min(policy.text_limit, -(-max(lengths, default=1) // _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
+        length = min(
+            policy.text_limit, -(-max(lengths, default=1) // _TEXT_MULTIPLE) * _TEXT_MULTIPLE
+        )
     truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
     if truncated:
         message = "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated"
@@ -195,7 +244,11 @@ def with_text_length(options: RunOptions) -> RunOptions:
     """``options`` with the text length that their run was trained with, where ``config.max_sequence_length`` is 0."""
     if options.max_sequence_length:
         return options
-    items = [item for split in ("train", "test") for item in load_prompts(options.dataset, split, options.prompt_fn)]
+    items = [
+        item
+        for split in ("train", "test")
+        for item in load_prompts(options.dataset, split, options.prompt_fn)
+    ]
     return dataclasses.replace(options, max_sequence_length=text_length(options, items))
 
 
@@ -205,7 +258,9 @@ def load_tokenizer(model: str) -> Any:
 
     folder = policy_class(model).tokenizer_folder
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
-    return AutoTokenizer.from_pretrained(local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder)
+    return AutoTokenizer.from_pretrained(
+        local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
+    )
 
 
 # A checkpoint continues what these made; with other values its weights mean something else.
@@ -213,7 +268,12 @@ _BOUND = (
     "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
     "train.lora_targets", "train.lora_path", "train.reference",
 )  # fmt: skip
-_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")  # the last may be derived
+_UNIMPORTANT = (
+    "resume_from",
+    "resume_changed",
+    "run_name",
+    "max_sequence_length",
+)  # the last may be derived
 
 
 def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) -> dict[str, str]:
@@ -224,10 +284,15 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
     hashes of the prompts and the weights, for plan.json.
     """
     prompts = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
-    hashes = {"prompts": prompts, "weights": _hash_weights(Path(options.pretrained.model).expanduser())}
+    hashes = {
+        "prompts": prompts,
+        "weights": _hash_weights(Path(options.pretrained.model).expanduser()),
+    }
     if not options.resume_from:
         if (folder / "metrics.jsonl").is_file():
-            raise ConfigError(f"{folder} already holds a run: give --config.resume_from=latest or another run_name")
+            raise ConfigError(
+                f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
+            )
         return hashes
     checkpoint = find_checkpoint(options.resume_from, folder)
     earlier = folder if checkpoint is None else checkpoint.parents[1]
@@ -239,12 +304,16 @@ def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) 
         if saved != now and name not in _UNIMPORTANT:
             logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
             bound += [f"config.{name} ({saved!r} -> {now!r})"] if name in _BOUND else []
-    plan = json.loads((earlier / "plan.json").read_text()) if (earlier / "plan.json").is_file() else {}
+    plan = (
+        json.loads((earlier / "plan.json").read_text()) if (earlier / "plan.json").is_file() else {}
+    )
     for what, option in (("prompts", "dataset"), ("weights", "pretrained.model")):
         if plan.get(what, hashes[what]) != hashes[what]:
             bound.append(f"config.{option} ({attrgetter(option)(options)} holds other {what})")
     if bound and not options.resume_changed:
-        raise ConfigError(f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True")
+        raise ConfigError(
+            f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True"
+        )
     return hashes
 
 

@@ -23,10 +23,14 @@ class GroupFeatures:
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
         """Take in the images of the samples ``numbers``; one that is None has NaN as features."""
-        present = [(n, image) for n, image in zip(numbers, images, strict=True) if image is not None]
+        present = [
+            (n, image) for n, image in zip(numbers, images, strict=True) if image is not None
+        ]
         if self.clip is not None and present:
             features = self.clip.images([image for _, image in present], len(present))
-            self._rows |= {n: row.double().cpu().numpy() for (n, _), row in zip(present, features, strict=True)}
+            self._rows |= {
+                n: row.double().cpu().numpy() for (n, _), row in zip(present, features, strict=True)
+            }
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:
         """(total, d) float64 of all processes by global position, a collective operation; shorter rows end in 0.

@@ -66,5 +66,9 @@ def merges_lora(options: RunOptions, device: torch.device) -> bool:
 
     bfloat16 would round most of a small update away; on a GPU, TF32 rounds more and a copy of the weights takes memory.
     """
-    exact = options.mixed_precision == "no" and device.type == "cpu" and options.pretrained.quantize is None
+    exact = (
+        options.mixed_precision == "no"
+        and device.type == "cpu"
+        and options.pretrained.quantize is None
+    )
     return exact and options.use_lora

@@ -25,7 +25,9 @@ class Rollouts:
 
     item_ids: np.ndarray  # (N,) over all processes, by global position
     positions: np.ndarray  # (n,) global position of each sample
-    samples: list[Rollout]  # n of one row each; their tensors are views of their batch's, and of their item's conditioning
+    samples: list[
+        Rollout
+    ]  # n of one row each; their tensors are views of their batch's, and of their item's conditioning
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
 
     def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
@@ -58,14 +60,18 @@ def sample_epoch(
     """
     accelerator, sample = strategy.accelerator, options.sample
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
-    item_ids, seeds, group_seeds = (a[positions] for a in (samples.item_ids, samples.seeds, samples.group_seeds))
+    item_ids, seeds, group_seeds = (
+        a[positions] for a in (samples.item_ids, samples.seeds, samples.group_seeds)
+    )
     unique, rows = np.unique(item_ids, return_inverse=True)
     sized = [at_size(items[i], options.train.resolution, options.item_size, policy) for i in unique]
     conditioning = policy.encode(sized)
     item_keys = [policy.batch_key(item) for item in sized]
     keys = [item_keys[row] for row in rows]
     numbers = batches_by_key(keys, batch_size)
-    batches = [Batch(each, sized[rows[each[0]]].height, sized[rows[each[0]]].width) for each in numbers]
+    batches = [
+        Batch(each, sized[rows[each[0]]].height, sized[rows[each[0]]].width) for each in numbers
+    ]
 
     def inputs(batch: Batch) -> dict[str, Any]:
         shared = {"shared_seeds": group_seeds[batch.numbers].tolist()} if sample.same_latent else {}
@@ -81,7 +87,9 @@ def sample_epoch(
 
     sampling = Sampling(
         num_steps=sample.num_steps,
-        noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, options.seed, epoch),
+        noise_steps=sample_noise_steps(
+            sample.noise_steps, sample.num_noise_steps, options.seed, epoch
+        ),
         noise_level=sample.noise_level,
         cps=sample.cps,
         merge_lora=merges_lora(options, policy.device),
@@ -89,9 +97,13 @@ def sample_epoch(
     )
     synced = strategy.synced_batches(batches, batches[0], should_stop)
     sampled: list[Any] = [None] * len(positions)
-    for batch, rollout in sample_images(policy, synced, inputs, deliver, sampling, overlap_decode=policy.device.type == "cuda"):
+    for batch, rollout in sample_images(
+        policy, synced, inputs, deliver, sampling, overlap_decode=policy.device.type == "cuda"
+    ):
         for place, number in enumerate(batch.numbers):
             one, row = rollout.select(slice(place, place + 1)), rows[number]
             # Text features are kept once per item, not once per image.
-            sampled[number] = dataclasses.replace(one, conditioning=conditioning.select(slice(row, row + 1)))
+            sampled[number] = dataclasses.replace(
+                one, conditioning=conditioning.select(slice(row, row + 1))
+            )
     return Rollouts(samples.item_ids, positions, sampled, keys)

@@ -48,7 +48,12 @@ class Trainer:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.options, self.state, self.accelerator = run, run.options, run.state, run.accelerator
+        self.run, self.options, self.state, self.accelerator = (
+            run,
+            run.options,
+            run.state,
+            run.accelerator,
+        )
         self.epochs_trained = 0  # by this process, since it was started
         self.signals = StopSignal()
         self.saved_epoch: int | None = None
@@ -77,7 +82,9 @@ class Trainer:
     def epoch(self) -> None:
         """Sample, score and update once, and log it; saving and evaluating are left to ``fit``."""
         samples = self._begin()
-        with contextlib.closing(ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)) as queue:
+        with contextlib.closing(
+            ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)
+        ) as queue:
             rollouts = self._sample(samples, queue)
             self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
             scores = self._scores(queue, len(samples.item_ids))
@@ -85,10 +92,18 @@ class Trainer:
         losses = self._update(rollouts, result)
         observed = self._observe(rollouts, scores)
         self._end()
-        self._log_epoch(epoch_metrics(scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log))
+        self._log_epoch(
+            epoch_metrics(
+                scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log
+            )
+        )
 
     def _begin(self) -> EpochSamples:
-        self.seconds, self.started, self.observer = defaultdict(float), time.perf_counter(), SampleObserver()
+        self.seconds, self.started, self.observer = (
+            defaultdict(float),
+            time.perf_counter(),
+            SampleObserver(),
+        )
         self._seed_everything()
         return self.state.sampler.samples()
 
@@ -119,7 +134,10 @@ class Trainer:
                 each.add(images, numbers)
 
         try:
-            with self._timed("sample"), lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext():
+            with (
+                self._timed("sample"),
+                lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext(),
+            ):
                 return sample_epoch(
                     policy, run.train_items, samples, queue, self.options, self.state.strategy,
                     batch_size=run.plan.sample_batch_size, epoch=self.state.sampler.epoch, on_images=on_images,
@@ -127,7 +145,9 @@ class Trainer:
                 )  # fmt: skip
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
-                self._scores(queue, len(samples.item_ids))  # raises the error of the reward that failed
+                self._scores(
+                    queue, len(samples.item_ids)
+                )  # raises the error of the reward that failed
             raise
 
     def _prepare(self, rollouts: Rollouts) -> None:
@@ -143,10 +163,16 @@ class Trainer:
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
-        train, trained, features = self.options.train, {name: scores[name] for name in self.run.rewards.weights}, None
+        train, trained, features = (
+            self.options.train,
+            {name: scores[name] for name in self.run.rewards.weights},
+            None,
+        )
         share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
         if share > train.max_missing_reward_fraction:
-            each = ", ".join(f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items())
+            each = ", ".join(
+                f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items()
+            )
             self._stop(
                 f"{share:.0%} of the images of epoch {self.state.epoch + 1} have no score ({each}), more than "
                 f"config.train.max_missing_reward_fraction={train.max_missing_reward_fraction:g} allows"
@@ -169,18 +195,28 @@ class Trainer:
                 nearest_neighbor=train.neighbor_factor,
             )
         except ValueError as error:  # from the aggregation, about these scores
-            self._stop(f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})")
+            self._stop(
+                f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})"
+            )
 
     def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
         with self._timed("train"):
-            return self.run.updater.run(rollouts, result.advantages, result.kept, self.state.epoch, self._signaled)
+            return self.run.updater.run(
+                rollouts, result.advantages, result.kept, self.state.epoch, self._signaled
+            )
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Signs of collapse: health/… and reward/{within,between,kappa}."""
         with self._timed("health"):
-            found = self.observer.metrics([sample.clean_latents for sample in rollouts.samples], rollouts.item_ids)
+            found = self.observer.metrics(
+                [sample.clean_latents for sample in rollouts.samples], rollouts.item_ids
+            )
             found |= self.run.probe.measure() if self.run.probe else {}
-            return found | of_epoch(scores, rollouts.item_ids, [bool(i.metadata.get("open")) for i in self.run.train_items])
+            return found | of_epoch(
+                scores,
+                rollouts.item_ids,
+                [bool(i.metadata.get("open")) for i in self.run.train_items],
+            )
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
         findings, epoch = [], self.state.epoch
@@ -191,22 +227,39 @@ class Trainer:
         self._write("train", metrics)
         left = self.state.train_seconds / epoch * (self.options.num_epochs - epoch)
         if self.options.max_train_minutes is not None:
-            left = max(0.0, min(left, 60 * self.options.max_train_minutes - self.state.train_seconds))
-        logger.info("epoch %d/%d: %s; %.1f min left", epoch, self.options.num_epochs, epoch_line(metrics), left / 60)
+            left = max(
+                0.0, min(left, 60 * self.options.max_train_minutes - self.state.train_seconds)
+            )
+        logger.info(
+            "epoch %d/%d: %s; %.1f min left",
+            epoch,
+            self.options.num_epochs,
+            epoch_line(metrics),
+            left / 60,
+        )
         for finding in findings:
-            logger.warning("after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign)
+            logger.warning(
+                "after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign
+            )
         collapsed = [finding.message for finding in findings if finding.collapse]
         if self.options.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
             why = collapsed[0] if collapsed else "see the message of the main process"
-            self._stop(f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better")
+            self._stop(
+                f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better"
+            )
 
     def _evaluate_if_due(self, finished: bool = False) -> None:
         epoch, frequency = self.state.epoch, self.options.eval_freq
         if not finished and (frequency == 0 or epoch % frequency):
             return
-        if epoch in main_decides(self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")]):
+        if epoch in main_decides(
+            self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")]
+        ):
             return  # before the run was resumed
-        folder, started = self.run.folder / "eval" / files.checkpoint_name(epoch), time.perf_counter()
+        folder, started = (
+            self.run.folder / "eval" / files.checkpoint_name(epoch),
+            time.perf_counter(),
+        )
         self._seed_everything()
         with self.state.averaged():
             metrics = evaluate(
@@ -229,7 +282,12 @@ class Trainer:
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
             log_pictures(self.run.tracker, folder, epoch)
         images = metrics["eval/num_images"]
-        logger.info("evaluation after epoch %d: %d images, %s", epoch, images, rewards_line(metrics, "eval/"))
+        logger.info(
+            "evaluation after epoch %d: %d images, %s",
+            epoch,
+            images,
+            rewards_line(metrics, "eval/"),
+        )
 
     def _resume(self) -> None:
         if not self.options.resume_from:
@@ -270,7 +328,9 @@ class Trainer:
         except NonFiniteError as error:
             if error.weights_changed:
                 self._stop(str(error), save=False)
-            folder = self.run.checkpoints.save(f"stopped_{files.checkpoint_name(self.state.epoch + 1)}")
+            folder = self.run.checkpoints.save(
+                f"stopped_{files.checkpoint_name(self.state.epoch + 1)}"
+            )
             self._stop(f"{error} State at that point: {folder}", save=False)
 
     def _stop(self, why: str, signal_number: int | None = None, save: bool = True) -> NoReturn:

@@ -56,7 +56,11 @@ class Updater:
 
     def prepare(self, rollouts: Rollouts) -> None:
         """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1."""
-        state, mode, size = self.state, self.options.train.old_log_prob, self.options.train.batch_size
+        state, mode, size = (
+            self.state,
+            self.options.train.old_log_prob,
+            self.options.train.batch_size,
+        )
         if not self.objective.needs_noise_steps or mode == "rollout":
             return
         batches = rollouts.batches(range(len(rollouts.samples)), size)
@@ -65,10 +69,14 @@ class Updater:
         if not state.recompute_old:
             return
         for numbers, is_dummy in state.strategy.synced_batches(batches, np.array([0])):
-            recomputed = recompute_old(state.policy, rollouts.stack(numbers), self.options.speed.compile)
+            recomputed = recompute_old(
+                state.policy, rollouts.stack(numbers), self.options.speed.compile
+            )
             for place, number in enumerate([] if is_dummy else numbers):
                 steps = [step.select(slice(place, place + 1)) for step in recomputed.noise_steps]
-                rollouts.samples[number] = dataclasses.replace(rollouts.samples[number], noise_steps=steps)
+                rollouts.samples[number] = dataclasses.replace(
+                    rollouts.samples[number], noise_steps=steps
+                )
 
     def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
         """Whether log-probabilities recomputed for the micro-batch ``numbers`` are off by more than the objective's limit."""
@@ -77,9 +85,14 @@ class Updater:
             return False
         steps = self._steps(Pass(rollouts, np.zeros(len(rollouts.item_ids)), epoch=0), numbers)
         with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
-            each = [self.objective.first_deviation(step, policy, options.train).detach() for step in steps]
+            each = [
+                self.objective.first_deviation(step, policy, options.train).detach()
+                for step in steps
+            ]
         deviation = torch.stack(each, dim=1).mean().item()
-        off = any_process(self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation))
+        off = any_process(
+            self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation)
+        )
         if off:
             logger.warning(
                 "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
@@ -112,7 +125,9 @@ class Updater:
                 if chosen := chunk[kept[chunk]].tolist():
                     mine = [local[position] for position in chosen if position in local]
                     batches = rollouts.batches(mine, self.options.train.batch_size)
-                    sums = self._backward(data, batches, len(chosen), None if collected else should_stop)
+                    sums = self._backward(
+                        data, batches, len(chosen), None if collected else should_stop
+                    )
                     collected.append(self._optimizer_step(sums, epoch))
         self._check_weights()
         self._follow(every_step=False)
@@ -120,16 +135,25 @@ class Updater:
         for sums in gather_object(collected):
             for name, value in sums.items():
                 totals[name].append(value)
-        return {n: max(each) if n.endswith(_MAX) else sum(each) / len(collected) for n, each in totals.items()}
+        return {
+            n: max(each) if n.endswith(_MAX) else sum(each) / len(collected)
+            for n, each in totals.items()
+        }
 
     def _follow(self, every_step: bool) -> None:
         for snapshot in self.objective.snapshots:
             if snapshot.every_step == every_step:
-                lora.blend_snapshot(self.state.policy, snapshot.name, snapshot.decay(self.state.step, self.options.train))
+                lora.blend_snapshot(
+                    self.state.policy,
+                    snapshot.name,
+                    snapshot.decay(self.state.step, self.options.train),
+                )
 
     def _check_weights(self) -> None:
         """Raise unless all weights are finite: moments of the optimizer can spoil them after a finite gradient."""
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()]
+        local = [
+            p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()
+        ]
         finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
             message = f"trained weights are not finite after optimizer step {self.state.step}; this epoch is not saved"
@@ -142,17 +166,26 @@ class Updater:
         """
         order = np.arange(len(item_ids))
         if inner > 0:
-            order = np.random.default_rng([_ORDER, self.options.seed, epoch, inner]).permutation(len(item_ids))
+            order = np.random.default_rng([_ORDER, self.options.seed, epoch, inner]).permutation(
+                len(item_ids)
+            )
         if self.objective.group_weights is None:
             return np.array_split(order, self.gradient_steps)
         items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
-        return [order[np.isin(item_ids[order], part)] for part in np.array_split(items, self.gradient_steps)]
+        return [
+            order[np.isin(item_ids[order], part)]
+            for part in np.array_split(items, self.gradient_steps)
+        ]
 
     def _steps(self, data: Pass, numbers: np.ndarray) -> list[Step]:
         """The training steps of the micro-batch ``numbers``; each inner epoch draws σ and noise again, as in DGPO."""
         rollout, train = data.rollouts.stack(numbers), self.options.train
-        values = torch.as_tensor(data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32)
-        clipped = to_device(values, rollout.clean_latents.device).clamp(-train.adv_clip_max, train.adv_clip_max)
+        values = torch.as_tensor(
+            data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32
+        )
+        clipped = to_device(values, rollout.clean_latents.device).clamp(
+            -train.adv_clip_max, train.adv_clip_max
+        )
         words = [self.options.seed, data.epoch, *([data.inner] if data.inner else [])]
         rng = np.random.default_rng([_STEPS, *words])
         shared = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
@@ -162,7 +195,11 @@ class Updater:
         ]
 
     def _backward(
-        self, data: Pass, batches: list[np.ndarray], kept: int, should_stop: Callable[[], bool] | None = None
+        self,
+        data: Pass,
+        batches: list[np.ndarray],
+        kept: int,
+        should_stop: Callable[[], bool] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Gradients of all micro-batches, one step of the schedule at a time; ``kept`` is the global number of samples.
 
@@ -170,13 +207,22 @@ class Updater:
         """
         sums: dict[str, torch.Tensor] = {}
         weights = self._group_weights(data, batches) if self.objective.group_weights else {}
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0]), should_stop):
+        for numbers, is_dummy in self.state.strategy.synced_batches(
+            batches, np.array([0]), should_stop
+        ):
             steps = self._steps(data, numbers)
             for place, step in enumerate(steps):
                 if self.objective.group_weights is not None:
-                    values = [0.0 if is_dummy else weights[int(number)][place] for number in numbers]
-                    step.group_weights = to_device(torch.tensor(values, dtype=torch.float32), step.advantages.device)
-                output, total = self.objective(step, self.state.policy, self.options.train), len(steps) * kept
+                    values = [
+                        0.0 if is_dummy else weights[int(number)][place] for number in numbers
+                    ]
+                    step.group_weights = to_device(
+                        torch.tensor(values, dtype=torch.float32), step.advantages.device
+                    )
+                output, total = (
+                    self.objective(step, self.state.policy, self.options.train),
+                    len(steps) * kept,
+                )
                 # A dummy takes part in collective backwards with a loss that has no gradient.
                 active = torch.full_like(output.loss, not is_dummy, dtype=torch.bool)
                 loss = torch.where(active, output.loss, 0.0).sum() / total
@@ -187,7 +233,9 @@ class Updater:
                 for name, each in output.metrics.items():
                     each = each.detach()
                     if name.endswith(_MAX):
-                        sums[name] = torch.maximum(sums.get(name, each.max().double()), each.max().double())
+                        sums[name] = torch.maximum(
+                            sums.get(name, each.max().double()), each.max().double()
+                        )
                     else:
                         sums[name] = sums.get(name, 0.0) + each.mean().double() * len(each) / total
         return sums
@@ -198,21 +246,29 @@ class Updater:
         with torch.no_grad():
             for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
                 steps = self._steps(data, numbers)
-                values = torch.stack([self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1)
+                values = torch.stack(
+                    [self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1
+                )
                 if not is_dummy:
                     rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
         rows = sorted(gather_object(rows))
         positions, values = (np.array(column) for column in zip(*rows, strict=True))
-        weights = self.objective.group_weights(values, rollouts.item_ids[positions], data.advantages[positions], train)
+        weights = self.objective.group_weights(
+            values, rollouts.item_ids[positions], data.advantages[positions], train
+        )
         by_position = dict(zip(positions.tolist(), weights, strict=True))
-        return {int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers}
+        return {
+            int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers
+        }
 
     def _optimizer_step(self, sums: Mapping[str, torch.Tensor], epoch: int) -> dict[str, float]:
         """Step, unless the gradient is not finite; returns this process's ``sums`` and the norm of the gradient."""
         state, train, strategy = self.state, self.options.train, self.state.strategy
         norm = strategy.finish_gradients(list(state.parameters.values()), train.max_grad_norm)
         # one transfer from the device
-        *values, norm = torch.stack([*(value.to(norm.device) for value in sums.values()), norm.double()]).tolist()
+        *values, norm = torch.stack(
+            [*(value.to(norm.device) for value in sums.values()), norm.double()]
+        ).tolist()
         found = dict(zip(sums, values, strict=True))
         if not math.isfinite(norm):  # also after a loss that is not finite
             state.optimizer.zero_grad(set_to_none=True)

@@ -35,7 +35,12 @@ def expected(total, items, global_std, per_prompt=True):
     advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
     single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = [
-        [j for j in range(len(items)) if (single or items[j] == items[i]) and not np.isnan(total[j])] for i in range(len(items))
+        [
+            j
+            for j in range(len(items))
+            if (single or items[j] == items[i]) and not np.isnan(total[j])
+        ]
+        for i in range(len(items))
     ]
     for i, members in enumerate(members_of):
         kept[i] = not np.isnan(total[i]) and len(members) >= 2
@@ -51,7 +56,14 @@ def expected(total, items, global_std, per_prompt=True):
 @given(epochs(), st.booleans(), st.booleans())
 def test_weighted_sum(epoch, global_std, per_prompt):
     rewards, items, prompts = epoch
-    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, global_std=global_std, per_prompt=per_prompt)
+    result = compute_advantages(
+        rewards,
+        items,
+        prompts,
+        reward_weights=WEIGHTS,
+        global_std=global_std,
+        per_prompt=per_prompt,
+    )
     total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
     advantages, kept = expected(total, items, global_std, per_prompt)
     np.testing.assert_array_equal(result.kept, kept)
@@ -83,18 +95,32 @@ def test_items_that_share_a_prompt_stay_apart():
         return grouped["a"]
 
     result = compute_advantages(
-        {"a": [0.0, 1, 10, 11, 5, 6]}, [0, 0, 1, 1, 2, 2], ["x"] * 4 + ["y"] * 2, reward_weights={}, aggregate_fn=spy
+        {"a": [0.0, 1, 10, 11, 5, 6]},
+        [0, 0, 1, 1, 2, 2],
+        ["x"] * 4 + ["y"] * 2,
+        reward_weights={},
+        aggregate_fn=spy,
     )
-    assert {k: v.tolist() for k, v in seen.items()} == {"x [item 0]": [0, 1], "x [item 1]": [10, 11], "y": [5, 6]}
+    assert {k: v.tolist() for k, v in seen.items()} == {
+        "x [item 0]": [0, 1],
+        "x [item 1]": [10, 11],
+        "y": [5, 6],
+    }
     np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
     equal = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, reward_weights={"a": 1})
     assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 
 
 def test_what_is_wrong_is_named():
-    for wrong in (lambda **g: {"z": g["a"]["x"]}, lambda **g: {"x": [1.0]}, lambda **g: {"x": [1.0, np.nan]}):
+    for wrong in (
+        lambda **g: {"z": g["a"]["x"]},
+        lambda **g: {"x": [1.0]},
+        lambda **g: {"x": [1.0, np.nan]},
+    ):
         with pytest.raises(ValueError, match="finite number"):
-            compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong)
+            compute_advantages(
+                {"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong
+            )
         with pytest.raises(ValueError, match="config.train.aggregate_fn"):
             describe(wrong)  # a saved run could not find it again
     with pytest.raises(ValueError, match="no weight for c "):
@@ -106,13 +132,18 @@ def test_what_is_wrong_is_named():
         with pytest.raises(ValueError, match=named):
             get_aggregate_fn(description)
     with pytest.raises(ValueError, match="'global_std'"):
-        get_aggregate_fn({"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS)
+        get_aggregate_fn(
+            {"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS
+        )
     weights = {"a": 1.0, "bb": 2.0}
     named = (
-        {"name": name, "arguments": {"reward_weights": weights}} for name in ("product_aggregate_fn", "log_tame_aggregate_fn")
+        {"name": name, "arguments": {"reward_weights": weights}}
+        for name in ("product_aggregate_fn", "log_tame_aggregate_fn")
     )
     for spec in (weighted_advantage_sum_aggregate_fn(weights), *named):
-        with pytest.raises(ValueError, match="config.train.aggregate_fn.* reward_weights lack b"):  # not after an epoch
+        with pytest.raises(
+            ValueError, match="config.train.aggregate_fn.* reward_weights lack b"
+        ):  # not after an epoch
             get_aggregate_fn(spec, WEIGHTS)
 
 
@@ -126,7 +157,10 @@ def test_what_is_wrong_is_named():
 )
 def test_means_and_product(name, formula):
     rng, function = np.random.default_rng(0), get_aggregate_fn(name, WEIGHTS)
-    rewards = {name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")} for name, scale in (("a", 1.0), ("b", 30.0))}
+    rewards = {
+        name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")}
+        for name, scale in (("a", 1.0), ("b", 30.0))
+    }
     rewards["a"]["p"][0] = 0.0
     for key, values in function(**rewards).items():
         np.testing.assert_allclose(values, formula(rewards["a"][key], rewards["b"][key]))
@@ -135,7 +169,9 @@ def test_means_and_product(name, formula):
         function(**rewards)
 
 
-@pytest.mark.parametrize("threshold,tamed", [("mean", {"a"}), ("median", {"a"}), (10.0, set()), (0.0, {"a", "b"})])
+@pytest.mark.parametrize(
+    "threshold,tamed", [("mean", {"a"}), ("median", {"a"}), (10.0, set()), (0.0, {"a", "b"})]
+)
 def test_log_tame(threshold, tamed):
     rewards = {
         "a": {"p": np.array([0.0, 1, 30]), "q": np.array([2.0, 0])},  # varies a lot
@@ -144,7 +180,10 @@ def test_log_tame(threshold, tamed):
     function = log_tame_aggregate_fn(threshold=threshold, reward_weights=WEIGHTS)
     result = function(**rewards)
     for key in ("p", "q"):
-        terms = {name: np.log(1 + rewards[name][key]) if name in tamed else rewards[name][key] for name in ("a", "b")}
+        terms = {
+            name: np.log(1 + rewards[name][key]) if name in tamed else rewards[name][key]
+            for name in ("a", "b")
+        }
         np.testing.assert_allclose(result[key], 0.2 * terms["a"] + 1.5 * terms["b"])
     values = np.array([0, 1, 30, 2, 0.0])
     assert function.stats["cv/a"] == pytest.approx(values.std() / values.mean())
@@ -158,7 +197,9 @@ def test_weighted_advantage_sum(global_std):
     rng = np.random.default_rng(3)
     a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
     function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
-    result = compute_advantages({"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function)
+    result = compute_advantages(
+        {"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function
+    )
     by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]
     np.testing.assert_allclose(result.advantages, by_hand)
 
@@ -168,7 +209,9 @@ def test_an_aggregation_is_saved_and_found_again():
         assert get_aggregate_fn(json.loads(json.dumps(describe(function)))) is function
     tamed = log_tame_aggregate_fn(0.6, WEIGHTS), log_tame_aggregate_fn("median")
     for made in (*tamed, weighted_advantage_sum_aggregate_fn(WEIGHTS, True)):
-        again = get_aggregate_fn(json.loads(json.dumps(describe(made))), {"a": 9.0}, global_std=False)
+        again = get_aggregate_fn(
+            json.loads(json.dumps(describe(made))), {"a": 9.0}, global_std=False
+        )
         assert type(again) is type(made) and describe(again) == describe(made)
 
 
@@ -177,7 +220,10 @@ def test_gdpo_normalizes_over_the_batch():
     rewards = {"a": [0.0, 0, 1, 1], "b": [0.0, 1, 0, 1]}
     for batch_std, expected in ((False, [-2, 0, 0, 2]), (True, [-np.sqrt(2), 0, 0, np.sqrt(2)])):
         function = get_aggregate_fn(
-            {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"batch_std": batch_std}}, {"a": 1.0, "b": 1.0}
+            {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"batch_std": batch_std}},
+            {"a": 1.0, "b": 1.0},
         )
-        result = compute_advantages(rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function)
+        result = compute_advantages(
+            rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function
+        )
         np.testing.assert_allclose(result.advantages, expected, atol=1e-12)

@@ -16,16 +16,25 @@ def unit(i):
 
 
 def test_entropy_bonus_is_minus_the_log_of_a_leave_one_out_kernel_density():
-    distances = [np.sqrt(np.sum((unit(i) - unit(j)) ** 2)) for g in GROUPS for a, i in enumerate(g) for j in g[a + 1 :]]
+    distances = [
+        np.sqrt(np.sum((unit(i) - unit(j)) ** 2))
+        for g in GROUPS
+        for a, i in enumerate(g)
+        for j in g[a + 1 :]
+    ]
     h = np.median(distances)
     found = perceptual_entropy_bonus(FEATURES, GROUPS)
     for group in GROUPS:
         for i in group:
-            density = np.mean([np.exp(-np.sum((unit(i) - unit(j)) ** 2) / (2 * h * h)) for j in group if j != i])
+            density = np.mean(
+                [np.exp(-np.sum((unit(i) - unit(j)) ** 2) / (2 * h * h)) for j in group if j != i]
+            )
             assert found[i] == pytest.approx(-np.log(density))
     assert found[8] == 0
     assert not perceptual_entropy_bonus(np.ones((4, 3)), [np.arange(4)]).any()
-    mostly_equal = perceptual_entropy_bonus(np.eye(2)[[0, 0, 0, 0, 1]], [np.arange(5)])  # the median distance is 0
+    mostly_equal = perceptual_entropy_bonus(
+        np.eye(2)[[0, 0, 0, 0, 1]], [np.arange(5)]
+    )  # the median distance is 0
     assert mostly_equal == pytest.approx([-np.log((3 + np.exp(-0.5)) / 4)] * 4 + [0.5])
 
 
@@ -43,11 +52,18 @@ def test_what_they_do_to_advantages():
 
     def advantages(**options):
         return compute_advantages(
-            {"r": scores}, ids, ["a"] * 4 + ["b"] * 4, reward_weights={"r": 1.0}, features=FEATURES[:8], **options
+            {"r": scores},
+            ids,
+            ["a"] * 4 + ["b"] * 4,
+            reward_weights={"r": 1.0},
+            features=FEATURES[:8],
+            **options,
         ).advantages
 
     plain, factors = advantages(), nearest_neighbor_factors(FEATURES[:8], groups)
-    np.testing.assert_allclose(advantages(nearest_neighbor=True), np.where(plain > 0, plain * factors, plain))
+    np.testing.assert_allclose(
+        advantages(nearest_neighbor=True), np.where(plain > 0, plain * factors, plain)
+    )
     total = scores + 0.3 * perceptual_entropy_bonus(FEATURES[:8], groups)
     expected = np.concatenate([(t - t.mean()) / (t.std() + 1e-4) for t in np.split(total, 2)])
     np.testing.assert_allclose(advantages(entropy_bonus=0.3), expected, rtol=1e-3)

@@ -18,7 +18,9 @@ def test_phases_counts_and_profile(tiny_flux_dir, tmp_path, capsys, monkeypatch)
     }  # fmt: skip
     given = [f"--config.{name}={value}" for name, value in options.items()]
     config = f"{ROOT}/config/grpo.py:t2is"
-    status = epoch.main(["--config", config, *given, "--repeats", "1", "--profile", "--output", str(output)])
+    status = epoch.main(
+        ["--config", config, *given, "--repeats", "1", "--profile", "--output", str(output)]
+    )
     assert status == 0
     found = json.loads(output.read_text())
     assert found["samples"] == 4 and found["medians"]["epoch_s"] > found["medians"]["sample_s"] > 0

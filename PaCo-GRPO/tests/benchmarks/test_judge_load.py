@@ -15,9 +15,15 @@ def measure(tmp_path):
     """Exit status and report of judge_load.py for servers by name."""
 
     def run(servers, *arguments):
-        targets = [part for name, server in servers.items() for part in ("--target", f"{name}={server.url}")]
+        targets = [
+            part
+            for name, server in servers.items()
+            for part in ("--target", f"{name}={server.url}")
+        ]
         output = tmp_path / "judge_load.json"
-        status = judge_load.main([*targets, "--model", "paco-reward-7b", *arguments, "--output", str(output)])
+        status = judge_load.main(
+            [*targets, "--model", "paco-reward-7b", *arguments, "--output", str(output)]
+        )
         return status, json.loads(output.read_text()) if output.exists() else None
 
     return run
@@ -33,7 +39,10 @@ def test_the_slower_of_two_servers_is_found(measure):
         asked = [json.dumps(request["messages"]) for request in fast.requests]
         assert len(set(asked)) == len(asked)  # new pictures in every round
     fast, slow = (row for row in report["targets"] if row["concurrency"] == 4)  # sorted by name
-    assert slow["pairs_per_second"] < 0.8 * fast["pairs_per_second"] and slow["p50_ms"] > fast["p50_ms"] + 15
+    assert (
+        slow["pairs_per_second"] < 0.8 * fast["pairs_per_second"]
+        and slow["p50_ms"] > fast["p50_ms"] + 15
+    )
     assert len(report["rounds"]) == 2 * 2 * 3
 
 
@@ -46,6 +55,8 @@ def test_errors_are_counted_and_have_no_latency(measure):
         status, report = measure({"some": some, "none": none}, *arguments)
         assert status == 0
         assert measure({"none": none}, *arguments)[0] == 2  # no request is answered
-    some, none = report["rounds"] if report["rounds"][0]["target"] == "some" else reversed(report["rounds"])
+    some, none = (
+        report["rounds"] if report["rounds"][0]["target"] == "some" else reversed(report["rounds"])
+    )
     assert some["errors"] == len(some["latencies_ms"]) == 4 and "HTTP 400" in some["first_error"]
     assert none["errors"] == 8 and report["targets"][0]["p50_ms"] is None

@@ -57,10 +57,15 @@ def assert_resumes(flux: Path, folder: Path, expected: Path, processes: int = 1)
     [
         pytest.param("reward", 1, marks=pytest.mark.slow),
         pytest.param("saving", 1, marks=pytest.mark.long),
-        *(pytest.param(phase, 2, marks=pytest.mark.long) for phase in ("sampling", "training", "committing")),
+        *(
+            pytest.param(phase, 2, marks=pytest.mark.long)
+            for phase in ("sampling", "training", "committing")
+        ),
     ],
 )
-def test_killed_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_path, phase, processes):
+def test_killed_and_resumed_is_bit_identical(
+    uninterrupted, tiny_flux_dir, tmp_path, phase, processes
+):
     killed = run(tiny_flux_dir, tmp_path, processes, kill_in(phase, processes))
     # Where one is killed, the other may end by itself, without a partner, before the launcher kills it.
     assert -signal.SIGKILL in killed and 0 not in killed
@@ -70,12 +75,16 @@ def test_killed_and_resumed_is_bit_identical(uninterrupted, tiny_flux_dir, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_stop_between_batches_when_one_gets_a_signal(uninterrupted, tiny_flux_dir, tmp_path):
+def test_two_processes_stop_between_batches_when_one_gets_a_signal(
+    uninterrupted, tiny_flux_dir, tmp_path
+):
     fault = Fault("decode", 3, terminate, rank=1)
     assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0) == [STOPPED] * 2
     assert "--config.run_name=run --config.resume_from=latest" in message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0001"]
-    assert images_scored(tmp_path) < 2 * IMAGES  # not rank 1's last batch; rank 0 may have been ahead of it
+    assert (
+        images_scored(tmp_path) < 2 * IMAGES
+    )  # not rank 1's last batch; rank 0 may have been ahead of it
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
 
 
@@ -91,7 +100,11 @@ def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_p
 @pytest.mark.slow
 def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_dir, tmp_path):
     fault = Fault("backward", 2, lose_log_probs, rank=1)
-    assert run(tiny_flux_dir, tmp_path, 2, fault, num_epochs=1, train__batch_size=4) == [STOPPED] * 2
-    assert "the gradient is not finite, in epoch 1 before optimizer step 2" in message(tmp_path, rank=0)
+    assert (
+        run(tiny_flux_dir, tmp_path, 2, fault, num_epochs=1, train__batch_size=4) == [STOPPED] * 2
+    )
+    assert "the gradient is not finite, in epoch 1 before optimizer step 2" in message(
+        tmp_path, rank=0
+    )
     assert "the loss is nan, in epoch 1 before optimizer step 2" in message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["stopped_epoch_0001"]

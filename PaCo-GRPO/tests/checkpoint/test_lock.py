@@ -26,7 +26,9 @@ def test_a_second_trainer_is_refused_until_the_first_is_gone(held, tiny_flux_dir
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
     held.release()
     assert train(command) == 0
-    lock_folder(tmp_path / "runs" / "run").release()  # the run has ended in this process, and with it the lock
+    lock_folder(
+        tmp_path / "runs" / "run"
+    ).release()  # the run has ended in this process, and with it the lock
 
 
 @pytest.mark.slow

@@ -18,7 +18,10 @@ def problems_of(*overrides):
 def test_named_configurations_pass():
     for name in [*NAMES, "t2is_24gb_nft", "klein_t2is_awm", "sd3_ocr_dgpo", "klein_t2is_flow_dppo"]:
         options = load(name)
-        assert [*contradictions(options), *get_objective(options.train.loss_type).check(options)] == [], name
+        assert [
+            *contradictions(options),
+            *get_objective(options.train.loss_type).check(options),
+        ] == [], name
 
 
 def test_a_value_out_of_range_names_the_option():
@@ -37,7 +40,10 @@ def test_a_value_out_of_range_names_the_option():
         ({"sample.num_noise_steps": "2"}, "sample.num_noise_steps"),
         ({"train.timesteps": "()"}, "train.timesteps"),
         ({"train.reference": "start"}, "train.reference"),
-        ({"sample.latents_per_prompt": "3", "sample.same_latent": "1"}, "sample.latents_per_prompt"),
+        (
+            {"sample.latents_per_prompt": "3", "sample.same_latent": "1"},
+            "sample.latents_per_prompt",
+        ),
         ({"use_lora": "0", "train.beta": "0.1"}, "use_lora"),
         ({"use_lora": "0", "train.lora_path": "x"}, "train.lora_path"),
         ({"pretrained.quantize": "nf4", "use_lora": "0"}, "pretrained.quantize"),
@@ -57,7 +63,14 @@ def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         make_options({"train": {"batch_size": 0, "old_log_prob": "rolout"}, "sead": 1})
     lines = str(caught.value).splitlines()
-    assert [line.partition("=")[0] for line in lines[:2]] == ["config.train.batch_size", "config.train.old_log_prob"]
+    assert [line.partition("=")[0] for line in lines[:2]] == [
+        "config.train.batch_size",
+        "config.train.old_log_prob",
+    ]
     assert "'rollout'" in lines[1] and "config.seed" in lines[2]
     found = contradictions(make_options({}, [("sample.noise_steps", "77")]))
-    assert [line.split(" ")[0] for line in found] == ["dataset", "train.reward_fn", "sample.noise_steps=(77,):"]
+    assert [line.split(" ")[0] for line in found] == [
+        "dataset",
+        "train.reward_fn",
+        "sample.noise_steps=(77,):",
+    ]

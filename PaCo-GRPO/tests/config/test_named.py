@@ -51,15 +51,29 @@ AUTHORS = {
     ("name", "expected"),
     [
         *(
-            (f"t2is_{name}", changes | {"train.loss_type": name, "sample.global_std": True, "train.lora_targets": "attention"})
+            (
+                f"t2is_{name}",
+                changes
+                | {
+                    "train.loss_type": name,
+                    "sample.global_std": True,
+                    "train.lora_targets": "attention",
+                },
+            )
             for name, changes in AUTHORS.items()
         ),
         ("t2is", PUBLISHED),
         ("kontext_editing", KONTEXT),
         ("qwen_editing", QWEN),
-        ("qwen_editing_no_cfg", QWEN | {"sample.guidance_scale": 1.0, "sample.negative_prompt": None}),
+        (
+            "qwen_editing_no_cfg",
+            QWEN | {"sample.guidance_scale": 1.0, "sample.negative_prompt": None},
+        ),
         ("ocr", ONE_IMAGE | {"sample.noise_level": 0.8, "train.reward_fn": {"ocr": 1.0}}),
-        ("pickscore", ONE_IMAGE | {"sample.noise_level": 0.7, "train.reward_fn": {"pickscore": 1.0}}),
+        (
+            "pickscore",
+            ONE_IMAGE | {"sample.noise_level": 0.7, "train.reward_fn": {"pickscore": 1.0}},
+        ),
     ],
 )
 def test_named_configuration_is_the_published_table(name, expected):

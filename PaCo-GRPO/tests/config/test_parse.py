@@ -111,9 +111,15 @@ def test_tables_in_a_file(load_file):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "config.train.reward_fn_kwargs.ocr.reader"),
+        (
+            "config.train.reward_fn_kwargs = {'ocr': {'reader': print}}",
+            "config.train.reward_fn_kwargs.ocr.reader",
+        ),
         ("config.train.aggregate_fn = 3", "config.train.aggregate_fn=3"),
-        ("config.train.learning_rat = 1", "config.train.learning_rat. Did you mean config.train.learning_rate"),
+        (
+            "config.train.learning_rat = 1",
+            "config.train.learning_rat. Did you mean config.train.learning_rate",
+        ),
         ("config.trian.beta = 1", "my_config.py: 'trian'.*\"train\""),
     ],
 )
@@ -136,10 +142,18 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
     for file in CONFIG.glob("*.py"):
         shutil.copy(file, tmp_path)
     with (tmp_path / "grpo.py").open("a") as file:
-        file.write("\n\ndef negated(**rewards):\n    return {k: -r for k, r in next(iter(rewards.values())).items()}\n")
-        file.write("\n\ndef my_set():\n    config = t2is()\n    config.train.aggregate_fn = negated\n    return config\n")
-    saved = describe(load_options(f"{tmp_path}/grpo.py:my_set").train.aggregate_fn)  # as in a run's config.yaml
-    assert saved == f"{tmp_path}/grpo.py:negated" and get_aggregate_fn(saved)(r={"a": 1}) == {"a": -1}
+        file.write(
+            "\n\ndef negated(**rewards):\n    return {k: -r for k, r in next(iter(rewards.values())).items()}\n"
+        )
+        file.write(
+            "\n\ndef my_set():\n    config = t2is()\n    config.train.aggregate_fn = negated\n    return config\n"
+        )
+    saved = describe(
+        load_options(f"{tmp_path}/grpo.py:my_set").train.aggregate_fn
+    )  # as in a run's config.yaml
+    assert saved == f"{tmp_path}/grpo.py:negated" and get_aggregate_fn(saved)(r={"a": 1}) == {
+        "a": -1
+    }
     assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
     for wrong in ("np", "did_you_mean", "_changed", "get_config", "my_sett"):
         with pytest.raises(ConfigError):
@@ -149,10 +163,14 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
 def test_a_saved_run_loads_to_equal_options(tmp_path):
     source = str(tmp_path / "config.yaml")
     for name in ("t2is_24gb", "toy_kontext"):
-        options = load(name, ("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9"))
+        options = load(
+            name, ("sample.noise_steps", "1,3"), ("train.reward_fn.a.b:c", "2"), ("test.seed", "9")
+        )
         (tmp_path / "config.yaml").write_text(options_to_yaml(options))
         assert load_options(source) == options
-        assert load_options(source, [("test.seed", "None")]) == replace(options, test=replace(options.test, seed=None))
+        assert load_options(source, [("test.seed", "None")]) == replace(
+            options, test=replace(options.test, seed=None)
+        )
     (tmp_path / "config.yaml").write_text("train: {reward_fn: }")
     assert load_options(source) == RunOptions()
     for text, named in (("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")):

@@ -15,7 +15,11 @@ SMALL = st.integers(1, 40)
 @given(m=SMALL, k=SMALL, batch=SMALL, processes=st.integers(1, 16))
 def test_everything_divides_evenly(m, k, batch, processes):
     sample = {"unique_sample_num_per_epoch": m, "num_images_per_prompt": k, "batch_size": batch}
-    plan = make_plan(dataclasses.replace(OPTIONS, sample=dataclasses.replace(OPTIONS.sample, **sample)), processes, 2)
+    plan = make_plan(
+        dataclasses.replace(OPTIONS, sample=dataclasses.replace(OPTIONS.sample, **sample)),
+        processes,
+        2,
+    )
     assert plan.prompts >= m
     assert plan.samples == plan.prompts * k == plan.samples_per_process * processes
     assert 1 <= plan.sample_batch_size <= batch
@@ -28,8 +32,15 @@ def test_everything_divides_evenly(m, k, batch, processes):
 
 def test_what_follows_is_derived_after_overrides():
     assert make_plan(load("t2is"), 1, gradient_steps=1).gradient_steps == 1
-    assert make_plan(load("t2is", ("train.gradient_step_per_epoch", "3")), 1, gradient_steps=1).gradient_steps == 3
-    plan = make_plan(load("t2is", ("sample.batch_size", "4"), ("train.batch_size", "2")), 8, gradient_steps=2)
+    assert (
+        make_plan(
+            load("t2is", ("train.gradient_step_per_epoch", "3")), 1, gradient_steps=1
+        ).gradient_steps
+        == 3
+    )
+    plan = make_plan(
+        load("t2is", ("sample.batch_size", "4"), ("train.batch_size", "2")), 8, gradient_steps=2
+    )
     assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
     assert plan.rollout_batches == 21
     assert plan.notes == ()

@@ -12,9 +12,17 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def test_a_test_changes_every_option():
     """Tests that run something: those in this folder only read, print or refuse options; ``__`` stands for a dot."""
-    texts = [path.read_text() for path in TESTS.rglob("test_*.py") if path.parent != Path(__file__).parent]
-    mentioned = {word.replace("__", ".") for text in texts for word in re.findall(r"(?:[a-z]+\.)?\w+", text)}
-    assert [option for option in OPTIONS if option not in mentioned] == []  # add them to tests/training/test_options.py
+    texts = [
+        path.read_text()
+        for path in TESTS.rglob("test_*.py")
+        if path.parent != Path(__file__).parent
+    ]
+    mentioned = {
+        word.replace("__", ".") for text in texts for word in re.findall(r"(?:[a-z]+\.)?\w+", text)
+    }
+    assert [
+        option for option in OPTIONS if option not in mentioned
+    ] == []  # add them to tests/training/test_options.py
 
 
 def test_configuration_page_is_current():

@@ -26,7 +26,12 @@ RED, BLUE = encoded("red"), encoded("blue")
 
 def write_jsonl(folder, *rows):
     cut = encoded("red", "JPEG", size=(64, 64))[:-40]
-    for name, data in (("a.png", RED), ("b.png", BLUE), ("cut.jpg", cut), ("a.eps", encoded("red", "EPS"))):
+    for name, data in (
+        ("a.png", RED),
+        ("b.png", BLUE),
+        ("cut.jpg", cut),
+        ("a.eps", encoded("red", "EPS")),
+    ):
         (folder / name).write_bytes(data)
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -45,12 +50,29 @@ def corner(image):
     return image.getpixel((0, 0))
 
 
-@pytest.mark.parametrize("name", ["c.png", "cut.jpg", "a.eps"])  # the damaged one is found when it is read
+@pytest.mark.parametrize(
+    "name", ["c.png", "cut.jpg", "a.eps"]
+)  # the damaged one is found when it is read
 def test_geneval_image(tmp_path, name):
-    good = {"prompt": "the 2x2 tiles", "image": "a.png", "height": 64, "width": 32, "category": "color"}
+    good = {
+        "prompt": "the 2x2 tiles",
+        "image": "a.png",
+        "height": 64,
+        "width": 32,
+        "category": "color",
+    }
     (item,) = load_prompts(write_jsonl(tmp_path, good), "train", "geneval_image")
-    assert (item.prompt, item.height, item.width, item.metadata["category"]) == ("the 2x2 tiles", 64, 32, "color")
-    assert item.image.mode == "RGB" and item.image.size == (12, 8) and corner(item.image) == (255, 0, 0)
+    assert (item.prompt, item.height, item.width, item.metadata["category"]) == (
+        "the 2x2 tiles",
+        64,
+        32,
+        "color",
+    )
+    assert (
+        item.image.mode == "RGB"
+        and item.image.size == (12, 8)
+        and corner(item.image) == (255, 0, 0)
+    )
     write_jsonl(tmp_path, good, {"prompt": "x", "image": name})
     with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: field 'image' .*{name}"):
         _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
@@ -64,7 +86,13 @@ BY_FORMAT = pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 def test_arrow_editing(tmp_path, suffix, struct):
     images = [encoded(color) for color in COLORS]
     column = [{"bytes": data, "path": None} for data in images] if struct else images
-    write(tmp_path / f"test.{suffix}", prompt=COLORS, image=column, category=list("abcde"), note=[1, 2, 3, None, 5])
+    write(
+        tmp_path / f"test.{suffix}",
+        prompt=COLORS,
+        image=column,
+        category=list("abcde"),
+        note=[1, 2, 3, None, 5],
+    )
     items = load_prompts(tmp_path, "test", "arrow_editing")
     found = [(item.item_id, item.prompt, item.metadata["category"]) for item in items]
     assert found == list(zip(range(5), COLORS, "abcde", strict=True))
@@ -117,11 +145,19 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, columns, named):
 
 
 def test_several_images_keep_their_order_and_are_read_when_they_are_used(tmp_path, monkeypatch):
-    write_jsonl(tmp_path, {"prompt": "x", "images": ["b.png", "a.png"]}, {"prompt": "y", "images": ["a.png"]})
+    write_jsonl(
+        tmp_path,
+        {"prompt": "x", "images": ["b.png", "a.png"]},
+        {"prompt": "y", "images": ["a.png"]},
+    )
     write(tmp_path / "test.arrow", prompt=["x", "y"], images=[[BLUE, RED], [RED]])
     for split, kind in (("train", "geneval_image"), ("test", "arrow_editing")):
         with monkeypatch.context() as patch:
             patch.setattr(prompts, "read_image", None)
             first, second = load_prompts(tmp_path, split, kind)
         assert [corner(image) for image in first.images] == [(0, 0, 255), (255, 0, 0)]
-        assert (second.num_images, corner(second.images[0]), second.more_images) == (1, (255, 0, 0), ())
+        assert (second.num_images, corner(second.images[0]), second.more_images) == (
+            1,
+            (255, 0, 0),
+            (),
+        )

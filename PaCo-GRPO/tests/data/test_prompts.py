@@ -19,12 +19,26 @@ def write(folder, *rows):
 
 
 def test_items_carry_their_row(tmp_path):
-    row = {"prompt": GRID, "height": 64, "width": 128, "idx": "7", "criteria": {"style": {"a": "same"}}}
+    row = {
+        "prompt": GRID,
+        "height": 64,
+        "width": 128,
+        "idx": "7",
+        "criteria": {"style": {"a": "same"}},
+    }
     items = load_prompts(write(tmp_path, row, b"", {"prompt": "one picture"}), "train")
-    assert [(item.item_id, item.height, item.width) for item in items] == [(0, 64, 128), (1, None, None)]
+    assert [(item.item_id, item.height, item.width) for item in items] == [
+        (0, 64, 128),
+        (1, None, None),
+    ]
     assert items[0].metadata == row
-    (tmp_path / "test.txt").write_bytes(b"\xef\xbb\xbfa cat\r\n\n a dog \n")  # a byte order mark is accepted
-    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == ["a cat", "a dog"]
+    (tmp_path / "test.txt").write_bytes(
+        b"\xef\xbb\xbfa cat\r\n\n a dog \n"
+    )  # a byte order mark is accepted
+    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == [
+        "a cat",
+        "a dog",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +58,9 @@ def test_errors_name_file_line_and_field(tmp_path, row, named):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
 
 
-@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32]))
+@given(
+    st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32])
+)
 def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
     item = Item(0, "x", height, width)
     assert item_size(item, resolution, "exact") == (height, width)
@@ -52,5 +68,8 @@ def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
     size = item_size(item, resolution, "aspect")
     rounded = round_to_multiple(size, multiple)
     assert all(side % multiple == 0 and side >= multiple for side in rounded)
-    assert all(abs(a - b) <= max(multiple / 2, multiple - min(size)) for a, b in zip(rounded, size, strict=True))
+    assert all(
+        abs(a - b) <= max(multiple / 2, multiple - min(size))
+        for a, b in zip(rounded, size, strict=True)
+    )
     assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels

@@ -42,7 +42,12 @@ def encoded(color, kind="PNG") -> bytes:
 
 def grid_row(number, **more):
     prompt = f"A 1x2 grid layout of cat {number}. [LEFT]:asleep. [RIGHT]:awake."
-    return {"prompt": prompt, "idx": f"{number:04d}", "theme": f"Draw cat {number}.", "layout": "1x2"} | more
+    return {
+        "prompt": prompt,
+        "idx": f"{number:04d}",
+        "theme": f"Draw cat {number}.",
+        "layout": "1x2",
+    } | more
 
 
 def write(file, content):
@@ -71,7 +76,18 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
     assert fetch.run("t2is", "--source", str(source / "half_leq_4")) == 0
     for split in ("train", "test"):
         assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == rows
-    assert fetch.run("t2is", "--source", str(source / "all"), "--output", str(tmp_path / "one"), "--limit", "1") == 0
+    assert (
+        fetch.run(
+            "t2is",
+            "--source",
+            str(source / "all"),
+            "--output",
+            str(tmp_path / "one"),
+            "--limit",
+            "1",
+        )
+        == 0
+    )
     assert [item.metadata for item in load_prompts(tmp_path / "one", "train")] == rows[:1]
 
 
@@ -89,7 +105,9 @@ def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     red, _, blue = items[0].image.getpixel((0, 0))
     assert red < 10 and blue > 245  # the raw image, not the resized one
     assert fetch.run("gedit", "--output", str(tmp_path / "one"), "--limit", "1") == 0
-    assert [item.prompt for item in load_prompts(tmp_path / "one", "test", "geneval_image")] == ["do 0"]
+    assert [item.prompt for item in load_prompts(tmp_path / "one", "test", "geneval_image")] == [
+        "do 0"
+    ]
 
 
 def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
@@ -106,14 +124,25 @@ def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
             rows.append({"input_prompt": f"edit {i}", "input_image": [name]})
     write(source / "text_and_image_to_image.json", json.dumps(rows))
     assert fetch.run("sharegpt-4o-image", "--limit", "30") == 0
-    items = [item for split in ("train", "test") for item in load_prompts(tmp_path / "out", split, "arrow_editing")]
-    assert {(item.prompt, item.image.getpixel((0, 0))[0]) for item in items} == {(f"edit {i}", i) for i in range(30)}
+    items = [
+        item
+        for split in ("train", "test")
+        for item in load_prompts(tmp_path / "out", split, "arrow_editing")
+    ]
+    assert {(item.prompt, item.image.getpixel((0, 0))[0]) for item in items} == {
+        (f"edit {i}", i) for i in range(30)
+    }
 
 
 def test_lists_of_prompts(fetch, source, tmp_path):
     """Pick-a-Pic's captions are unique and in one split; OCR prompts have a quoted text."""
-    for name, captions in (("train-0", ["a cat", "a  dog\n", "both"]), ("test_unique-0", ["both", "bird", "bird"])):
-        pq.write_table(pa.table({"caption": captions, "label_0": [0.5] * 3}), source / f"{name}.parquet")
+    for name, captions in (
+        ("train-0", ["a cat", "a  dog\n", "both"]),
+        ("test_unique-0", ["both", "bird", "bird"]),
+    ):
+        pq.write_table(
+            pa.table({"caption": captions, "label_0": [0.5] * 3}), source / f"{name}.parquet"
+        )
     write(source / "train.txt", 'A sign "Open"\nno text\nA sign "Open"\n')
     write(source / "test.txt", "A mug “Tea”\n")
     for name, expected in (
@@ -121,11 +150,15 @@ def test_lists_of_prompts(fetch, source, tmp_path):
         ("ocr", {"train": 'A sign "Open"\n', "test": "A mug “Tea”\n"}),
     ):
         assert fetch.run(name, "--output", str(tmp_path / name)) == 0
-        assert {split: (tmp_path / name / f"{split}.txt").read_text() for split in expected} == expected
+        assert {
+            split: (tmp_path / name / f"{split}.txt").read_text() for split in expected
+        } == expected
 
 
 def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys):
-    write(source / "text_and_image_to_image.json", '[{"input_prompt": "x", "input_image": "a.png"}]')
+    write(
+        source / "text_and_image_to_image.json", '[{"input_prompt": "x", "input_image": "a.png"}]'
+    )
     write(source / "a.parquet", "no table")
     for name, named in (("gedit", "cannot be converted"), ("sharegpt-4o-image", "image 'a.png'")):
         assert fetch.run(name) == 1 and named in capsys.readouterr().err
@@ -140,7 +173,10 @@ def test_open_twins_of_our_own_set(fetch, tmp_path):
         assert (one.metadata["open"], twin.metadata["open"]) == (False, True)
         grids = split_prompt(one.prompt), split_prompt(twin.prompt)
         assert grids[0].panels == grids[1].panels and grids[0].theme.startswith(grids[1].theme)
-        assert len(grids[1].theme) < len(grids[0].theme) and "Identity" not in twin.metadata["criteria"]
+        assert (
+            len(grids[1].theme) < len(grids[0].theme)
+            and "Identity" not in twin.metadata["criteria"]
+        )
 
 
 @pytest.mark.parametrize("name", ["t2is", "ocr"])

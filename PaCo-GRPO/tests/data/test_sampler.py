@@ -9,8 +9,17 @@ from paco_grpo.data.sampler import GroupSampler
 SMALL = st.integers(1, 12)
 
 
-@given(items=SMALL, m=SMALL, share=SMALL, latents=st.integers(1, 4), seed=st.integers(0, 2**31), epoch=st.integers(0, 50))
-def test_each_prompt_has_its_images_and_each_initial_noise_its_share(items, m, share, latents, seed, epoch):
+@given(
+    items=SMALL,
+    m=SMALL,
+    share=SMALL,
+    latents=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 50),
+)
+def test_each_prompt_has_its_images_and_each_initial_noise_its_share(
+    items, m, share, latents, seed, epoch
+):
     k = share * latents
     samples = GroupSampler(items, m, k, seed, latents).samples(epoch)
     ids, counts = np.unique(samples.item_ids, return_counts=True)
@@ -33,8 +42,12 @@ def test_a_pass_does_not_repeat_a_prompt(items, m, seed):
 def test_epochs_differ_and_are_reproducible():
     one, two, other = (GroupSampler(50, 5, 4, seed) for seed in (3, 3, 4))
     here = one.samples(7)
-    assert np.array_equal(here.item_ids, two.samples(7).item_ids) and np.array_equal(here.seeds, two.samples(7).seeds)
-    assert not any(np.array_equal(here.seeds, others.seeds) for others in (one.samples(8), other.samples(7)))
+    assert np.array_equal(here.item_ids, two.samples(7).item_ids) and np.array_equal(
+        here.seeds, two.samples(7).seeds
+    )
+    assert not any(
+        np.array_equal(here.seeds, others.seeds) for others in (one.samples(8), other.samples(7))
+    )
     assert not np.array_equal(here.item_ids, np.sort(here.item_ids))
     one.advance()
     other.load_state_dict(one.state_dict())

@@ -17,7 +17,9 @@ from torch.distributed.run import get_args_parser
 SCRIPTS = ROOT / "scripts"
 
 
-def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+def launch(
+    tmp_path: Path, script: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess:
     """Run a script with an interpreter that only records how it was called."""
     python = tmp_path / "python"
     python.write_text(
@@ -26,7 +28,11 @@ def launch(tmp_path: Path, script: str, *arguments: str, **environment: str) -> 
         f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > {tmp_path}/timeout\n'
     )
     python.chmod(0o755)
-    clean = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")
+    }
     return subprocess.run(
         ["bash", str(SCRIPTS / script), *arguments], env=clean | {"PYTHON": str(python)} | environment,
         check=False, capture_output=True, text=True, timeout=60,
@@ -40,14 +46,30 @@ def called(tmp_path: Path) -> list[str]:
 def test_processes_have_time_to_stop(tmp_path, monkeypatch):
     """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable is checked too."""
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    assert launch(tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES="").returncode == 0
+    assert (
+        launch(
+            tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES=""
+        ).returncode
+        == 0
+    )
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", (tmp_path / "timeout").read_text().strip())
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
 
 
 def test_several_machines_reach_the_launcher(tmp_path):
-    machines = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29601", "NUM_PROCESSES": "3"}
-    assert launch(tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines).returncode == 0
+    machines = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29601",
+        "NUM_PROCESSES": "3",
+    }
+    assert (
+        launch(
+            tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines
+        ).returncode
+        == 0
+    )
     _module, _torchrun, *arguments, _cpu = called(tmp_path)
     read = get_args_parser().parse_args(arguments)
     assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "3")
@@ -55,10 +77,20 @@ def test_several_machines_reach_the_launcher(tmp_path):
     assert read.training_script_args == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
     config = tmp_path / "own.yaml"
     config.write_text("distributed_type: MULTI_GPU\n")
-    assert launch(tmp_path, "multi_node/train_flux.sh", "t2is", ACCELERATE_CONFIG=str(config), **machines).returncode == 0
+    assert (
+        launch(
+            tmp_path, "multi_node/train_flux.sh", "t2is", ACCELERATE_CONFIG=str(config), **machines
+        ).returncode
+        == 0
+    )
     _module, _accelerate, *arguments, _cpu = called(tmp_path)
     read = launch_command_parser().parse_args(arguments)
-    assert (read.num_machines, read.machine_rank, read.num_processes, read.main_process_port) == (2, 1, 6, 29601)
+    assert (read.num_machines, read.machine_rank, read.num_processes, read.main_process_port) == (
+        2,
+        1,
+        6,
+        29601,
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,13 +112,23 @@ def test_missing_setting_of_several_machines_is_named(tmp_path, environment, nam
 
 def test_a_users_configuration_may_state_its_processes(tmp_path):
     config = tmp_path / "own.yaml"
-    for stated, given, expected in (("", "", ["1"]), ("num_processes: 7\n", "", []), ("num_processes: 7\n", "5", ["5"])):
+    for stated, given, expected in (
+        ("", "", ["1"]),
+        ("num_processes: 7\n", "", []),
+        ("num_processes: 7\n", "5", ["5"]),
+    ):
         config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
-        environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | ({"NUM_PROCESSES": given} if given else {})
-        ended = launch(tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment)
+        environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | (
+            {"NUM_PROCESSES": given} if given else {}
+        )
+        ended = launch(
+            tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment
+        )
         assert ended.returncode == 0, ended.stderr
         arguments = called(tmp_path)
-        assert [after for name, after in pairwise(arguments) if name == "--num_processes"] == expected
+        assert [
+            after for name, after in pairwise(arguments) if name == "--num_processes"
+        ] == expected
         assert arguments[arguments.index("--main_process_port") + 1] == "29700"
 
 
@@ -101,7 +143,12 @@ def test_two_machines_over_loopback_train_together(tiny_flux_dir, tmp_path):
         "PYTHONPATH": str(ROOT / "tests"),
     }  # fmt: skip
     machines = [
-        subprocess.Popen(command, env=os.environ | shared | {"NODE_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"NODE_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     try:

@@ -38,10 +38,16 @@ def write_uneven_prompts(folder: Path) -> None:
     folder.mkdir(parents=True)
     for split, count in (("train", 5), ("test", 3)):
         lines = [
-            {"prompt": f"{i}{split} 1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 64 if i % 3 else 16}
+            {
+                "prompt": f"{i}{split} 1x2 grid. [LEFT]: a. [RIGHT]: b.",
+                "height": 16,
+                "width": 64 if i % 3 else 16,
+            }
             for i in range(count)
         ]
-        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"{split}_metadata.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,9 @@ def trained(tiny_flux_dir, tmp_path_factory):
 
 def launched(kind: DistributedType):
     """What ``build_strategy`` asks of accelerate."""
-    return SimpleNamespace(distributed_type=kind, num_processes=2, is_main_process=True, device=torch.device("cpu"))
+    return SimpleNamespace(
+        distributed_type=kind, num_processes=2, is_main_process=True, device=torch.device("cpu")
+    )
 
 
 CPUS = launched(DistributedType.MULTI_CPU)
@@ -85,7 +93,9 @@ def test_which_strategy_is_chosen(tiny_flux_dir, tmp_path, caplog):
 
 def test_any_error_of_the_main_process_ends_all(monkeypatch):
     sent = []
-    monkeypatch.setattr(processes, "broadcast_object_list", lambda given: sent.append(given) or given)
+    monkeypatch.setattr(
+        processes, "broadcast_object_list", lambda given: sent.append(given) or given
+    )
     for error, forwarded in ((KeyError("x"), RuntimeError), (OSError("x"), OSError)):
         with pytest.raises(forwarded, match="x"):
             processes.main_decides(CPUS, Mock(side_effect=error))
@@ -132,10 +142,15 @@ def test_training_everything(trained):
     one, two = trained(1, **FULL), trained(2, **FULL, **FSDP2)
     assert_same_training(one, two)
     assert observed(two)["optimizer_here"] < 0.6 * observed(one)["optimizer_here"]
-    alone, sharded = (folder / "runs" / "run" / "checkpoints" / "epoch_0002" / "transformer" for folder in (one, two))
+    alone, sharded = (
+        folder / "runs" / "run" / "checkpoints" / "epoch_0002" / "transformer"
+        for folder in (one, two)
+    )
     assert (alone / "config.json").read_text() == (sharded / "config.json").read_text()
     (name,) = (path.name for path in alone.glob("*.safetensors"))
-    torch.testing.assert_close(load_file(sharded / name), load_file(alone / name), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        load_file(sharded / name), load_file(alone / name), rtol=0, atol=TOLERANCE
+    )
 
 
 @pytest.mark.long
@@ -149,7 +164,12 @@ def test_resume_is_bit_identical(trained, tiny_flux_dir):
 @pytest.mark.long
 def test_bf16_base_with_float32_adapters(trained):
     """Another micro-batch rounds differently in bfloat16, so only the size of the numbers is compared."""
-    one, two = (trained(n, **PPO, mixed_precision="bf16", **strategy) for n, strategy in ((1, {}), (2, FSDP2)))
+    one, two = (
+        trained(n, **PPO, mixed_precision="bf16", **strategy)
+        for n, strategy in ((1, {}), (2, FSDP2))
+    )
     assert observed(two)["dtypes"] == ["torch.bfloat16"] and observed(two)["sharded"] == [True]
-    assert rows(two)[0]["train/grad_norm"] == pytest.approx(rows(one)[0]["train/grad_norm"], rel=0.3)
+    assert rows(two)[0]["train/grad_norm"] == pytest.approx(
+        rows(one)[0]["train/grad_norm"], rel=0.3
+    )
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=5e-3)

@@ -20,7 +20,11 @@ from paco_grpo.types import Item
 def trained(trained_run):
     """A run's options, its last checkpoint, and that epoch's evaluation."""
     folder = trained_run.folder
-    return trained_run.options, folder / "checkpoints" / "epoch_0002", folder / "eval" / "epoch_0002"
+    return (
+        trained_run.options,
+        folder / "checkpoints" / "epoch_0002",
+        folder / "eval" / "epoch_0002",
+    )
 
 
 def pixels(path):
@@ -48,7 +52,12 @@ def test_summary_against_numpy():
 @pytest.mark.parametrize("place", ["", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     options, checkpoint, evaluation = trained
-    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint / place)]
+    arguments = [
+        "--config",
+        str(checkpoint.parents[1] / "saved.yaml"),
+        "--adapter",
+        str(checkpoint / place),
+    ]
     assert load_script("evaluate").main([*arguments, "--output", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert rows_of(options, "train")[-1]["health/velocity_change"] > 0.01  # the adapter matters
@@ -58,16 +67,22 @@ def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     logged = rows_of(options, "eval")[-1]
     for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
         assert metrics[name] == pytest.approx(logged[name], abs=0.1)
-    even = [row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"]
+    even = [
+        row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"
+    ]
     assert logged["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
-def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(tiny_flux_dir, tmp_path, monkeypatch):
+def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
+    tiny_flux_dir, tmp_path, monkeypatch
+):
     initial = FluxPolicy.initial_latents
 
     def diverging(policy, seeds, height, width):
         latents = initial(policy, seeds, height, width)
-        latents[1:2] = float("nan") if height == 32 else latents[1:2]  # the second one of the evaluation
+        latents[1:2] = (
+            float("nan") if height == 32 else latents[1:2]
+        )  # the second one of the evaluation
         return latents
 
     monkeypatch.setattr(FluxPolicy, "initial_latents", diverging)
@@ -103,12 +118,18 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     with fake_judge.FakeJudge(respond) as judge:
         assert main([*arguments, "--judge", judge.url, "--best", "1", "--panels"]) == 0
     rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
-    assert [row["file"] for row in rows] == [f"0000{item}_seed{seed}.png" for item in (0, 1) for seed in range(3)]
+    assert [row["file"] for row in rows] == [
+        f"0000{item}_seed{seed}.png" for item in (0, 1) for seed in range(3)
+    ]
     assert sum(row["judge"] is None for row in rows) == 1
     best = [max(three, key=lambda row: row["judge"] or 0)["file"] for three in (rows[:3], rows[3:])]
     assert [row["file"] for row in rows if row["kept"]] == best
     names = {path.name for path in out.glob("0*.png")}
-    assert names == {file.replace(".png", f"{panel}.png") for file in best for panel in ("", "_panel1", "_panel2")}
+    assert names == {
+        file.replace(".png", f"{panel}.png")
+        for file in best
+        for panel in ("", "_panel1", "_panel2")
+    }
     height, width, _ = pixels(out / best[0]).shape
     assert pixels(out / best[0].replace(".png", "_panel1.png")).shape == (height, width // 2, 3)
     height, width, _ = pixels(out / "sheet.png").shape

@@ -9,14 +9,24 @@ from paco_grpo.report import write_report
 
 
 def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
-    run = train(tiny_edit_options("toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs=1, eval_freq=1)).run
+    run = train(
+        tiny_edit_options(
+            "toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs=1, eval_freq=1
+        )
+    ).run
     folder = run.folder / "eval" / "epoch_0001"
     for number, row in enumerate(read_rows(folder)):
         assert row["reference"] == f"references/{number:05d}.png"
         original = tmp_path / f"prompts/test{row['item_id']}.png"
         with Image.open(folder / row["reference"]) as kept, Image.open(original) as given:
-            assert (np.asarray(kept) == np.asarray(given.convert("RGB"))).all()  # small ones are kept as they are
+            assert (
+                np.asarray(kept) == np.asarray(given.convert("RGB"))
+            ).all()  # small ones are kept as they are
     with Image.open(folder / "sheet.png") as sheet:  # 5 pairs in 2 columns
         assert sheet.size == (2 * (2 * 164 + 8), 3 * (164 + 14))
     page = write_report(run.folder, tmp_path / "report.html")[0].read_text()
-    assert page.count("<article>") == 5 and page.count("<figure>") == 15 and page.count("<b>reference</b>") == 5
+    assert (
+        page.count("<article>") == 5
+        and page.count("<figure>") == 15
+        and page.count("<b>reference</b>") == 5
+    )

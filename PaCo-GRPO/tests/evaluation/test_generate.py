@@ -11,7 +11,12 @@ from tiny_run import ROOT, as_arguments, load_script
 from paco_grpo.policies.lora import add_lora, save_peft
 from paco_grpo.types import Item
 
-CONFIGS = {"flux": "toy_t2is", "flux2": "klein_editing", "flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
+CONFIGS = {
+    "flux": "toy_t2is",
+    "flux2": "klein_editing",
+    "flux_kontext": "toy_kontext",
+    "qwen_image_edit": "toy_qwen_edit",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +33,23 @@ def arguments(name, model, *more):
 @pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
 def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, name, capsys):
     guidance = {"flux": 3.5, "qwen_image_edit": 4.0}[name]
-    positions = {"image_positions": "stock"} if name == "qwen_image_edit" else {}  # as in toy_qwen_edit
+    positions = (
+        {"image_positions": "stock"} if name == "qwen_image_edit" else {}
+    )  # as in toy_qwen_edit
     policy = load(name, tiny_folder(name), guidance_scale=guidance, **positions)
     add_lora(policy, rank=2, alpha=4)
     disturb(policy)
     save_peft(policy, tmp_path / "adapter")
     picture(1, 48, 48).save(tmp_path / "a.png")
     picture(2, 40, 90).save(tmp_path / "b.png")
-    images = ["--image", tmp_path / "a.png", "--image", tmp_path / "b.png"] if name in EDITORS else []
+    images = (
+        ["--image", tmp_path / "a.png", "--image", tmp_path / "b.png"] if name in EDITORS else []
+    )
     if name == "qwen_image_edit":  # with true CFG, which the toy configuration does not use
-        images += [f"--config.sample.guidance_scale={guidance}", "--config.sample.negative_prompt= "]
+        images += [
+            f"--config.sample.guidance_scale={guidance}",
+            "--config.sample.negative_prompt= ",
+        ]
     prompts = ["--prompt", "make it blue", "--prompt", "1x2 [LEFT]: a. [RIGHT]: b."]
     more = [*prompts, "--seeds", "0,7", "--adapter", tmp_path / "adapter", *images]
     status = generate.main(arguments(name, tiny_folder(name), *more, "--output", tmp_path / "out"))
@@ -60,7 +72,12 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     rows = [{"prompt": "x"}, {"prompt": "y", "image": "a.png"}]
     (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out"]
-    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more, "--config.sample.guidance_scale=4")) == 0
+    assert (
+        generate.main(
+            arguments("flux2", tiny_folder("flux2"), *more, "--config.sample.guidance_scale=4")
+        )
+        == 0
+    )
     assert (tmp_path / "out" / "sheet.png").is_file()
 
 
@@ -70,15 +87,23 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
         ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
         ("flux", "--prompt x --best 1", "--judge"),
         ("flux", "--prompt x --judge http://127.0.0.1:1", "needs a grid"),
-        ("flux_kontext", "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png", "--image is given 2"),
+        (
+            "flux_kontext",
+            "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",
+            "--image is given 2",
+        ),
         ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
     ],
 )
-def test_wrong_arguments_are_one_clear_line(generate, tiny_folder, tmp_path, capsys, name, words, named):
+def test_wrong_arguments_are_one_clear_line(
+    generate, tiny_folder, tmp_path, capsys, name, words, named
+):
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n')
     words = words.replace("FOLDER", str(tmp_path)).split()
-    assert generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
+    assert (
+        generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
+    )
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
     for seeds in ("0", "1,-1", "x"):

@@ -14,7 +14,11 @@ from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import TrainingStopped
 
-WELL = {"health/velocity_change": 0.05, "health/latent_std_vs_first": 0.9, "health/distinctness_vs_first": 0.8}
+WELL = {
+    "health/velocity_change": 0.05,
+    "health/latent_std_vs_first": 0.9,
+    "health/distinctness_vs_first": 0.8,
+}
 
 
 def test_limits_of_an_epoch():
@@ -26,7 +30,9 @@ def test_limits_of_an_epoch():
         ("health/distinctness_vs_first", 0.1, 0.3),
     ):
         (finding,) = judge_epoch([WELL | {metric: bad}])
-        assert (finding.sign, finding.collapse) == (metric, True) and judge_epoch([WELL | {metric: good}]) == []
+        assert (finding.sign, finding.collapse) == (metric, True) and judge_epoch(
+            [WELL | {metric: good}]
+        ) == []
 
 
 def evaluation(**means):
@@ -40,7 +46,11 @@ def test_trained_rewards_against_evaluation_only_ones():
     first = evaluation(judge=0.4, oracle=0.0)
     hacked, good = evaluation(judge=0.8, oracle=-0.3), evaluation(judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"])
-    assert finding.sign == "eval/oracle_mean" and "oracle" in finding.message and "7.1" in finding.message
+    assert (
+        finding.sign == "eval/oracle_mean"
+        and "oracle" in finding.message
+        and "7.1" in finding.message
+    )
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
@@ -72,7 +82,9 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
             assert torch.equal(velocity(x, sigma), base)
         changes.append(float((velocity(x, sigma) - base).detach().norm() / base.norm()))
     assert measured["health/velocity_change"] == pytest.approx(np.mean(changes))
-    assert BaseProbe(run.state.policy, run.test_items[:2], run.options).measure() == measured  # as a resumed run makes it
+    assert (
+        BaseProbe(run.state.policy, run.test_items[:2], run.options).measure() == measured
+    )  # as a resumed run makes it
 
 
 def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplog):
@@ -97,5 +109,10 @@ def test_consistency_that_rises_while_images_become_the_same():
         return [finding.sign for finding in judge_epoch(rows)]
 
     assert signs((0.5, 0.9), (0.3, 0.0)) == ["reward/kappa"]
-    assert signs((0.5, 0.9), (0.3, 0.6)) == signs((0.5, 0.9), (0.3, 0.2)) == signs((0.9, 0.5), (0.3, 0.0)) == []
+    assert (
+        signs((0.5, 0.9), (0.3, 0.6))
+        == signs((0.5, 0.9), (0.3, 0.2))
+        == signs((0.9, 0.5), (0.3, 0.0))
+        == []
+    )
     assert signs((0.5, 0.9), (0.3, 0.0), epochs=9) == []  # too early to tell

@@ -17,10 +17,20 @@ from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
 def test_metrics_continue_where_the_run_resumes(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for epoch in range(4):
-        metrics.write({"epoch": epoch, "phase": "eval" if epoch == 2 else "train", "stderr": float("inf"), "mean": 1e300})
+        metrics.write(
+            {
+                "epoch": epoch,
+                "phase": "eval" if epoch == 2 else "train",
+                "stderr": float("inf"),
+                "mean": 1e300,
+            }
+        )
     with metrics.path.open("a") as file:
         file.write('{"epoch": 4, "pha')  # killed while writing
-    assert metrics.rows("eval") == [{"epoch": 2, "phase": "eval", "mean": 1e300}] and len(metrics.rows()) == 4
+    assert (
+        metrics.rows("eval") == [{"epoch": 2, "phase": "eval", "mean": 1e300}]
+        and len(metrics.rows()) == 4
+    )
     metrics.keep_until(1)
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
 
@@ -43,13 +53,20 @@ def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
 
     tracker = Tracker("tensorboard", tmp_path, "p", "r", {})
     tracker.log({"train/loss": 1.5}, 3)
-    tracker.log_images("eval/images", [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")], 3)
+    tracker.log_images(
+        "eval/images",
+        [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")],
+        3,
+    )
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 1.5)]
     assert [event.step for event in events.Images("eval/images/1")] == [3]
-    texts = [event.tensor_proto.string_val[0] for event in events.Tensors("eval/images/1_caption/text_summary")]
+    texts = [
+        event.tensor_proto.string_val[0]
+        for event in events.Tensors("eval/images/1_caption/text_summary")
+    ]
     assert texts == [b"a box"]
 
 
@@ -61,7 +78,9 @@ TRAIN = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_path(sys
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_the_real_package_gets_a_whole_run(tiny_flux_dir, tmp_path, name):
     packages = tmp_path / "packages"
-    subprocess.run([sys.executable, "-m", "uv", "pip", "install", "-q", "--target", packages, name], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "install", "-q", "--target", packages, name], check=True
+    )
     changes = {"logging_platform": name, "project_name": "the-project", "num_epochs": 1}
     options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))
     code = TRAIN.replace("sys.argv[0]", repr(str(ROOT / "scripts" / "train.py")))

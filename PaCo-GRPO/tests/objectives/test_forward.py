@@ -32,14 +32,21 @@ def gradient(policy, value):
 # --- σ --------------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(2, 50), st.booleans(), st.floats(0.1, 1.0), st.integers(1, 6), st.integers(0, 10**6))
+@given(
+    st.integers(2, 50), st.booleans(), st.floats(0.1, 1.0), st.integers(1, 6), st.integers(0, 10**6)
+)
 def test_sampled_sigmas(num_steps, with_one, fraction, count, seed):
     first, end = (0 if with_one else 1), math.floor(num_steps * fraction + 1e-9)
     assume(count <= end - first)
-    steps, again = (sample_sigmas(num_steps, count, fraction, with_one, np.random.default_rng(seed)) for _ in range(2))
+    steps, again = (
+        sample_sigmas(num_steps, count, fraction, with_one, np.random.default_rng(seed))
+        for _ in range(2)
+    )
     assert steps == sorted(set(steps)) == again and len(steps) == count
     bounds = np.floor(np.linspace(first, end, count + 1) + 1e-9)
-    assert all(low <= step < high for low, step, high in zip(bounds, steps, bounds[1:], strict=False))
+    assert all(
+        low <= step < high for low, step, high in zip(bounds, steps, bounds[1:], strict=False)
+    )
 
 
 def test_noise_of_samples_and_of_groups():
@@ -47,7 +54,11 @@ def test_noise_of_samples_and_of_groups():
     step = step_of(policy, (1.0, 0.0, -1.0))  # items 0, 1, 0
 
     def noise(step, shared):
-        return (Noised(step, policy, shared).target + step.rollout.clean_latents).double().round(decimals=4)
+        return (
+            (Noised(step, policy, shared).target + step.rollout.clean_latents)
+            .double()
+            .round(decimals=4)
+        )
 
     own, shared = noise(step, False), noise(step, True)
     assert torch.equal(shared[0], shared[2]) and len(torch.unique(own.flatten(1), dim=0)) == 3
@@ -55,18 +66,33 @@ def test_noise_of_samples_and_of_groups():
     one = Step(step.rollout.select([2]), 2, step.advantages[2:], epoch_seed=7)
     for kind, all_of in ((False, own), (True, shared)):
         assert torch.equal(noise(one, kind)[0], all_of[2])
-    assert not torch.equal(noise(Step(step.rollout, 2, step.advantages, epoch_seed=8), True), shared)
+    assert not torch.equal(
+        noise(Step(step.rollout, 2, step.advantages, epoch_seed=8), True), shared
+    )
     places = (2, step.advantages, None, 7, 1), (0.5, step.advantages), (0.3, step.advantages)
     others = [noise(Step(step.rollout, *place), False) for place in places]
-    assert len(torch.unique(torch.stack([own, *others]).flatten(1), dim=0)) == 4  # each inner epoch, and σ between the steps
+    assert (
+        len(torch.unique(torch.stack([own, *others]).flatten(1), dim=0)) == 4
+    )  # each inner epoch, and σ between the steps
 
 
 def test_names_of_snapshots():
-    names = lambda name, **changes: [s.name for s in get_objective(name).for_run(TrainOptions(**changes)).snapshots]
-    assert names("awm") == ["slow"] and names("awm", awm_slow_beta=0.0, num_inner_epochs=2) == ["old"]
+    names = lambda name, **changes: [
+        s.name for s in get_objective(name).for_run(TrainOptions(**changes)).snapshots
+    ]
+    assert names("awm") == ["slow"] and names("awm", awm_slow_beta=0.0, num_inner_epochs=2) == [
+        "old"
+    ]
     assert names("dgpo") == ["slow"] and names("dgpo", dgpo_clip_range=None) == []
-    assert get_objective("dgpo").sampling_snapshot(199) is None and get_objective("dgpo").sampling_snapshot(200) == "slow"
-    assert get_objective("nft").sampling_snapshot(0) == "old" and slow_decay(100, None) == 0.1 and slow_decay(999, None) == 0.3
+    assert (
+        get_objective("dgpo").sampling_snapshot(199) is None
+        and get_objective("dgpo").sampling_snapshot(200) == "slow"
+    )
+    assert (
+        get_objective("nft").sampling_snapshot(0) == "old"
+        and slow_decay(100, None) == 0.1
+        and slow_decay(999, None) == 0.3
+    )
 
 
 # --- identities -----------------------------------------------------------------------------------------------------------
@@ -106,14 +132,20 @@ def test_dgpo_masks_what_moved_far_enough():
         terms = dgpo_loss(step, policy, TrainOptions(dgpo_clip_range=limit))
         assert terms.metrics["masked_share"][[0, 2]].tolist() == masked
         for row, share in zip((0, 2), masked, strict=True):
-            (moves,) = torch.autograd.grad(terms.loss[row], policy.transformer.current, retain_graph=True)
+            (moves,) = torch.autograd.grad(
+                terms.loss[row], policy.transformer.current, retain_graph=True
+            )
             assert moves.any() != bool(share)
 
 
 def test_group_weights_are_finite_and_centered():
     changes, items = np.array([[1e6], [-1e6], [3.0], [4.0]]), np.array([0, 0, 1, 1])
     weights = group_weights(changes, items, np.array([9.0, -5.0, 2.0, 2.0]), TrainOptions())
-    assert np.isfinite(weights).all() and weights[:2].sum() == pytest.approx(0) and weights[0, 0] == pytest.approx(5)
+    assert (
+        np.isfinite(weights).all()
+        and weights[:2].sum() == pytest.approx(0)
+        and weights[0, 0] == pytest.approx(5)
+    )
     assert (weights[2:] == 0).all()  # all equal
 
 
@@ -138,15 +170,21 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
         masked = beyond & ((step.advantages > 0) == (towards > 0))
         expected = torch.where(masked, 0.0, -step.advantages * ratio)
         torch.testing.assert_close(terms.loss.detach(), expected)
-        assert torch.equal(terms.metrics["masked_positive"] + terms.metrics["masked_negative"], masked.float())
+        assert torch.equal(
+            terms.metrics["masked_positive"] + terms.metrics["masked_negative"], masked.float()
+        )
         assert terms.metrics["beyond_share"].unique().tolist() == [float(beyond)]
 
 
 def test_flow_dppo_recomputes_beyond_a_tenth_of_tau():
     policy, train = ToyPolicy(dtype=f64), TrainOptions()
     step = step_of(policy, (1.0, 1.0, 1.0))
-    deviation = lambda: get_objective("flow_dppo").first_deviation(step, policy, train).mean().item()
+    deviation = lambda: (
+        get_objective("flow_dppo").first_deviation(step, policy, train).mean().item()
+    )
     assert deviation() == 0
     transition = step.transition(policy)
-    step.noise.mean = transition.mean.detach() + math.sqrt(2 * train.dppo_divergence / 10) * float(transition.std[0])
+    step.noise.mean = transition.mean.detach() + math.sqrt(2 * train.dppo_divergence / 10) * float(
+        transition.std[0]
+    )
     assert deviation() == pytest.approx(1)

@@ -18,7 +18,12 @@ ADVANTAGES = (1.5, -0.5, 5.0)
 
 
 # Trains on the noise steps, with an old policy in awm, without dgpo's mask (in test_forward.py).
-FORWARD = {"timesteps": (0, 2), "gradient_step_per_epoch": 2, "dgpo_clip_range": None, "dgpo_beta": 3.0}
+FORWARD = {
+    "timesteps": (0, 2),
+    "gradient_step_per_epoch": 2,
+    "dgpo_clip_range": None,
+    "dgpo_beta": 3.0,
+}
 
 
 def train_options(**changes):
@@ -33,8 +38,12 @@ def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     steps = [Step(result, index, values, epoch_seed=5) for index in indices]
     if objective.first_pass:
         with torch.no_grad():
-            first = torch.stack([objective.first_pass(step, policy, train) for step in steps], dim=1)
-        weights = objective.group_weights(first.numpy(), result.item_ids.numpy(), values.double().numpy(), train)
+            first = torch.stack(
+                [objective.first_pass(step, policy, train) for step in steps], dim=1
+            )
+        weights = objective.group_weights(
+            first.numpy(), result.item_ids.numpy(), values.double().numpy(), train
+        )
         for step, column in zip(steps, torch.from_numpy(weights).to(values.dtype).T, strict=True):
             step.group_weights = column
     terms = [objective(step, policy, train) for step in steps]
@@ -51,7 +60,11 @@ def numpy_loss(name, policy, result, train):
 
     def noised(step, b, seed):
         t, clean = float(result.sigmas[step.index]), result.clean_latents[b].numpy()
-        eps = step_noise([seed], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0].double().numpy()
+        eps = (
+            step_noise([seed], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0]
+            .double()
+            .numpy()
+        )
         return t, clean, eps, (1 - t) * clean + t * eps
 
     def error(parameters, step, b, seed):
@@ -60,7 +73,9 @@ def numpy_loss(name, policy, result, train):
 
     def distance(parameters, step, b, seed):
         t, _, _, x = noised(step, b, seed)
-        return np.mean((velocity(policy.transformer.current, x, t, b) - velocity(parameters, x, t, b)) ** 2)
+        return np.mean(
+            (velocity(policy.transformer.current, x, t, b) - velocity(parameters, x, t, b)) ** 2
+        )
 
     def awm(step, b, advantage):
         seed, t = int(result.seeds[b]), float(result.sigmas[step.index])
@@ -78,18 +93,31 @@ def numpy_loss(name, policy, result, train):
         )
 
     def dgpo(step, b, advantage):
-        current, seeds = policy.transformer.current, [(5 << 32) + int(item) for item in result.item_ids]
+        current, seeds = (
+            policy.transformer.current,
+            [(5 << 32) + int(item) for item in result.item_ids],
+        )
         members = np.flatnonzero(result.item_ids.numpy() == int(result.item_ids[b]))
         mean = np.mean([ADVANTAGES[i] for i in members])
-        changes = [error(current, step, i, seeds[i]) - error(policy.transformer.base, step, i, seeds[i]) for i in members]
-        total = train.dgpo_beta * np.mean([(ADVANTAGES[i] - mean) * c for i, c in zip(members, changes, strict=True)])
+        changes = [
+            error(current, step, i, seeds[i]) - error(policy.transformer.base, step, i, seeds[i])
+            for i in members
+        ]
+        total = train.dgpo_beta * np.mean(
+            [(ADVANTAGES[i] - mean) * c for i, c in zip(members, changes, strict=True)]
+        )
         kl = distance(policy.transformer.base, step, b, seeds[b])
-        return (advantage - mean) / (1 + np.exp(-total)) * error(current, step, b, seeds[b]) + train.beta * kl
+        return (advantage - mean) / (1 + np.exp(-total)) * error(
+            current, step, b, seeds[b]
+        ) + train.beta * kl
 
     def nft(step, b, advantage):
         seed = int(result.seeds[b])
         t, clean, _, x = noised(step, b, seed)
-        v, old = velocity(policy.transformer.current, x, t, b), velocity(policy.transformer.old, x, t, b)
+        v, old = (
+            velocity(policy.transformer.current, x, t, b),
+            velocity(policy.transformer.old, x, t, b),
+        )
         r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
         total = 0.0
         for share, mixed in (
@@ -98,7 +126,9 @@ def numpy_loss(name, policy, result, train):
         ):
             error = x - t * mixed - clean
             total += share * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
-        return train.adv_clip_max / train.nft_beta * total + train.beta * distance(policy.transformer.base, step, b, seed)
+        return train.adv_clip_max / train.nft_beta * total + train.beta * distance(
+            policy.transformer.base, step, b, seed
+        )
 
     def ratio_loss(step, b, advantage):
         sigma, following = float(result.sigmas[step.index]), float(result.sigmas[step.index + 1])
@@ -125,7 +155,9 @@ def numpy_loss(name, policy, result, train):
         return scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl
 
     term = {"nft": nft, "awm": awm, "dgpo": dgpo}.get(name, ratio_loss)
-    return np.array([[term(step, b, a) for step in result.noise_steps] for b, a in enumerate(ADVANTAGES)])
+    return np.array(
+        [[term(step, b, a) for step in result.noise_steps] for b, a in enumerate(ADVANTAGES)]
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -133,16 +165,24 @@ def numpy_loss(name, policy, result, train):
 @pytest.mark.parametrize("name", NAMES)
 def test_against_numpy(name, clip_range, beta):
     policy = ToyPolicy(dtype=torch.float64)
-    limits = {"clip_range": clip_range, "awm_clip_range": clip_range, "dppo_divergence": clip_range / 100}
+    limits = {
+        "clip_range": clip_range,
+        "awm_clip_range": clip_range,
+        "dppo_divergence": clip_range / 100,
+    }
     result, train = sample(policy), train_options(beta=beta, **limits)
     losses, metrics = evaluate(name, result, policy, train)
-    np.testing.assert_allclose(losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=1e-6, atol=1e-6
+    )
     assert all(value.shape == losses.shape for value in metrics.values())
     assert ("kl" in metrics) == (beta != 0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dgpo"])  # compared with its joint loss instead
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "dgpo"]
+)  # compared with its joint loss instead
 def test_gradient_matches_finite_differences(name, beta, monkeypatch):
     """In float64; the weights of nft's normalizers are constants of its gradient, so the differences hold them fixed."""
     policy = ToyPolicy(dtype=torch.float64)
@@ -154,7 +194,11 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
 
     start, scales, original = policy.transformer.current, [], torch.Tensor.clamp_min
     if name == "nft":  # record the normalizers at the start, then replay them
-        monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: scales.append(original(x, least)) or scales[-1])
+        monkeypatch.setattr(
+            torch.Tensor,
+            "clamp_min",
+            lambda x, least: scales.append(original(x, least)) or scales[-1],
+        )
         value(start)
         replay = itertools.cycle(scales)
         monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: next(replay))
@@ -165,7 +209,9 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
 def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     policy = ToyPolicy()
     result = sample(policy)
-    forwards = 2 * {"nft": 2, "awm": 3, "dgpo": 3}.get(name, 1)  # two steps; old and slow policies, first pass
+    forwards = 2 * {"nft": 2, "awm": 3, "dgpo": 3}.get(
+        name, 1
+    )  # two steps; old and slow policies, first pass
     evaluate(name, result, policy, train_options(beta=0.0))
     assert policy.calls == [3] * forwards
     policy.calls.clear()
@@ -176,19 +222,33 @@ def test_a_reference_forward_happens_only_with_a_kl_weight(name):
 @pytest.mark.parametrize("name", ["ppo", "guard_grpo", "flow_dppo", "awm"])
 def test_on_policy_ratio_is_one_and_the_gradient_is_not_clipped(name):
     policy = ToyPolicy()
-    narrow = {"clip_range": 1e-4, "awm_clip_range": 1e-4, "dppo_divergence": 1e-12, "gradient_step_per_epoch": 1}
+    narrow = {
+        "clip_range": 1e-4,
+        "awm_clip_range": 1e-4,
+        "dppo_divergence": 1e-12,
+        "gradient_step_per_epoch": 1,
+    }
     losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(**narrow))
     assert (metrics["ratio_mean"] == 1).all()
-    assert not any(metrics[key].any() for key in ("ratio_deviation", "clip_share", "beyond_share") if key in metrics)
+    assert not any(
+        metrics[key].any()
+        for key in ("ratio_deviation", "clip_share", "beyond_share")
+        if key in metrics
+    )
     losses.sum().backward()
     assert policy.transformer.current.grad.abs().min() > 0
 
 
 def test_ratio_metrics():
     policy = ToyPolicy()
-    _, metrics = evaluate("ppo", sample(policy), policy, train_options(clip_range=0.002), (1.0, 1.0, 1.0))
+    _, metrics = evaluate(
+        "ppo", sample(policy), policy, train_options(clip_range=0.002), (1.0, 1.0, 1.0)
+    )
     ratio = metrics["ratio_mean"]
-    assert torch.equal(metrics["clip_share"], ((ratio - 1).abs() > 0.002).float()) and 0 < metrics["clip_share"].mean() < 1
+    assert (
+        torch.equal(metrics["clip_share"], ((ratio - 1).abs() > 0.002).float())
+        and 0 < metrics["clip_share"].mean() < 1
+    )
     torch.testing.assert_close(metrics["approx_kl"], 0.5 * ratio.log().square())
     torch.testing.assert_close(metrics["ratio_deviation"], (ratio - 1).abs())
 
@@ -199,7 +259,10 @@ def test_trained_steps():
     for name in ("ppo", "guard_grpo", "flow_dppo", "nft"):
         assert list(get_objective(name).steps(train_options(timesteps=None), result, rng)) == [0, 2]
         assert list(get_objective(name).steps(train_options(timesteps=(2,)), result, rng)) == [2]
-    assert list(get_objective("nft").steps(train_options(timesteps=(1, 3)), plain, rng)) == [1, 3]  # needs no noise step
+    assert list(get_objective("nft").steps(train_options(timesteps=(1, 3)), plain, rng)) == [
+        1,
+        3,
+    ]  # needs no noise step
 
 
 @pytest.mark.parametrize(
@@ -216,12 +279,19 @@ def test_trained_steps():
 )
 def test_an_objective_checks_its_options(name, changes, option):
     assert list(get_objective(name).check(load_named("t2is"))) == []
-    (problem,) = get_objective(name).check(load_named("t2is", *((key, str(value)) for key, value in changes.items())))
+    (problem,) = get_objective(name).check(
+        load_named("t2is", *((key, str(value)) for key, value in changes.items()))
+    )
     assert problem.startswith(option)
 
 
 def test_decay_of_the_old_policy():
-    for decay_type, expected, limit in ((None, 0.1, 0.5), (0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)):
+    for decay_type, expected, limit in (
+        (None, 0.1, 0.5),
+        (0, 0.0, 0.0),
+        (1, 0.1, 0.5),
+        (2, 0.1875, 0.999),
+    ):
         train = train_options(decay_type=decay_type)
         assert (old_decay(0, train), old_decay(100, train)) == (0, pytest.approx(expected))
         assert old_decay(10**6, train) == limit

@@ -46,7 +46,10 @@ def test_schedules(flux, tiny_folder):
     qwen = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
     end = shifted(SCHEDULER["base_shift"], SCHEDULER["max_shift"], 8 * 12, 8192)
     end = 1 - (1 - end) * (1 - 0.02) / (1 - end[-1])  # stretched: the last step starts at 0.02
-    for policy, size, expected in ((flux, (64, 64), shifted(0.5, 1.15, 64, 4096)), (qwen, (64, 96), end)):
+    for policy, size, expected in (
+        (flux, (64, 64), shifted(0.5, 1.15, 64, 4096)),
+        (qwen, (64, 96), end),
+    ):
         sigmas = policy.sigmas(10, *size)
         assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
         assert sigmas[0] == 1 and sigmas[-1] == 0 and bool((sigmas.diff() < 0).all())
@@ -57,9 +60,13 @@ def test_schedules(flux, tiny_folder):
 
 
 def test_images_are_the_bytes_that_diffusers_makes(flux):
-    latents = 3 * flux.initial_latents([1, 2, 3], 32, 48)  # beyond the range of pixels, so that some are clamped
+    latents = 3 * flux.initial_latents(
+        [1, 2, 3], 32, 48
+    )  # beyond the range of pixels, so that some are clamped
     unpacked = flux.pipeline._unpack_latents(latents, 32, 48, flux.pipeline.vae_scale_factor)
     with torch.no_grad():
-        expected = flux.pipeline.image_processor.postprocess(flux._pixels(unpacked), output_type="pil")
+        expected = flux.pipeline.image_processor.postprocess(
+            flux._pixels(unpacked), output_type="pil"
+        )
     for ours, theirs in zip(flux.decode(latents, 32, 48), expected, strict=True):
         assert ours.mode == "RGB" and ours.size == (48, 32) and ours.tobytes() == theirs.tobytes()

@@ -44,7 +44,9 @@ def sample(policy, chosen, seeds, **options):
 def pixels(policy, latents, item):
     """(3, H, W) in [0, 1], before they become bytes."""
     unpacked = policy._unpack(latents[None], item.height, item.width)
-    return policy.pipeline.image_processor.postprocess(policy._pixels(unpacked), output_type="pt")[0]
+    return policy.pipeline.image_processor.postprocess(policy._pixels(unpacked), output_type="pt")[
+        0
+    ]
 
 
 def load_pipeline(policy, folder):
@@ -64,7 +66,10 @@ def stock_image(pipe, policy, name, item, seed, monkeypatch):
 
 def mixed_items(name):
     """Two sizes and lengths of text; for an editor, other shapes and a gray image."""
-    chosen = [*items(name, "make the star blue", "and now for something longer", size=(32, 64)), *items(name, "c")]
+    chosen = [
+        *items(name, "make the star blue", "and now for something longer", size=(32, 64)),
+        *items(name, "c"),
+    ]
     if chosen[0].num_images:
         other = (64, 128) if name.startswith("flux2") else (30, 60)  # FLUX.2 enlarges nothing
         chosen[1] = dataclasses.replace(chosen[1], image=picture(7, *other))
@@ -76,16 +81,25 @@ def mixed_items(name):
 def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, name, tmp_path):
     """Without noise, with another guidance than in use; then with an adapter, its file in plain diffusers."""
     true_cfg = "negative_prompt" in (FAMILIES | VARIANTS)[name].options
-    options = {"negative_prompt": "blurred", "guidance_scale": 3.0} if true_cfg else {"guidance_scale": 2.5}
+    options = (
+        {"negative_prompt": "blurred", "guidance_scale": 3.0}
+        if true_cfg
+        else {"guidance_scale": 2.5}
+    )
     policy = load(name, tiny_folder(name), max_sequence_length=40, **options)
     chosen, seeds = mixed_items(name), [5, 2**31 + 7, 11, 12]
     assert policy.size_multiple_with(policy.pipeline.vae.config) == policy.size_multiple
     latents, forwards = sample(policy, chosen, seeds)
     groups = [2, 1] + [1] * (len(chosen) - 3)  # one forward each per step, two with true CFG
-    assert sorted(forwards) == sorted(groups * STEPS * (2 if getattr(policy, "guided", False) else 1))
+    assert sorted(forwards) == sorted(
+        groups * STEPS * (2 if getattr(policy, "guided", False) else 1)
+    )
     pipe = load_pipeline(policy, tiny_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
-        ours, theirs = pixels(policy, latent, item), stock_image(pipe, policy, name, item, seed, monkeypatch)
+        ours, theirs = (
+            pixels(policy, latent, item),
+            stock_image(pipe, policy, name, item, seed, monkeypatch),
+        )
         assert ours.shape == theirs.shape == (3, item.height, item.width)
         assert (ours - theirs).abs().max() <= 1e-5
     silent, _ = sample(policy, chosen, seeds, noise_steps=(1,), noise_level=0.0)
@@ -96,12 +110,17 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     (changed,), _ = sample(policy, chosen[:1], seeds[:1])
     save_diffusers(policy, tmp_path)
     pipe.load_lora_weights(str(tmp_path))
-    ours, theirs = pixels(policy, changed, chosen[0]), stock_image(pipe, policy, name, chosen[0], seeds[0], monkeypatch)
+    ours, theirs = (
+        pixels(policy, changed, chosen[0]),
+        stock_image(pipe, policy, name, chosen[0], seeds[0], monkeypatch),
+    )
     assert (ours - theirs).abs().max() <= 1e-5
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("prompt", ["\N{SNOWMAN}" * 20, "x" * 20], ids=["inside a character", "inside the suffix"])
+@pytest.mark.parametrize(
+    "prompt", ["\N{SNOWMAN}" * 20, "x" * 20], ids=["inside a character", "inside the suffix"]
+)
 def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, monkeypatch, prompt):
     folder = tiny_folder("qwen_image")
     policy = load("qwen_image", folder, max_sequence_length=25)
@@ -118,7 +137,9 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     tokenizer = load_tokenizer(str(folder))
     counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
     policy = load(name, folder, max_sequence_length=len(counted) + 1)
-    policy.pipeline.text_encoder.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    policy.pipeline.text_encoder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
     policy.encode([item])
     mask = seen[0]["attention_mask"][0].bool()
     assert seen[0]["input_ids"][0, mask].tolist() == counted and mask.sum() == len(mask) - 1
@@ -126,12 +147,25 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     assert text_length(options, [item]) >= len(counted) > len(item.prompt)
 
 
-@pytest.mark.parametrize(("name", "cps"), [(name, False) for name in FAMILIES] + [("flux", True), ("z_image", True)])
+@pytest.mark.parametrize(
+    ("name", "cps"), [(name, False) for name in FAMILIES] + [("flux", True), ("z_image", True)]
+)
 def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     policy = trained(name, tiny_folder(name))
     conditioning = policy.encode(items(name, *PROMPTS))
-    result = rollout(policy, conditioning, range(3), range(4, 7), 32, 32, Sampling(3, (0, 1), noise_level=0.7, cps=cps))
-    wiped = [dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0) for step in result.noise_steps]
+    result = rollout(
+        policy,
+        conditioning,
+        range(3),
+        range(4, 7),
+        32,
+        32,
+        Sampling(3, (0, 1), noise_level=0.7, cps=cps),
+    )
+    wiped = [
+        dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0)
+        for step in result.noise_steps
+    ]
     again = recompute_old(policy, dataclasses.replace(result, noise_steps=wiped))
     for step, new in zip(result.noise_steps, again.noise_steps, strict=True):
         assert torch.equal(new.log_prob, step.log_prob) and torch.equal(new.mean, step.mean)

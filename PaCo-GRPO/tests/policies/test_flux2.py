@@ -22,17 +22,28 @@ def klein(tiny_folder):
 
 def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
     processor = klein.pipeline.image_processor
-    for shape, area in (((1000, 1500), (1024, 1024)), ((1000, 1500), (2048, 2048)), ((70, 69), (1024, 1024))):
+    for shape, area in (
+        ((1000, 1500), (1024, 1024)),
+        ((1000, 1500), (2048, 2048)),
+        ((70, 69), (1024, 1024)),
+    ):
         image = picture(0, *shape)
         item = Item(0, "x", *area, image=image)
         (reference,) = klein._read(item)
-        small = processor._resize_to_target_area(image, 1024**2) if image.width * image.height > 1024**2 else image
+        small = (
+            processor._resize_to_target_area(image, 1024**2)
+            if image.width * image.height > 1024**2
+            else image
+        )
         height, width = (side // 8 * 8 for side in (small.height, small.width))
         assert reference.size == klein.reference_size(image, item) == (height, width)
         theirs = processor.preprocess(small, height=height, width=width, resize_mode="crop")
         assert torch.equal(processor.preprocess(reference.image, *reference.size), theirs)
     # a reference is scaled to the generated image's area, so training at low resolution is cheap
-    assert klein.reference_size(picture(0, 200, 300), Item(0, "x", 96, 96)) == (72, 112)  # 78 x 117 before
+    assert klein.reference_size(picture(0, 200, 300), Item(0, "x", 96, 96)) == (
+        72,
+        112,
+    )  # 78 x 117 before
     with pytest.raises(ValueError, match="item 7 has 100x6 pixels"):
         klein.encode([Item(7, "x", 32, 32, image=picture(0, 6, 100))])
 
@@ -41,17 +52,26 @@ def test_the_first_reference_gives_an_edit_its_shape(klein):
     edit = Item(0, "x", image=picture(0, 150, 100), more_images=(picture(1, 64, 64),))
     sized = at_size(edit, 96, "aspect", klein)
     assert (sized.height, sized.width) == (112, 72)  # 117.6 x 78.4
-    assert klein.reference_size(sized.image, sized) == (104, 72)  # of the generated area, 8064, in its shape
+    assert klein.reference_size(sized.image, sized) == (
+        104,
+        72,
+    )  # of the generated area, 8064, in its shape
 
 
 @pytest.mark.parametrize("name", ["flux2", KLEIN])
 def test_bfloat16_rounds_neither_the_time_nor_the_statistics(tiny_folder, name):
     policy = load(name, tiny_folder(name), dtype=torch.bfloat16)
     saved = load_file(tiny_folder(name) / "vae" / "diffusion_pytorch_model.safetensors")
-    assert all(torch.equal(tensor, saved[key]) for key, tensor in policy.pipeline.vae.state_dict().items())
+    assert all(
+        torch.equal(tensor, saved[key]) for key, tensor in policy.pipeline.vae.state_dict().items()
+    )
     times, sigma = [], torch.tensor([0.93418])
-    policy.transformer.time_guidance_embed.time_proj.register_forward_pre_hook(lambda _, args: times.append(args[0]))
-    velocity = policy.velocity(policy.initial_latents([1], 32, 32), sigma, policy.encode(items(name, "x")), 32, 32)
+    policy.transformer.time_guidance_embed.time_proj.register_forward_pre_hook(
+        lambda _, args: times.append(args[0])
+    )
+    velocity = policy.velocity(
+        policy.initial_latents([1], 32, 32), sigma, policy.encode(items(name, "x")), 32, 32
+    )
     assert velocity.dtype == torch.float32 and torch.equal(times[0], 1000 * sigma)
 
 

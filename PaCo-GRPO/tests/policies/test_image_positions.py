@@ -14,9 +14,12 @@ NAME = "qwen_image_edit"
 def encoded(policy, item):
     """Features of ``item``, the arguments of its text encoder and the position ids of the language model."""
     seen, encoder = {}, policy.pipeline.text_encoder
-    encoder.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    encoder.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
     encoder.model.language_model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.update(position_ids=kwargs["position_ids"]), with_kwargs=True
+        lambda module, args, kwargs: seen.update(position_ids=kwargs["position_ids"]),
+        with_kwargs=True,
     )
     return policy.encode([item]).prompt_embeds, seen
 
@@ -27,14 +30,26 @@ def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     features, seen = encoded(policy, item)
     encoder = policy.pipeline.text_encoder
     own, _ = encoder.model.get_rope_index(
-        seen["input_ids"], seen["mm_token_type_ids"], seen["image_grid_thw"], attention_mask=seen["attention_mask"]
+        seen["input_ids"],
+        seen["mm_token_type_ids"],
+        seen["image_grid_thw"],
+        attention_mask=seen["attention_mask"],
     )
     assert torch.equal(seen["position_ids"], own)
-    image = own[:, seen["input_ids"] == encoder.config.image_token_id].T.tolist()  # (time, row, column) of each token
-    start, (_, rows, columns) = image[0][0], (seen["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
-    assert image == [[start, start + row, start + column] for row in range(rows) for column in range(columns)]
+    image = own[
+        :, seen["input_ids"] == encoder.config.image_token_id
+    ].T.tolist()  # (time, row, column) of each token
+    start, (_, rows, columns) = (
+        image[0][0],
+        (seen["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist(),
+    )
+    assert image == [
+        [start, start + row, start + column] for row in range(rows) for column in range(columns)
+    ]
 
-    stock = load(NAME, tiny_folder(NAME), negative_prompt=None, guidance_scale=1.0, image_positions="stock")
+    stock = load(
+        NAME, tiny_folder(NAME), negative_prompt=None, guidance_scale=1.0, image_positions="stock"
+    )
     without, seen = encoded(stock, item)
     assert seen["position_ids"] is None and "mm_token_type_ids" not in seen  # one position a token
     assert features.shape == without.shape and (features - without).abs().max() > 1e-3
@@ -44,5 +59,7 @@ def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path)
     policy = load(NAME, tiny_folder(NAME))
     write_model_card(tmp_path, load_named("qwen_editing"), policy, epochs=1)
     (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
-    assert "mm_token_type_ids" in code and code.strip().endswith(policy.pipeline_setup)  # which test_families.py runs
+    assert "mm_token_type_ids" in code and code.strip().endswith(
+        policy.pipeline_setup
+    )  # which test_families.py runs
     compile(code, "README.md", "exec")

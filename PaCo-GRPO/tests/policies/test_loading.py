@@ -14,7 +14,13 @@ from paco_grpo.policies import PolicyLoadError, load_policy
 def test_broken_index(tmp_path):
     with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.model"):
         load_policy(tmp_path / "nowhere")
-    for text, named in ((None, ""), ("{", ""), ("[1]", ""), ("[]", ""), ('{"_class_name": "FluxPipelin"}', ".*'FluxPipeline'")):
+    for text, named in (
+        (None, ""),
+        ("{", ""),
+        ("[1]", ""),
+        ("[]", ""),
+        ('{"_class_name": "FluxPipelin"}', ".*'FluxPipeline'"),
+    ):
         if text is not None:
             (tmp_path / "model_index.json").write_text(text)
         with pytest.raises(PolicyLoadError, match=rf"model_index\.json{named}"):
@@ -39,7 +45,9 @@ def change(file, how) -> str:
 DAMAGE = {
     "missing": lambda weights, name: weights.pop(name),
     "unexpected": lambda weights, name: weights.update({f"{name}.left.over": torch.zeros(2)}),
-    "mismatched": lambda weights, name: weights.update({name: torch.zeros([size + 1 for size in weights[name].shape])}),
+    "mismatched": lambda weights, name: weights.update(
+        {name: torch.zeros([size + 1 for size in weights[name].shape])}
+    ),
 }
 
 

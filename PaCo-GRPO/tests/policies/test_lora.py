@@ -46,7 +46,9 @@ def test_a_new_lora_sits_on_every_target_and_changes_nothing(tiny_folder, name):
     names = [n for n, p in weights.items() if p.requires_grad]
     assert names and all(".lora_" in n for n in names)
     layers = {n.split(".lora_")[0] for n in names}
-    assert {layer.split("blocks.", 1)[1].split(".", 1)[1] for layer in layers} == set(policy.lora_targets)
+    assert {layer.split("blocks.", 1)[1].split(".", 1)[1] for layer in layers} == set(
+        policy.lora_targets
+    )
     gaussian = torch.cat([p.detach().flatten() for n, p in weights.items() if ".lora_A." in n])
     assert np.std(gaussian.numpy()) == pytest.approx(1 / 3, rel=0.1)
 
@@ -89,7 +91,9 @@ def test_round_trip(tiny_folder, name, tmp_path, save):
     again = load(name, folder)
     add_lora(again, rank=64, alpha=1, lora_path=tmp_path)  # rank and alpha come from the file
     torch.testing.assert_close(latents_of(again, name), latents_of(policy, name), rtol=0, atol=1e-5)
-    assert [p.shape for p in trainable_parameters(again)] == [p.shape for p in trainable_parameters(policy)]
+    assert [p.shape for p in trainable_parameters(again)] == [
+        p.shape for p in trainable_parameters(policy)
+    ]
     add_snapshot(again, "old")
     disturb(again, seed=1)
     save(again, tmp_path / "again")  # the trained adapter, not the snapshot
@@ -110,7 +114,11 @@ def test_round_trip(tiny_folder, name, tmp_path, save):
 def test_targets(tiny_folder, targets, kinds):
     policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
     add_lora(policy, 2, 4, targets)
-    layers = [n.split(".lora_A")[0] for n, _ in unwrap(policy.transformer).named_parameters() if ".lora_A" in n]
+    layers = [
+        n.split(".lora_A")[0]
+        for n, _ in unwrap(policy.transformer).named_parameters()
+        if ".lora_A" in n
+    ]
     assert {layer.split(".", 2)[2] for layer in layers} == kinds
     assert {layer.split(".")[1] for layer in layers} == ({"1"} if "1" in targets else {"0", "1"})
 
@@ -118,7 +126,11 @@ def test_targets(tiny_folder, targets, kinds):
 def test_a_target_without_a_layer_is_an_error(tiny_folder):
     policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
     # FLUX's name, which the published training gave Qwen-Image-Edit
-    for targets, near in ((["attn.to_q", "ff.net.2"], "img_mlp.net.2"), ("attenton", "'attention'"), ("attn.(", "")):
+    for targets, near in (
+        (["attn.to_q", "ff.net.2"], "img_mlp.net.2"),
+        ("attenton", "'attention'"),
+        ("attn.(", ""),
+    ):
         with pytest.raises(ConfigError, match=rf"config\.train\.lora_targets.*{near}"):
             add_lora(policy, targets=targets)
 
@@ -137,7 +149,10 @@ def test_bad_loras_are_refused(tiny_flux_dir, tmp_path, save):
     policy = load("flux", tiny_flux_dir)
     for name in ("nowhere", "not finite", "of another model", "pickle"):
         with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path"):
-            add_lora(load("flux", tiny_flux_dir) if name == "not finite" else policy, lora_path=tmp_path / name)
+            add_lora(
+                load("flux", tiny_flux_dir) if name == "not finite" else policy,
+                lora_path=tmp_path / name,
+            )
 
 
 def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch):
@@ -151,7 +166,9 @@ def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch
     repository = tmp_path / "models--someone--adapter"
     shutil.copytree(tmp_path / "lora", repository / "snapshots" / ("0" * 40))
     config = repository / "snapshots" / ("0" * 40) / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": list(policy.lora_targets)}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"target_modules": list(policy.lora_targets)})
+    )
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     again, other = load("flux", tiny_flux_dir), load("flux", tiny_flux_dir)

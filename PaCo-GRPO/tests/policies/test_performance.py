@@ -25,12 +25,17 @@ def ready(name, folder, targets="default"):
 
 def forward(policy, name, batch=2, size=32, gradient=False, inside=nullcontext):
     """The velocity and, if asked for, the gradients of its mean square."""
-    prompts, parameters = [f"{'long ' * i}prompt {i}" for i in range(batch)], trainable_parameters(policy)
+    prompts, parameters = (
+        [f"{'long ' * i}prompt {i}" for i in range(batch)],
+        trainable_parameters(policy),
+    )
     with torch.set_grad_enabled(gradient), inside():
         velocity = velocity_of(policy, name, *prompts, size=size)
         gradients = ()
         if gradient:
-            gradients = torch.autograd.grad(velocity.square().mean(), parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                velocity.square().mean(), parameters, allow_unused=True, materialize_grads=True
+            )
     return velocity.detach(), *gradients
 
 
@@ -53,7 +58,9 @@ def one_epoch(policy, name):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir, checkpointing):
     """With dynamo alone (backend eager), which decides what is compiled again."""
-    policy = ready("flux", tiny_flux_dir, targets=["attn.to_q", "ff.net.2"])  # fewer layers to trace, of the same kinds
+    policy = ready(
+        "flux", tiny_flux_dir, targets=["attn.to_q", "ff.net.2"]
+    )  # fewer layers to trace, of the same kinds
     expected = one_epoch(policy, "flux")
     if checkpointing:
         policy.transformer.enable_gradient_checkpointing()
@@ -72,7 +79,9 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir, checkpoi
 
 def test_a_missing_attention_kernel_is_reported(tiny_flux_dir):
     assert attention_problem("native") is None
-    assert "_native_cudnn" in attention_problem("native_cudn") and "backward" in attention_problem("sage")
+    assert "_native_cudnn" in attention_problem("native_cudn") and "backward" in attention_problem(
+        "sage"
+    )
     with pytest.raises(ConfigError, match="'flash'"):  # no package
         set_attention(load("flux", tiny_flux_dir), "flash")
 
@@ -82,7 +91,9 @@ def test_attention_backends_agree(tiny_folder, name):
     policy = ready(name, tiny_folder(name))
     expected = forward(policy, name, gradient=True)
     set_attention(policy, "_native_math")
-    processors = [module.processor for module in policy.transformer.modules() if hasattr(module, "processor")]
+    processors = [
+        module.processor for module in policy.transformer.modules() if hasattr(module, "processor")
+    ]
     assert {processor._attention_backend for processor in processors} == {"_native_math"}
     assert_close(forward(policy, name, gradient=True), expected)
 
@@ -135,6 +146,8 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     assert all(at == seen[0] for at in seen), "copied once for all three"
     assert addresses(modules) == home
     latents = policy.initial_latents([1, 2], 32, 32)
-    for ours, theirs in zip(policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True):
+    for ours, theirs in zip(
+        policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True
+    ):
         assert ours.tobytes() == theirs.tobytes()
     assert addresses(modules) == home

@@ -15,12 +15,18 @@ PROMPTS = ("a red fox", "two blue hats")
 
 def quantized_weights(policy):
     named = policy.transformer.named_modules()
-    return {name: layer.weight.detach().clone() for name, layer in named if type(layer).__module__.startswith("bitsandbytes")}
+    return {
+        name: layer.weight.detach().clone()
+        for name, layer in named
+        if type(layer).__module__.startswith("bitsandbytes")
+    }
 
 
 @BY_NAME
 def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(name, tiny_folder):
-    whole, small = (load(name, tiny_folder(name), **options) for options in ({}, {"quantize": "nf4"}))
+    whole, small = (
+        load(name, tiny_folder(name), **options) for options in ({}, {"quantize": "nf4"})
+    )
     layers = dict(quantize.quantizable(whole.transformer))
     assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
     with torch.no_grad():
@@ -32,7 +38,9 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
     before = quantized_weights(small)
     velocity_of(small, name, *PROMPTS).square().sum().backward()
     parameters = trainable_parameters(small)
-    gradients = [p.grad for p in parameters if p.grad is not None]  # Qwen's last text layers lead nowhere
+    gradients = [
+        p.grad for p in parameters if p.grad is not None
+    ]  # Qwen's last text layers lead nowhere
     assert sum(bool(g.abs().sum() > 0) for g in gradients) > 0.8 * len(parameters)
     for key, weight in quantized_weights(small).items():
         assert torch.equal(weight, before[key])

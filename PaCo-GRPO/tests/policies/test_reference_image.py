@@ -32,8 +32,13 @@ def test_sizes_are_rounded_as_in_the_pipelines(policy, name):
     for mode in ("aspect", "exact"):
         assert size_of(edit(150, 100), 100, mode, policy) == ((80, 120) if kontext else (96, 128))
     assert size_of(edit(160, 96), 100, "exact", policy) == ((72, 128) if kontext else (64, 128))
-    assert size_of(edit(150, 100, (47, 70)), 100, "exact", policy) == (40, 64)  # its own size, as both pipelines round
-    assert size_of(edit(150, 100, (40, 80)), 100, "aspect", policy) == ((64, 136) if kontext else (64, 128))
+    assert size_of(edit(150, 100, (47, 70)), 100, "exact", policy) == (
+        40,
+        64,
+    )  # its own size, as both pipelines round
+    assert size_of(edit(150, 100, (40, 80)), 100, "aspect", policy) == (
+        (64, 136) if kontext else (64, 128)
+    )
     assert policy.fit_area(1024**2, 3 / 2) == (832, 1248)  # 836 and 1254 before rounding
     assert policy.fit_area(16, 1.0) == ((8, 8) if kontext else (32, 32))  # at least one multiple
 
@@ -48,14 +53,19 @@ def test_reference_size(policy, name):
     assert size_read(edit(400, 400, (64, 96))) == ((72, 72) if name == "flux_kontext" else (64, 64))
     assert size_read(edit(128, 64)) == (64, 128)  # no size: the image's own
     conditioning = policy.encode([edit(600, 400, (64, 96)), edit(600, 400, (64, 96))])
-    assert conditioning.reference_grid.tolist() == [[[8, 12]]] * 2 and conditioning.reference.shape == (2, 96, 16)
+    assert conditioning.reference_grid.tolist() == [
+        [[8, 12]]
+    ] * 2 and conditioning.reference.shape == (2, 96, 16)
 
 
 @pytest.mark.parametrize("name", [*EDITORS, "flux2_klein"])
 def test_references_of_different_size_or_number_do_not_share_a_forward(policy, name):
     chosen = [edit(64, 64, (64, 64)), edit(256, 64, (64, 64))]
     if policy.several_images:
-        chosen += [Item(2, "x", 64, 64, image=picture(1, 64, 64), more_images=(picture(2, 64, 64),)), Item(3, "x", 64, 64)]
+        chosen += [
+            Item(2, "x", 64, 64, image=picture(1, 64, 64), more_images=(picture(2, 64, 64),)),
+            Item(3, "x", 64, 64),
+        ]
     assert len({policy.batch_key(item) for item in chosen}) == len(chosen)
     conditioning, sigma = policy.encode(chosen), torch.full((len(chosen),), 0.5)
     latents = policy.initial_latents(range(len(chosen)), 64, 64)
@@ -70,8 +80,12 @@ def test_references_of_different_size_or_number_do_not_share_a_forward(policy, n
 @BY_NAME
 def test_everything_is_encoded_once(policy, name):
     calls = {"text": 0, "vae": 0}
-    policy.text_encoders()[-1].register_forward_pre_hook(lambda *_: calls.update(text=calls["text"] + 1))
-    policy.pipeline.vae.encoder.register_forward_pre_hook(lambda *_: calls.update(vae=calls["vae"] + 1))
+    policy.text_encoders()[-1].register_forward_pre_hook(
+        lambda *_: calls.update(text=calls["text"] + 1)
+    )
+    policy.pipeline.vae.encoder.register_forward_pre_hook(
+        lambda *_: calls.update(vae=calls["vae"] + 1)
+    )
     # Kontext's text does not see the image; Qwen's does, and true CFG adds the negative prompt for each image
     texts, reads = 2 if name == "flux_kontext" else 4, []
     first = policy.encode(items(name, "a", "b"))

@@ -15,7 +15,10 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 def sample(policy, name, noise_steps, **options):
-    conditioning, sampling = policy.encode(items(name, *PROMPTS)), Sampling(4, noise_steps, noise_level=0.7, **options)
+    conditioning, sampling = (
+        policy.encode(items(name, *PROMPTS)),
+        Sampling(4, noise_steps, noise_level=0.7, **options),
+    )
     return rollout(policy, conditioning, range(3), range(4, 7), 32, 32, sampling)
 
 
@@ -25,7 +28,9 @@ def test_merged_sampling(tiny_folder, name):
     base = {n: p.clone() for n, p in unwrap(policy.transformer).named_parameters()}
     plain, fast = (sample(policy, name, (1, 2), merge_lora=merge) for merge in (False, True))
     torch.testing.assert_close(fast.clean_latents, plain.clean_latents, rtol=0, atol=1e-4)
-    assert not torch.equal(fast.clean_latents, plain.clean_latents), "a merged product rounds elsewhere"
+    assert not torch.equal(fast.clean_latents, plain.clean_latents), (
+        "a merged product rounds elsewhere"
+    )
     for n, parameter in unwrap(policy.transformer).named_parameters():
         assert torch.equal(parameter, base[n]), n
 
@@ -48,5 +53,7 @@ def test_what_a_rollout_keeps_of_an_adapter_is_not_trained_on(tiny_folder, name)
     policy = trained(name, tiny_folder(name), dtype=torch.bfloat16)
     rolled_out = sample(policy, name, (1,))
     (step,) = rolled_out.noise_steps
-    log_prob = transition_at(policy, rolled_out, step.latents, step.index).log_prob(step.next_latents)
+    log_prob = transition_at(policy, rolled_out, step.latents, step.index).log_prob(
+        step.next_latents
+    )
     assert log_prob.requires_grad and torch.equal(log_prob.detach(), step.log_prob)

@@ -15,7 +15,9 @@ from paco_grpo.types import Item
 REWARD = "reward_factories:unlike_others"
 TOTAL = 22
 rng = np.random.default_rng(0)
-ITEMS = [Item(int(i), f"item {i}", image=lambda: None) for i in rng.permutation(np.arange(TOTAL) % 5)]  # not picklable
+ITEMS = [
+    Item(int(i), f"item {i}", image=lambda: None) for i in rng.permutation(np.arange(TOTAL) % 5)
+]  # not picklable
 GRAYS = rng.integers(256, size=TOTAL)
 LEFT_OUT = 7
 
@@ -36,7 +38,10 @@ def scores_on(rank, processes, port, answers):
         mine = range(rank, TOTAL, processes)
         for start in range(0, len(mine), 4):
             part = mine[start : start + 4]
-            images = [None if p == LEFT_OUT else Image.new("RGB", (4, 4), (int(GRAYS[p]),) * 3) for p in part]
+            images = [
+                None if p == LEFT_OUT else Image.new("RGB", (4, 4), (int(GRAYS[p]),) * 3)
+                for p in part
+            ]
             queue.submit(images, [ITEMS[p] for p in part], [p // processes for p in part])
         return queue.gathered(accelerator, TOTAL, lambda: False)
 
@@ -57,7 +62,10 @@ def test_whole_groups_on_one_and_two_processes():
     context.set_forkserver_preload(["forked_runs"])
     for processes in (1, 2):
         answers, port = context.Queue(), free_port()
-        started = [context.Process(target=scores_on, args=(r, processes, port, answers)) for r in range(processes)]
+        started = [
+            context.Process(target=scores_on, args=(r, processes, port, answers))
+            for r in range(processes)
+        ]
         for process in started:
             process.start()
         found = [answers.get(timeout=240) for _ in started]
@@ -66,7 +74,9 @@ def test_whole_groups_on_one_and_two_processes():
         for scores, calls, _ in found:
             np.testing.assert_allclose(scores, wanted)
             assert calls  # all work
-        assert sorted(size for _, calls, _ in found for size in calls) == sorted(np.bincount(np.delete(ids, LEFT_OUT)))
+        assert sorted(size for _, calls, _ in found for size in calls) == sorted(
+            np.bincount(np.delete(ids, LEFT_OUT))
+        )
         errors = [error for *_, error in found]  # one process fails, and all report it
         assert all("c: ValueError: item 3" in error for error in errors)
         assert sum("another process" in error for error in errors) == processes - 1

@@ -40,7 +40,12 @@ def rendered(text: str, blur: float = 0) -> Image.Image:
 
 def test_rapidocr_reads_rendered_words_on_its_own_weights():
     item = Item(0, 'A door with a sign that says "Open 24 h"')
-    images = [rendered("open 24 H"), rendered("Open 24 h", 4), rendered("Open 24 h", 9), rendered("Fresh bread")]
+    images = [
+        rendered("open 24 H"),
+        rendered("Open 24 h", 4),
+        rendered("Open 24 h", 9),
+        rendered("Fresh bread"),
+    ]
     images.append(images[0].rotate(180))
     reward = build_rewards({"ocr": 1}, {"ocr": {"threads": 1}})["ocr"]
     sharp, blurred, unreadable, wrong, turned = reward(images, [item] * 5)
@@ -58,7 +63,9 @@ def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
     built, read = [], [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
     engine = SimpleNamespace(ocr=lambda image, **options: read)
     spec = ModuleSpec("paddleocr", None)
-    module = SimpleNamespace(PaddleOCR=lambda **options: built.append(options) or engine, __spec__=spec)
+    module = SimpleNamespace(
+        PaddleOCR=lambda **options: built.append(options) or engine, __spec__=spec
+    )
     monkeypatch.setitem(sys.modules, "paddleocr", module)
     reward = build_rewards({"ocr": 1}, {"ocr": {"lang": "fr"}}, device="cuda:1")["ocr"]
     for _ in range(2):

@@ -38,7 +38,9 @@ def test_submitting_does_not_wait_and_scores_keep_their_rows():
 @pytest.mark.parametrize(("batch_size", "expected"), [(2, [2, 2, 1]), (None, [5])])
 def test_images_are_collected_across_sampling_batches(batch_size, expected):
     sizes = []
-    queue = ScoreQueue({"r": lambda images, items: sizes.append(len(images)) or levels(images, items)}, batch_size)
+    queue = ScoreQueue(
+        {"r": lambda images, items: sizes.append(len(images)) or levels(images, items)}, batch_size
+    )
     for row in range(5):
         submit(queue, [10 * row], start=row)
     assert queue.results(5)[:, 0].tolist() == [0, 10, 20, 30, 40] and sizes == expected
@@ -63,7 +65,10 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
         images[0].paste((200, 200, 200), (0, 0, 4, 4))
         return levels(images, items)
 
-    queue, own = ScoreQueue({"painter": painter, "gray": lambda *given: time.sleep(0.2) or levels(*given)}), gray(10)
+    queue, own = (
+        ScoreQueue({"painter": painter, "gray": lambda *given: time.sleep(0.2) or levels(*given)}),
+        gray(10),
+    )
     queue.submit([own], [None], [0])
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
 

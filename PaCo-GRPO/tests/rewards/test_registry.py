@@ -14,7 +14,11 @@ OWN, JPEG = "reward_factories:factory", "jpeg_compressibility"
 
 def test_import_path_kwargs_and_device():
     ((name, reward),) = build_rewards({OWN: 2.0}, {OWN: {"scale": 3.0}}, device="cpu").items()
-    assert name == "factory" and reward(IMAGES, ITEMS).tolist() == [3.0, 3.0] and reward.function.device == "cpu"
+    assert (
+        name == "factory"
+        and reward(IMAGES, ITEMS).tolist() == [3.0, 3.0]
+        and reward.function.device == "cpu"
+    )
     reward.check_items(ITEMS)  # a factory need not check them
     assert all(callable(find_factory(name)) for name in REWARDS)
 
@@ -27,8 +31,16 @@ def test_import_path_kwargs_and_device():
         ({"reward_factories:factry": 1}, {}, "'factry'.*'factory'"),
         ({"no.such.module:factory": 1}, {}, "no.such.module"),
         ({OWN: 1, "other:factory": 1}, {}, "'factory'"),
-        ({"reward_factories:wrong": 1}, {"reward_factories:wrong": {"result": 3}}, "not a callable"),
-        ({"consistency_score": 1}, {"consistency_score": {"base_url": "foo"}}, "consistency_score.*'foo'"),
+        (
+            {"reward_factories:wrong": 1},
+            {"reward_factories:wrong": {"result": 3}},
+            "not a callable",
+        ),
+        (
+            {"consistency_score": 1},
+            {"consistency_score": {"base_url": "foo"}},
+            "consistency_score.*'foo'",
+        ),
         ({JPEG: 1}, {JPEG: {"server": "http://x", "quality": 3}}, "'quality'"),
     ],
 )
@@ -39,7 +51,9 @@ def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
 
 @pytest.mark.parametrize("name", ["consistency_score", "clipscore"])
 def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(name):
-    kwargs = {"api_key": "hidden\n"} | ({"server": "http://127.0.0.1:1"} if name == "clipscore" else {})
+    kwargs = {"api_key": "hidden\n"} | (
+        {"server": "http://127.0.0.1:1"} if name == "clipscore" else {}
+    )
     with pytest.raises(RewardError, match="API key") as caught:
         build_rewards({name: 1}, {name: kwargs})
     assert "hidden" not in str(caught.value)
@@ -58,7 +72,11 @@ GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', image=IMAGES[0])
         ("between_images", {}, NO_TEXT),
         ("subfig_dreamsim", {"server": "http://127.0.0.1:9"}, NO_TEXT),
         ("consistency_for_editing", {}, NO_TEXT),
-        ("edit_score", {"server": "http://127.0.0.1:9"}, Item(9, "two", image=IMAGES[0], more_images=(IMAGES[0],))),
+        (
+            "edit_score",
+            {"server": "http://127.0.0.1:9"},
+            Item(9, "two", image=IMAGES[0], more_images=(IMAGES[0],)),
+        ),
     ],
 )
 def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
@@ -68,7 +86,12 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
 
 
 @pytest.mark.parametrize(
-    "result", [lambda images, items: np.zeros((2, 2)), lambda images, items: [0, np.inf], lambda images, items: [0, -1e39]]
+    "result",
+    [
+        lambda images, items: np.zeros((2, 2)),
+        lambda images, items: [0, np.inf],
+        lambda images, items: [0, -1e39],
+    ],
 )
 def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_reward(result):
     path = "reward_factories:wrong"

@@ -32,7 +32,9 @@ def clip_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("factory", "scale"), [(PickScore, 26), (ClipScore, 30)])
-def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(clip_folder, factory, scale, monkeypatch):
+def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(
+    clip_folder, factory, scale, monkeypatch
+):
     from transformers import CLIPModel, CLIPProcessor
 
     reward = factory(model=clip_folder, processor=clip_folder, batch_size=2)
@@ -40,7 +42,10 @@ def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(clip
     scores = reward(IMAGES, ITEMS)
     monkeypatch.setattr(reward._model.text_model, "forward", None)  # not needed any more
     assert np.array_equal(reward(IMAGES, ITEMS), scores)
-    model, processor = CLIPModel.from_pretrained(clip_folder).eval(), CLIPProcessor.from_pretrained(clip_folder)
+    model, processor = (
+        CLIPModel.from_pretrained(clip_folder).eval(),
+        CLIPProcessor.from_pretrained(clip_folder),
+    )
     for image, item, score in zip(IMAGES, ITEMS, scores, strict=True):
         inputs = processor(text=[item.prompt], images=[image], return_tensors="pt")
         inputs.pop("token_type_ids", None)
@@ -59,28 +64,46 @@ def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_ope
     """The model is loaded once for both."""
     import open_clip
 
-    model, _, preprocess = open_clip.create_model_and_transforms(tiny_open_clip[0], pretrained=tiny_open_clip[1])
+    model, _, preprocess = open_clip.create_model_and_transforms(
+        tiny_open_clip[0], pretrained=tiny_open_clip[1]
+    )
     model.eval()
     prompt = "1x3 grid of a cat. [LEFT]: a. [MIDDLE]: b. [RIGHT]: c."
-    texts = torch.nn.functional.normalize(model.encode_text(open_clip.get_tokenizer(tiny_open_clip[0])(["a.", "b.", "c."])))
+    texts = torch.nn.functional.normalize(
+        model.encode_text(open_clip.get_tokenizer(tiny_open_clip[0])(["a.", "b.", "c."]))
+    )
     items = [Item(i, prompt) for i in range(3)]
     with_panels, with_each_other = subfig_clipT(*tiny_open_clip), subfig_clipI(*tiny_open_clip)
     shared = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
     assert with_panels.check.__self__ is with_each_other.check.__self__ is shared
-    for image, panels, pairs in zip(IMAGES, with_panels(IMAGES, items), with_each_other(IMAGES, items), strict=True):
+    for image, panels, pairs in zip(
+        IMAGES, with_panels(IMAGES, items), with_each_other(IMAGES, items), strict=True
+    ):
         pixels = torch.stack([preprocess(cell) for cell in split_image(image, 1, 3)])
         cells = torch.nn.functional.normalize(model.encode_image(pixels))
         assert panels == pytest.approx((cells * texts).sum(dim=1).mean().item(), abs=1e-6)
-        assert pairs == pytest.approx(np.mean([(a @ b).item() for a, b in itertools.combinations(cells, 2)]), abs=1e-6)
+        assert pairs == pytest.approx(
+            np.mean([(a @ b).item() for a, b in itertools.combinations(cells, 2)]), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["clipscore", "subfig_clipT"])
 def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, name):
     architecture, weights = tiny_open_clip
-    kwargs = {"model": clip_folder} if name == "clipscore" else {"model": architecture, "pretrained": weights}
-    full, half = (build_rewards({name: 1.0}, {name: kwargs | {"dtype": dtype}})[name] for dtype in ("float32", "bfloat16"))
+    kwargs = (
+        {"model": clip_folder}
+        if name == "clipscore"
+        else {"model": architecture, "pretrained": weights}
+    )
+    full, half = (
+        build_rewards({name: 1.0}, {name: kwargs | {"dtype": dtype}})[name]
+        for dtype in ("float32", "bfloat16")
+    )
     assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
-    sizes = [sum(p.nbytes for p in reward.function.check.__self__._model.parameters()) for reward in (full, half)]
+    sizes = [
+        sum(p.nbytes for p in reward.function.check.__self__._model.parameters())
+        for reward in (full, half)
+    ]
     assert sizes[1] <= 0.51 * sizes[0]
 
 
@@ -92,12 +115,20 @@ def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tmp
     del weights[removed]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
-        build_rewards({"clipscore": 1.0}, {"clipscore": {"model": str(folder)}})["clipscore"].check()
+        build_rewards({"clipscore": 1.0}, {"clipscore": {"model": str(folder)}})[
+            "clipscore"
+        ].check()
 
 
 @pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT"])
-def test_missing_weights_without_a_hub_name_the_download_command_at_once(reward, monkeypatch, tmp_path):
-    for name, value in (("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
+def test_missing_weights_without_a_hub_name_the_download_command_at_once(
+    reward, monkeypatch, tmp_path
+):
+    for name, value in (
+        ("ENDPOINT", "http://127.0.0.1:9"),
+        ("HF_HUB_CACHE", str(tmp_path)),
+        ("HF_HUB_OFFLINE", False),
+    ):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py"):
@@ -121,7 +152,9 @@ def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(monkeypatch, tmp_pa
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
     for image, score in zip(IMAGES, scores, strict=True):
         cells = [model.embed(preprocess(cell)) for cell in split_image(image, 2, 2)]
-        cosines = [torch.cosine_similarity(a, b).item() for a, b in itertools.combinations(cells, 2)]
+        cosines = [
+            torch.cosine_similarity(a, b).item() for a, b in itertools.combinations(cells, 2)
+        ]
         assert score == pytest.approx(np.mean(cosines), abs=1e-6)
     assert len(loaded) == 1
 
@@ -132,7 +165,9 @@ def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
     model.eval = lambda: model
     package = SimpleNamespace(load=lambda name, **given: loaded.append((name, given)) or model)
     monkeypatch.setitem(sys.modules, "ImageReward", package)
-    reward = build_rewards({"imagereward": 1.0}, {"imagereward": {"cache_dir": "x"}}, "cuda:1")["imagereward"]
+    reward = build_rewards({"imagereward": 1.0}, {"imagereward": {"cache_dir": "x"}}, "cuda:1")[
+        "imagereward"
+    ]
     assert not loaded
     for _ in range(2):
         assert reward(IMAGES, ITEMS).tolist() == [len(PROMPT) + 0.64] * 3

@@ -31,7 +31,9 @@ GOOD = json.loads(encode_request([PICTURE], [Item(5, "draw")]))
 
 
 def noise(seed: int, size: int = 24) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    )
 
 
 IMAGES = [noise(i) for i in range(5)]
@@ -43,11 +45,15 @@ def running(command, port: int, **environment: str):
     """The URL of a service in its own process group."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths} | environment
-    process = subprocess.Popen([*command, "--port", str(port)], env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], env=environment, start_new_session=True
+    )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
     try:
         while True:
-            assert process.poll() is None and time.monotonic() < deadline, "the service did not come up"
+            assert process.poll() is None and time.monotonic() < deadline, (
+                "the service did not come up"
+            )
             with contextlib.suppress(httpx.TransportError):
                 httpx.get(f"{url}/health", timeout=5)
                 break
@@ -60,7 +66,9 @@ def running(command, port: int, **environment: str):
 
 
 def remote(name: str, url: str, **kwargs):
-    return build_rewards({name: 1.0}, {name: {"server": url, "deadline_s": 20.0} | kwargs})[name.rpartition(":")[2]]
+    return build_rewards({name: 1.0}, {name: {"server": url, "deadline_s": 20.0} | kwargs})[
+        name.rpartition(":")[2]
+    ]
 
 
 def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
@@ -94,7 +102,10 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     ("arguments", "named"),
     [
         (["--reward", "jpeg_compressibility", "--host", "0.0.0.0"], "REWARD_SERVICE_KEY"),
-        (["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'], "127.0.0.1:9"),
+        (
+            ["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'],
+            "127.0.0.1:9",
+        ),
         (["--reward", "reward_factories:unlike_others"], "compares the images of a group"),
     ],
 )
@@ -118,10 +129,14 @@ def test_images_and_items_arrive_and_an_item_is_sent_once():
         assert np.array_equal(image, sent)
         for name in ("item_id", "prompt", "height", "width", "metadata"):
             assert getattr(item, name) == getattr(before, name)
-        assert [image.tobytes() for image in item.images] == [image.tobytes() for image in before.images]
+        assert [image.tobytes() for image in item.images] == [
+            image.tobytes() for image in before.images
+        ]
 
 
-@pytest.mark.parametrize("body", [b"", b"[" * 100_000, GOOD | {"images": [{"item": 0, "png": ""}]}, GOOD | {"items": 3}])
+@pytest.mark.parametrize(
+    "body", [b"", b"[" * 100_000, GOOD | {"images": [{"item": 0, "png": ""}]}, GOOD | {"items": 3}]
+)
 def test_a_message_of_another_form_is_refused(body):
     with pytest.raises(WireError, match="'items' and 'images'"):
         decode_request(body if isinstance(body, bytes) else json.dumps(body).encode())
@@ -152,7 +167,9 @@ COLORS = {"red": 4, "blue": 20, "green": 25, "black": 10, "gray": math.nan}  # o
 def test_edit_score_runs_in_its_own_environment(tmp_path):
     """Its package is not in this environment."""
     images = [Image.new("RGB", (16, 16), color) for color in COLORS]
-    items = [Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))]
+    items = [
+        Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))
+    ]
     color_of = {data_url(image): color for image, color in zip(images, COLORS, strict=True)}
 
     def respond(number, request):
@@ -164,15 +181,27 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
         assert texts[:-1] == [f"<img{i + 1}>: " for i in range(len(pictures))]
         assert ("Editing instruction: paint it" in texts[-1]) == (len(pictures) == 2)
         scores = [24, COLORS[color]] if len(pictures) == 2 else [23, 22]
-        text = "I cannot say." if color == "black" else json.dumps({"reasoning": "as it is", "score": scores})
-        return 200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}, {}
+        text = (
+            "I cannot say."
+            if color == "black"
+            else json.dumps({"reasoning": "as it is", "score": scores})
+        )
+        return (
+            200,
+            {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]},
+            {},
+        )
 
     with pytest.raises(RewardError, match="reward_service.sh edit_score"):
         build_rewards({"edit_score": 1.0})
     with fake_judge.FakeJudge(respond, models=["EditScore-7B"]) as judge:
         command = ["bash", str(ROOT / "scripts" / "reward_service.sh"), "edit_score"]
         command += ["--kwargs", json.dumps({"base_url": judge.url})]
-        environment = {"PYTHON": sys.executable, "REWARD_ENVIRONMENT": str(tmp_path / "env"), "PYTHONPATH": ""}
+        environment = {
+            "PYTHON": sys.executable,
+            "REWARD_ENVIRONMENT": str(tmp_path / "env"),
+            "PYTHONPATH": "",
+        }
         with running(command, free_port(), **environment) as url:
             reward = remote("edit_score", url)
             reward.check()

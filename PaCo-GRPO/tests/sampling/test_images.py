@@ -16,7 +16,9 @@ from paco_grpo.types import Item
 def test_batches_hold_one_size_each_and_are_as_few_as_possible(sizes, batch_size):
     batches = batches_by_key(sizes, batch_size)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
-    assert all(0 < len(batch) <= batch_size and len({sizes[i] for i in batch}) == 1 for batch in batches)
+    assert all(
+        0 < len(batch) <= batch_size and len({sizes[i] for i in batch}) == 1 for batch in batches
+    )
     assert len(batches) == sum(-(-sizes.count(size) // batch_size) for size in set(sizes))
 
 
@@ -36,7 +38,11 @@ def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
     def run(counts, dummies=()):
         def inputs(batch):
             items = [Item(batch.numbers[0], "x")] * counts[batch.numbers[0]]
-            return {"conditioning": policy.encode(items), "item_ids": range(len(items)), "seeds": range(len(items))}
+            return {
+                "conditioning": policy.encode(items),
+                "item_ids": range(len(items)),
+                "seeds": range(len(items)),
+            }
 
         batches = [(Batch([number], 8, 8), number in dummies) for number in range(len(counts))]
         deliver = lambda images, batch: got.append((images, batch.numbers[0]))

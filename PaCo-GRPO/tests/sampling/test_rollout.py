@@ -59,17 +59,27 @@ def test_same_latent_shares_the_steps_before_the_first_noise_step():
     assert torch.equal(step.latents[0], step.latents[1])
     assert not torch.equal(step.next_latents[0], step.next_latents[1])
     # interleaved groups, and a group spread over two calls
-    mixed = toy_rollout(policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), shared=(10, 12, 10, 12), noise_steps=(2,))
-    torch.testing.assert_close(mixed.clean_latents[[0, 2, 1, 3]], shared.clean_latents, rtol=0, atol=1e-6)
+    mixed = toy_rollout(
+        policy, ids=(0, 1, 0, 1), seeds=(10, 12, 11, 13), shared=(10, 12, 10, 12), noise_steps=(2,)
+    )
+    torch.testing.assert_close(
+        mixed.clean_latents[[0, 2, 1, 3]], shared.clean_latents, rtol=0, atol=1e-6
+    )
     second = toy_rollout(policy, ids=(0,), seeds=(11,), shared=(10,), noise_steps=(2,))
     torch.testing.assert_close(second.clean_latents, shared.clean_latents[1:2], rtol=0, atol=1e-6)
 
 
-@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data())
+@given(
+    st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data()
+)
 def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epoch, data):
     number = data.draw(st.integers(1, len(candidates)))
     chosen = sample_noise_steps(sorted(candidates), number, seed, epoch)
-    assert len(chosen) == number == len(set(chosen)) and set(chosen) <= candidates and list(chosen) == sorted(chosen)
+    assert (
+        len(chosen) == number == len(set(chosen))
+        and set(chosen) <= candidates
+        and list(chosen) == sorted(chosen)
+    )
     assert chosen == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
     assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
     assert len({sample_noise_steps(range(10), 2, seed, epoch + i) for i in range(50)}) > 20

@@ -31,11 +31,17 @@ def test_steps_against_numpy(seed, a, kind):
     assert step.mean.dtype == next_latents.dtype == torch.float32
     for b in range(3):
         mean, s, std = numpy_step(x[b], v[b], sigma[b], sigma_next[b], 0.9, a, kind == "cps")
-        log_prob = -((std * noise[b]) ** 2) if kind == "cps" else -(noise[b] ** 2) / 2 - np.log(std) - np.log(2 * np.pi) / 2
+        log_prob = (
+            -((std * noise[b]) ** 2)
+            if kind == "cps"
+            else -(noise[b] ** 2) / 2 - np.log(std) - np.log(2 * np.pi) / 2
+        )
         np.testing.assert_allclose(step.mean[b], mean, rtol=2e-3, atol=1e-3)
         np.testing.assert_allclose(step.s[b], s, rtol=2e-4)
         np.testing.assert_allclose(next_latents[b], mean + std * noise[b], rtol=2e-3, atol=1e-3)
-        np.testing.assert_allclose(step.log_prob(next_latents)[b], log_prob.mean(), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(
+            step.log_prob(next_latents)[b], log_prob.mean(), rtol=2e-3, atol=2e-3
+        )
     if kind != "cps":
         normal = torch.distributions.Normal(step.mean, step.std.view(-1, 1, 1).expand_as(step.mean))
         expected = normal.log_prob(next_latents).mean((1, 2))

@@ -19,11 +19,16 @@ def test_order_two_against_numpy():
     first = x + velocity(x, 0.9) * -0.4
     middle = velocity(first, 0.5) + (-0.5 / (2 * -0.4)) * (velocity(first, 0.5) - velocity(x, 0.9))
     start = torch.full((1, 1, 1), x, dtype=torch.float64)
-    found = integrate(lambda x, s: velocity(x, s.view(-1, 1, 1)), start, torch.tensor(sigmas), second_order=True)
+    found = integrate(
+        lambda x, s: velocity(x, s.view(-1, 1, 1)), start, torch.tensor(sigmas), second_order=True
+    )
     np.testing.assert_allclose(found.item(), first + middle * -0.5, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("steps", "places"), [(None, range(9)), (1, [0, 8]), (3, [0, 3, 5, 8]), (8, range(9)), (20, range(9))])
+@pytest.mark.parametrize(
+    ("steps", "places"),
+    [(None, range(9)), (1, [0, 8]), (3, [0, 3, 5, 8]), (8, range(9)), (20, range(9))],
+)
 def test_fewer_steps_are_evenly_spaced_and_keep_the_ends(steps, places):
     sigmas = torch.linspace(0.9, 0, 9)
     assert torch.equal(Sampling(10, tail_steps=steps).tail(sigmas), sigmas[list(places)])
@@ -52,4 +57,8 @@ def test_only_what_follows_the_last_noise_step_changes(tail):
 def test_without_noise_there_is_no_tail_and_nothing_is_recorded():
     _, plain = toy(noise_steps=())
     calls, same = toy(noise_level=0.0, tail_steps=2)
-    assert len(calls) == 10 and same.noise_steps == [] and torch.equal(plain.clean_latents, same.clean_latents)
+    assert (
+        len(calls) == 10
+        and same.noise_steps == []
+        and torch.equal(plain.clean_latents, same.clean_latents)
+    )

@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 REPO = ROOT.parent
 WITH_VLLM = (  # what the launcher imports, or asks for, of the packages that come with vLLM
-    *("psutil", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "fastapi"),
+    *(
+        "psutil",
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_extensions",
+        "typing_inspection",
+        "fastapi",
+    ),
     *("uvicorn", "httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
 )
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
@@ -75,7 +83,9 @@ class Shell:
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(self, script: str, *arguments, timeout: float = 300, **variables) -> tuple[int, str, str]:
+    def run(
+        self, script: str, *arguments, timeout: float = 300, **variables
+    ) -> tuple[int, str, str]:
         process = self.start(script, *arguments, **variables)
         output, errors = process.communicate(timeout=timeout)
         return process.returncode, output, errors

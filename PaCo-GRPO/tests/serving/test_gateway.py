@@ -24,14 +24,18 @@ class Upstreams(httpx.AsyncBaseTransport):
 
         @app.get("/v1/models")
         async def models():
-            return {"data": [{"id": name} for name in {1: ["A", "a-lora"], 2: ["B", "private"]}[port]]}
+            return {
+                "data": [{"id": name} for name in {1: ["A", "a-lora"], 2: ["B", "private"]}[port]]
+            }
 
         @app.post("/v1/{path:path}")
         async def answer(request: Request, path: str):
             body = await request.json()
             self.asked.append((port, path, dict(request.headers)))
             if body.get("stream"):
-                return StreamingResponse(iter([b"data: 1\n\n", b"data: [DONE]\n\n"]), media_type="text/event-stream")
+                return StreamingResponse(
+                    iter([b"data: 1\n\n", b"data: [DONE]\n\n"]), media_type="text/event-stream"
+                )
             if body.get("bad"):
                 return JSONResponse({"error": {"message": "bad"}}, 400, {"server": "secret"})
             return {"port": port, "model": body["model"]}
@@ -56,7 +60,9 @@ def upstreams():
 async def client(upstreams, names=("A", "a-lora", "B"), **options):
     urls = {name: f"http://u:{NAMES[name]}" for name in names}
     app = build_app(urls, transport=upstreams, **options)
-    return app.router.lifespan_context(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g")
+    return app.router.lifespan_context(app), httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://g"
+    )
 
 
 async def test_requests_go_to_the_server_of_their_model(upstreams):
@@ -67,14 +73,26 @@ async def test_requests_go_to_the_server_of_their_model(upstreams):
             answer = await http.post("/v1/chat/completions", json={"model": name}, headers=headers)
             assert answer.json() == {"port": NAMES[name], "model": name}
         _, path, headers = upstreams.asked[-1]
-        assert path == "chat/completions" and headers["x-request-id"] == "7" and "cookie" not in headers
+        assert (
+            path == "chat/completions"
+            and headers["x-request-id"] == "7"
+            and "cookie" not in headers
+        )
         assert (await http.post("/v1/embeddings", json={"model": "B"})).status_code == 200
         listed = [row["id"] for row in (await http.get("/v1/models")).json()["data"]]
         assert listed == ["A", "a-lora", "B"], "not what is served elsewhere"
-        assert (await http.get("/health")).json() == {"models": {"A": True, "a-lora": True, "B": True}}
+        assert (await http.get("/health")).json() == {
+            "models": {"A": True, "a-lora": True, "B": True}
+        }
         bad = await http.post("/v1/chat/completions", json={"model": "A", "bad": 1})
-        assert bad.status_code == 400 and bad.json()["error"]["message"] == "bad" and "server" not in bad.headers
-        async with http.stream("POST", "/v1/chat/completions", json={"model": "A", "stream": True}) as stream:
+        assert (
+            bad.status_code == 400
+            and bad.json()["error"]["message"] == "bad"
+            and "server" not in bad.headers
+        )
+        async with http.stream(
+            "POST", "/v1/chat/completions", json={"model": "A", "stream": True}
+        ) as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             assert await stream.aread() == b"data: 1\n\ndata: [DONE]\n\n"
 
@@ -91,10 +109,21 @@ async def test_what_cannot_be_forwarded_is_an_error_in_openais_format(upstreams,
     lifespan, http = await client(upstreams, NAMES, max_body_bytes=1 << 20)
     async with lifespan, http:
         health = await http.get("/health")
-        assert health.status_code == 503 and health.json()["models"] == {n: port < 3 for n, port in NAMES.items()}
-        assert [row["id"] for row in (await http.get("/v1/models")).json()["data"]] == ["A", "a-lora", "B"]
+        assert health.status_code == 503 and health.json()["models"] == {
+            n: port < 3 for n, port in NAMES.items()
+        }
+        assert [row["id"] for row in (await http.get("/v1/models")).json()["data"]] == [
+            "A",
+            "a-lora",
+            "B",
+        ]
         answer = await http.post("/v1/chat/completions", content=content)
-        assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.status_code == status and set(answer.json()["error"]) == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }
         assert not upstreams.asked
 
 
@@ -104,7 +133,9 @@ async def test_the_key_is_checked_and_passed_on(upstreams):
         assert (await http.get("/health")).status_code == 200
         for path in ("/v1/models", "/v1/unknown", "/docs"):
             assert (await http.get(path)).status_code == 401
-        assert (await http.post("/v1/completions", json={"model": "A"})).status_code == 401 and not upstreams.asked
+        assert (
+            await http.post("/v1/completions", json={"model": "A"})
+        ).status_code == 401 and not upstreams.asked
         http.headers["authorization"] = "Bearer secret"
         assert (await http.post("/v1/completions", json={"model": "A"})).status_code == 200
         assert upstreams.asked[-1][2]["authorization"] == "Bearer secret"

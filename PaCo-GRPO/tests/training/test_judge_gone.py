@@ -23,7 +23,13 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
         return None if gone else (200, fake_judge.answer(0.1 + 0.8 * (len(asked) % 7) / 7), {})
 
     with fake_judge.FakeJudge(respond) as judge:
-        kwargs = {"consistency_score": {"base_url": judge.url, "model": "Paco-Reward-7B", "deadline_s": DEADLINE}}
+        kwargs = {
+            "consistency_score": {
+                "base_url": judge.url,
+                "model": "Paco-Reward-7B",
+                "deadline_s": DEADLINE,
+            }
+        }
         changes = {
             "train__reward_fn": "{'consistency_score': 1}", "train__reward_fn_kwargs": repr(kwargs),
             "test__reward_fn": "{'tiny_run:brightness': 1}", "save_freq": 0,

@@ -29,23 +29,34 @@ BOTH = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction
 def config_for(name, folder, model, **changes):
     family = FAMILIES[name]
     own = family.options if name in OTHERS else {}
-    own = {key if key in RunOptions.__dataclass_fields__ else f"sample__{key}": value for key, value in own.items()}
+    own = {
+        key if key in RunOptions.__dataclass_fields__ else f"sample__{key}": value
+        for key, value in own.items()
+    }
     changes = SMALL | own | changes
     if not family.references:
         return tiny_options(model, folder, **changes)
-    return tiny_edit_options(CONFIGURATIONS.get(name, "toy_kontext"), model, folder, family.references, **changes)
+    return tiny_edit_options(
+        CONFIGURATIONS.get(name, "toy_kontext"), model, folder, family.references, **changes
+    )
 
 
 def cases():
     for name, loss_type in itertools.product(FAMILIES, OBJECTIVES):
-        quick = (name, loss_type) in (("flux", "ppo"), ("flux_kontext", "guard_grpo"), ("qwen_image_edit", "nft"))
+        quick = (name, loss_type) in (
+            ("flux", "ppo"),
+            ("flux_kontext", "guard_grpo"),
+            ("qwen_image_edit", "nft"),
+        )
         yield pytest.param(name, loss_type, marks=() if quick else pytest.mark.long)
 
 
 @pytest.mark.parametrize("name,loss_type", cases())
 def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     more = BOTH if loss_type in ("awm", "dgpo") else {}
-    config = config_for(name, tmp_path, tiny_folder(name), train__loss_type=loss_type, train__beta=0.01, **more)
+    config = config_for(
+        name, tmp_path, tiny_folder(name), train__loss_type=loss_type, train__beta=0.01, **more
+    )
     run = build_run(config)
     before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
     Trainer(run).fit()
@@ -54,22 +65,35 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     assert row.get("train/ratio_deviation", 0) < 1e-5  # float32, first update: rounding alone
     moved = [n for n, p in run.state.parameters.items() if not torch.equal(p, before[n])]
     assert len(moved) > len(before) // 3
-    assert (run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
+    assert (
+        run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors"
+    ).is_file()
 
 
 @pytest.mark.parametrize(
-    "name", ["flux_kontext", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen_image_edit", "flux2", "z_image"))]
+    "name",
+    [
+        "flux_kontext",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen_image_edit", "flux2", "z_image")),
+    ],
 )
 def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
     """An editor has two shapes of reference in an epoch; a resumed run ends where an uninterrupted one does."""
-    options = {"sample__unique_sample_num_per_epoch": 4, "num_epochs": 2, "save_freq": 1, "train__resolution": 48}
+    options = {
+        "sample__unique_sample_num_per_epoch": 4,
+        "num_epochs": 2,
+        "save_freq": 1,
+        "train__resolution": 48,
+    }
 
     def build(**changes):
         return build_run(config_for(name, tmp_path, tiny_folder(name), **options | changes))
 
     whole, sizes = build(), []
     decode = whole.state.policy.decode
-    whole.state.policy.decode = lambda latents, h, w: sizes.append((h, w, len(latents))) or decode(latents, h, w)
+    whole.state.policy.decode = lambda latents, h, w: (
+        sizes.append((h, w, len(latents))) or decode(latents, h, w)
+    )
     Trainer(whole).fit()
     if FAMILIES[name].references:
         assert len({size[:2] for size in sizes[:2]}) == 2

@@ -12,7 +12,12 @@ from toy_policy import joint_dgpo
 from paco_grpo.training.build import build_run
 from paco_grpo.training.update import Pass
 
-SIGMAS = {"sample__num_steps": 5, "sample__noise_level": 0, "train__num_sigmas": 2, "train__sigma_fraction": 0.8}
+SIGMAS = {
+    "sample__num_steps": 5,
+    "sample__noise_level": 0,
+    "train__num_sigmas": 2,
+    "train__sigma_fraction": 0.8,
+}
 RUNS = {
     "nft": SIGMAS | {"train__sigma_one": True},
     "awm": SIGMAS | {"train__num_inner_epochs": 2, "train__awm_clip_range": 0.1, "train__awm_slow_beta": 0.5},
@@ -31,19 +36,27 @@ METRICS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_has_the_same_bits(tiny_flux_dir, tmp_path, name):
-    options = tiny_options(tiny_flux_dir, tmp_path, train__loss_type=name, health__probe_images=0, **RUNS[name])
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, train__loss_type=name, health__probe_images=0, **RUNS[name]
+    )
     train(dataclasses.replace(options, num_epochs=1))
     resumed = train(dataclasses.replace(options, resume_from="latest")).run
     whole = train(dataclasses.replace(options, run_name="whole")).run
     assert set(whole.state.snapshots) == SNAPSHOTS[name]
     for part in ("parameters", *SNAPSHOTS[name]):
-        one, two = (r.state.parameters if part == "parameters" else r.state.snapshots[part] for r in (whole, resumed))
+        one, two = (
+            r.state.parameters if part == "parameters" else r.state.snapshots[part]
+            for r in (whole, resumed)
+        )
         assert any(p.any() for n, p in one.items() if "lora_B" in n)
         assert all(torch.equal(p, two[n]) for n, p in one.items())
     row = rows_of(options, "train")[1]
     assert {f"train/{metric}" for metric in METRICS[name]} <= row.keys()
     if name == "flow_dppo":  # the second pass over an epoch
-        assert row["train/divergence_max"] > row["train/divergence_mean"] > 0 and row["train/masked_positive"] > 0
+        assert (
+            row["train/divergence_max"] > row["train/divergence_mean"] > 0
+            and row["train/masked_positive"] > 0
+        )
 
 
 @pytest.mark.slow
@@ -52,9 +65,15 @@ def test_two_processes_are_one(tiny_flux_dir, tmp_path, name):
     changes = {"train__loss_type": name, **COMPARABLE, **RUNS[name]}
     for folder, processes in (("one", 1), ("two", 2)):
         run_to_end(tiny_flux_dir, tmp_path / folder, processes, **changes)
-    one, two = ([row for row in rows(tmp_path / folder) if "train/loss" in row] for folder in ("one", "two"))
+    one, two = (
+        [row for row in rows(tmp_path / folder) if "train/loss" in row] for folder in ("one", "two")
+    )
     for before, after in zip(one, two, strict=True):
-        for key in ("train/loss", "train/grad_norm", *(f"train/{metric}" for metric in METRICS[name])):
+        for key in (
+            "train/loss",
+            "train/grad_norm",
+            *(f"train/{metric}" for metric in METRICS[name]),
+        ):
             assert after[key] == pytest.approx(before[key], rel=1e-3, abs=1e-6), key
     for part in ("trainable", *SNAPSHOTS[name]):
         before, after = (weights(tmp_path / folder, part) for folder in ("one", "two"))
@@ -63,8 +82,14 @@ def test_two_processes_are_one(tiny_flux_dir, tmp_path, name):
 
 @pytest.fixture
 def dgpo_run(tiny_flux_dir, tmp_path):
-    changes = {"train__loss_type": "dgpo", "train__dgpo_clip_range": "None", "train__max_grad_norm": 1e9}
-    return build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **SIGMAS | changes))
+    changes = {
+        "train__loss_type": "dgpo",
+        "train__dgpo_clip_range": "None",
+        "train__max_grad_norm": 1e9,
+    }
+    return build_run(
+        tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **SIGMAS | changes)
+    )
 
 
 def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
@@ -77,7 +102,9 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
     rollouts = sampled(run)[0]
     advantages = np.linspace(-1, 1, 8)
     found = {}
-    run.state.optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in run.state.parameters.items()})
+    run.state.optimizer.step = lambda: found.update(
+        {n: p.grad.clone() for n, p in run.state.parameters.items()}
+    )
     run.updater.run(rollouts, advantages, np.ones(8, bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
     steps = run.updater._steps(Pass(rollouts, advantages, epoch=0), np.arange(8))
@@ -98,7 +125,9 @@ def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_ru
     updater.objective = dataclasses.replace(updater.objective, group_weights=None)
     assert [len(chunk) for chunk in updater._chunks(item_ids, 3, 0)] == [4, 4]
     rollouts = sampled(dgpo_run)[0]
-    passes = [updater._steps(Pass(rollouts, np.zeros(8), 0, inner), np.arange(2)) for inner in range(16)]
+    passes = [
+        updater._steps(Pass(rollouts, np.zeros(8), 0, inner), np.arange(2)) for inner in range(16)
+    ]
     assert len({step.epoch_seed for steps in passes for step in steps}) == 16
     assert [steps[0].inner_epoch for steps in passes] == list(range(16))
     assert len({tuple(step.index for step in steps) for steps in passes}) > 1

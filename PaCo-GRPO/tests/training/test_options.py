@@ -29,7 +29,9 @@ def make(tiny_flux_dir, tmp_path_factory):
 
 def test_sampling_does_not_depend_on_the_batch(make):
     run = make()
-    (_, four, scores_four), (_, three, scores_three) = (sampled(run, batch_size=size) for size in (4, 3))
+    (_, four, scores_four), (_, three, scores_three) = (
+        sampled(run, batch_size=size) for size in (4, 3)
+    )
     torch.testing.assert_close(four, three, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(scores_four, scores_three, atol=0.5)
 
@@ -45,15 +47,25 @@ def weights_after(make):
 
     @functools.cache
     def weights(changes: tuple) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in one_epoch(make(**dict(changes))).state.parameters.values()])
+        return torch.cat(
+            [
+                p.detach().flatten()
+                for p in one_epoch(make(**dict(changes))).state.parameters.values()
+            ]
+        )
 
     return lambda **changes: weights(tuple(sorted(changes.items())))
 
 
-FLAT = {"train__adam_epsilon": 0.1}  # Adam's steps then show the size of gradients, not their sign alone
+FLAT = {
+    "train__adam_epsilon": 0.1
+}  # Adam's steps then show the size of gradients, not their sign alone
 TWO_STEPS = {"train__gradient_step_per_epoch": 2}
 TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness': 20}"}
-SUM = {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"reward_weights": {"brightness": 0, "redness": 1}}}
+SUM = {
+    "name": "weighted_advantage_sum_aggregate_fn",
+    "arguments": {"reward_weights": {"brightness": 0, "redness": 1}},
+}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +128,9 @@ def test_options_that_must_not_change_the_update(weights_after):
         ("sample__reward_batch_size", 1),
     ):  # fmt: skip
         changed = weights_after(**common, **{name: value}) - start
-        torch.testing.assert_close(changed, step, rtol=1e-3, atol=1e-5 * float(step.abs().max()), msg=name)
+        torch.testing.assert_close(
+            changed, step, rtol=1e-3, atol=1e-5 * float(step.abs().max()), msg=name
+        )
 
 
 def test_steps_without_noise_are_merged_where_that_only_rounds(make):
@@ -135,7 +149,9 @@ def test_lora_size_and_start(make):
     assert other.state.policy.transformer.peft_config["default"].lora_alpha == 6
     adapter = Path(run.folder) / "checkpoints" / "epoch_0001" / "adapter"
     started = make(train__lora_path=str(adapter))
-    assert all(torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items())
+    assert all(
+        torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items()
+    )
 
 
 def test_full_training_without_lora(make):
@@ -150,7 +166,9 @@ def test_options_of_the_evaluation(make):
     for changes in ({}, {"test__num_steps": 3}, {"test__seed": 5}, {"test__resolution": 40}):
         run = make(num_epochs=0, sample__reward_batch_size=2, **changes)
         score = run.rewards.test["brightness"]
-        run.rewards.test["brightness"] = lambda *given, score=score: sizes.append(len(given[0])) or score(*given)
+        run.rewards.test["brightness"] = lambda *given, score=score: (
+            sizes.append(len(given[0])) or score(*given)
+        )
         Trainer(run).fit()
         images.add((run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes())
     assert len(images) == 4 and sizes == [2, 2, 1] * 4
@@ -179,7 +197,9 @@ def test_test_rewards_may_differ(make):
 def test_item_size(make, tmp_path):
     rows = [{"prompt": "1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 32}] * 2
     for split in ("train", "test"):
-        (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{split}_metadata.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     for mode, size in (("exact", (32, 16)), ("aspect", (48, 24))):
         run = make(dataset=str(tmp_path), item_size=mode, num_epochs=0)
         Trainer(run).fit()
@@ -209,7 +229,11 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
     names = make(train__lora_targets="attn.to_q,attn.to_k").state.parameters
     assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in names} == {"to_q", "to_k"}
     changes = {"pretrained__image_positions": "mrope", "health__probe_images": 0}
-    run = build_run(tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes))
+    run = build_run(
+        tiny_edit_options(
+            "toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes
+        )
+    )
     assert run.state.policy.pipeline_setup
 
 
@@ -218,24 +242,38 @@ def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
     changes = {"sample__guidance_scale": 4.0, "train__resolution": 32,
                "train__loss_type": "dgpo", "train__num_sigmas": 2, "train__sigma_one": True}  # fmt: skip
     latents = {}
-    for reference, text in (("guided", "' '"), ("base", "' '"), ("base", "None"), ("guided", "None")):
+    for reference, text in (
+        ("guided", "' '"),
+        ("base", "' '"),
+        ("base", "None"),
+        ("guided", "None"),
+    ):
         more = {"train__dgpo_reference": reference, "sample__negative_prompt": text}
         folder = tmp_path / f"{reference}{len(latents)}"
-        options = tiny_edit_options("toy_qwen_edit", tiny_folder("qwen_image_edit"), folder, **changes | more)
+        options = tiny_edit_options(
+            "toy_qwen_edit", tiny_folder("qwen_image_edit"), folder, **changes | more
+        )
         if (reference, text) == ("guided", "None"):
             with pytest.raises(ConfigError, match="loss_type='dgpo' with a guided"):
                 build_run(options)
         else:
             latents[reference, text] = sampled(build_run(options))[1]
     never = latents["base", "None"]
-    assert torch.equal(latents["guided", "' '"], never) and not torch.equal(latents["base", "' '"], never)
+    assert torch.equal(latents["guided", "' '"], never) and not torch.equal(
+        latents["base", "' '"], never
+    )
 
 
 def test_memory_precision_and_prompt_options(make, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
     for chosen in (False, True):  # True is the default
-        run = one_epoch(make(enable_mem_log=chosen, allow_tf32=chosen, dataset=tmp_path, prompt_fn="text"))
+        run = one_epoch(
+            make(enable_mem_log=chosen, allow_tf32=chosen, dataset=tmp_path, prompt_fn="text")
+        )
         assert ("memory/peak_rss_mb" in rows_of(run.options, "train")[0]) == chosen
         assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == chosen
-        assert [item.prompt for item in (*run.train_items, *run.test_items)] == ["a train prompt", "a test prompt"]
+        assert [item.prompt for item in (*run.train_items, *run.test_items)] == [
+            "a train prompt",
+            "a test prompt",
+        ]

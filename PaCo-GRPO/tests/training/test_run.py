@@ -31,7 +31,9 @@ def folder_of(config) -> Path:
 def finished(tiny_flux_dir, tmp_path_factory):
     """Three epochs without interruption, with evaluations; read only."""
     folder = tmp_path_factory.mktemp("finished")
-    config = tiny_options(tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, **THREE_EPOCHS)
+    config = tiny_options(
+        tiny_flux_dir, folder, logging_platform="tensorboard", eval_freq=2, **THREE_EPOCHS
+    )
     train(config)
     return config
 
@@ -44,14 +46,25 @@ def test_what_a_run_writes(finished):
     ]  # fmt: skip
     names = "train/loss train/ratio_mean train/grad_norm reward/brightness_cv reward/missing_share time/epoch_s"
     assert all(isinstance(rows[1][name], float) for name in names.split())
-    assert {"eval/brightness_mean", "eval/brightness_stderr", "eval/num_images", "time/eval_s"} <= rows[0].keys()
+    assert {
+        "eval/brightness_mean",
+        "eval/brightness_stderr",
+        "eval/num_images",
+        "time/eval_s",
+    } <= rows[0].keys()
     for epoch in (0, 2, 3):
-        names = {path.name for path in (folder / "eval" / ckpt.checkpoint_name(epoch)).glob("*.png")}
+        names = {
+            path.name for path in (folder / "eval" / ckpt.checkpoint_name(epoch)).glob("*.png")
+        }
         assert names == {"sheet.png", *(f"{i:05d}.png" for i in range(5))}
-    assert (folder / "checkpoints" / "epoch_0003" / "diffusers" / "pytorch_lora_weights.safetensors").is_file()
+    assert (
+        folder / "checkpoints" / "epoch_0003" / "diffusers" / "pytorch_lora_weights.safetensors"
+    ).is_file()
     assert list((folder / "tensorboard").iterdir())
     saved = json.loads((folder / "checkpoints/epoch_0003/state/trainer.json").read_text())
-    assert saved["epoch"] == saved["sampler"]["epoch"] == 3  # each epoch has prompts and seeds of its own
+    assert (
+        saved["epoch"] == saved["sampler"]["epoch"] == 3
+    )  # each epoch has prompts and seeds of its own
     assert load_options(str(folder / "config.yaml")) == finished
 
 
@@ -63,9 +76,13 @@ def test_evaluation_rows_are_the_scores_of_the_images(finished):
     for row in rows:
         with Image.open(folder / row["file"]) as image:
             pixels = np.asarray(image, dtype=np.float64) / 255
-        assert row["rewards"]["brightness"] == pytest.approx((pixels[..., 0].mean() - pixels[..., 2].mean()) * 100)
+        assert row["rewards"]["brightness"] == pytest.approx(
+            (pixels[..., 0].mean() - pixels[..., 2].mean()) * 100
+        )
     last = rows_of(finished, "eval")[-1]
-    assert last["eval/brightness_mean"] == pytest.approx(np.mean([row["rewards"]["brightness"] for row in rows]))
+    assert last["eval/brightness_mean"] == pytest.approx(
+        np.mean([row["rewards"]["brightness"] for row in rows])
+    )
 
 
 def test_saved_adapter_is_the_average(finished):
@@ -73,7 +90,10 @@ def test_saved_adapter_is_the_average(finished):
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     ema = load_file(folder / "state" / "ema.safetensors")
     trained = load_file(folder / "state" / "trainable.safetensors")
-    by_name = {name: adapter[f"base_model.model.{name.replace('.default.weight', '.weight')}"] for name in ema}
+    by_name = {
+        name: adapter[f"base_model.model.{name.replace('.default.weight', '.weight')}"]
+        for name in ema
+    }
     assert all(torch.equal(by_name[name], ema[name]) for name in ema)
     assert any(not torch.equal(trained[name], ema[name]) for name in ema)
 
@@ -87,7 +107,9 @@ def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatc
 
     def signal_then_steps(*arguments):
         calls.append(1)
-        if len(calls) == 3 + 2 * step:  # four micro-batches an epoch; the first of this optimizer step, in epoch 2
+        if (
+            len(calls) == 3 + 2 * step
+        ):  # four micro-batches an epoch; the first of this optimizer step, in epoch 2
             os.kill(os.getpid(), signal.SIGTERM)
         return steps(*arguments)
 
@@ -108,20 +130,28 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
         build_run(finished)
 
 
-def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(tiny_flux_dir, tmp_path, caplog):
+def test_latest_without_a_checkpoint_starts_and_old_checkpoints_are_removed(
+    tiny_flux_dir, tmp_path, caplog
+):
     config = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", num_checkpoint_limit=1)
     train(config)
     assert "has no checkpoint" in caplog.text
     assert [row["epoch"] for row in rows_of(config, "train")] == [1, 2]
-    assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == ["epoch_0002"]
+    assert [p.name for p in ckpt.list_checkpoints(folder_of(config) / "checkpoints")] == [
+        "epoch_0002"
+    ]
 
 
 def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path, caplog):
-    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0)
+    config = tiny_options(
+        tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0
+    )
     with caplog.at_level("INFO"):
         train(config)
     assert re.search(r"epoch 1/50: brightness .*; 0\.0 min left", caplog.text)
-    assert re.search(r"evaluation after epoch 1: 5 images, brightness -?[0-9.]+ ± [0-9.]+", caplog.text)
+    assert re.search(
+        r"evaluation after epoch 1: 5 images, brightness -?[0-9.]+ ± [0-9.]+", caplog.text
+    )
     assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 
@@ -140,7 +170,9 @@ def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path):
     config = tiny_options(tiny_flux_dir, tmp_path)
     run = build_run(config)
     before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
-    next(iter(run.state.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    next(iter(run.state.parameters.values())).register_hook(
+        lambda gradient: gradient * float("inf")
+    )
     with pytest.raises(TrainingStopped, match="the gradient is .*epoch 1 before optimizer step 1"):
         Trainer(run).fit()
     assert all(torch.equal(before[n], p) for n, p in run.state.parameters.items())

@@ -13,7 +13,9 @@ from paco_grpo.training.trainer import Trainer
 
 @pytest.fixture
 def make(tiny_flux_dir, tmp_path_factory):
-    return lambda **changes: tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes)
+    return lambda **changes: tiny_options(
+        tiny_flux_dir, tmp_path_factory.mktemp("speed"), **changes
+    )
 
 
 def test_exact_options_change_no_bit(make):
@@ -21,22 +23,30 @@ def test_exact_options_change_no_bit(make):
     run = build_run(make(speed__offload_vae=True))
     run.state.policy.offload(text_encoders=True, vae=True)  # as on CUDA
     Trainer(run).fit()
-    assert all(torch.equal(parameter, plain[name]) for name, parameter in run.state.parameters.items())
+    assert all(
+        torch.equal(parameter, plain[name]) for name, parameter in run.state.parameters.items()
+    )
 
 
 def test_compilation_and_attention_are_set(make):
     run = build_run(make(speed__compile=True, speed__attention="_native_math"))
     for block in run.state.policy.transformer.transformer_blocks:
-        assert block._compiled_call_impl and block.attn.processor._attention_backend == "_native_math"
+        assert (
+            block._compiled_call_impl and block.attn.processor._attention_backend == "_native_math"
+        )
 
 
 def test_old_log_probs_come_from_the_graph_that_is_trained(make):
     """A compiled block has one graph for sampling and another one for training: here they differ visibly."""
     config = make(num_epochs=1)
     run = build_run(config)
-    run.updater.options = dataclasses.replace(run.options, speed=dataclasses.replace(run.options.speed, compile=True))
+    run.updater.options = dataclasses.replace(
+        run.options, speed=dataclasses.replace(run.options.speed, compile=True)
+    )
     velocity = run.state.policy.velocity
-    run.state.policy.velocity = lambda *arguments: velocity(*arguments) + 0.1 * torch.is_grad_enabled()
+    run.state.policy.velocity = lambda *arguments: (
+        velocity(*arguments) + 0.1 * torch.is_grad_enabled()
+    )
     Trainer(run).epoch()
     assert run.state.recompute_old is True
     assert rows_of(config, "train")[0]["train/ratio_deviation"] < 1e-5
@@ -46,11 +56,21 @@ def test_text_length_of_the_data_set(make, caplog, monkeypatch):
     run = build_run(make(max_sequence_length=0))
     assert run.options.max_sequence_length == 64
     assert run.state.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
-    assert "will be truncated" not in caplog.text and "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
+    assert (
+        "will be truncated" not in caplog.text
+        and "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
+    )
     with monkeypatch.context() as patch:
-        patch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded"))
-        for changes, named in (({"max_sequence_length": 600}, "600.*512"), ({"speed__attention": "flash3"}, "'flash3'")):
-            with pytest.raises(USER_ERRORS, match=f"config.{next(iter(changes)).replace('__', '.')}={named}"):
+        patch.setattr(
+            "paco_grpo.training.build.load_generator", lambda *_: pytest.fail("weights were loaded")
+        )
+        for changes, named in (
+            ({"max_sequence_length": 600}, "600.*512"),
+            ({"speed__attention": "flash3"}, "'flash3'"),
+        ):
+            with pytest.raises(
+                USER_ERRORS, match=f"config.{next(iter(changes)).replace('__', '.')}={named}"
+            ):
                 build_run(make(**changes))
     build_run(make(max_sequence_length=16))
     assert "7 of 7 prompts are longer than config.max_sequence_length=16 tokens" in caplog.text
@@ -72,8 +92,14 @@ def test_an_epoch_computes_each_thing_once(make, tmp_path):
             output[0].register_hook(lambda gradient: counted.update(backward=images))
 
     run.state.policy.transformer.register_forward_hook(forward, with_kwargs=True)
-    for name, module in (("clip", pipeline.text_encoder), ("t5", pipeline.text_encoder_2), ("vae", pipeline.vae.decoder)):
-        module.register_forward_hook(lambda _, arguments, output, name=name: counted.update({name: len(arguments[0])}))
+    for name, module in (
+        ("clip", pipeline.text_encoder),
+        ("t5", pipeline.text_encoder_2),
+        ("vae", pipeline.vae.decoder),
+    ):
+        module.register_forward_hook(
+            lambda _, arguments, output, name=name: counted.update({name: len(arguments[0])})
+        )
     run.probe.measure()
     counted.clear()
     trainer.epoch()

@@ -20,7 +20,9 @@ def rewards(**weights):
     return repr({f"reward_factories:{name}": weight for name, weight in weights.items()})
 
 
-def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(tiny_flux_dir, tmp_path):
+def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(
+    tiny_flux_dir, tmp_path
+):
     """The second epoch of eight images: the first call of two images is good, the next one fails while sampling goes on."""
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1), sample__batch_size=2,
                            train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
@@ -28,17 +30,26 @@ def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_save
     with pytest.raises(TrainingStopped, match="the reward broke at 2 images") as stopped:
         train(options)
     assert isinstance(stopped.value.__cause__ or stopped.value.__context__, ScoringError)
-    assert [path.name for path in files.list_checkpoints(tmp_path / "runs/run/checkpoints")] == ["epoch_0001"]
+    assert [path.name for path in files.list_checkpoints(tmp_path / "runs/run/checkpoints")] == [
+        "epoch_0001"
+    ]
 
 
 def test_an_aggregation_that_fails_stops_with_all_saved_and_closed(tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation")
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation"
+    )
     trainer, closed = Trainer(build_run(options)), []
-    trainer.run.tracker = SimpleNamespace(close=lambda: closed.append("tracker"), log=lambda *_: None)
+    trainer.run.tracker = SimpleNamespace(
+        close=lambda: closed.append("tracker"), log=lambda *_: None
+    )
     trainer.accelerator.end_training = lambda: closed.append("processes")
     with pytest.raises(TrainingStopped, match="aggregate_fn.*cannot join these"):
         trainer.fit()
-    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == ["processes", "tracker"]
+    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == [
+        "processes",
+        "tracker",
+    ]
 
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
@@ -57,7 +68,15 @@ def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
     (runs / "mine" / "notes").mkdir(parents=True)
     for name in ("", "run", "run", "mine"):  # the second time, the first one's lock is gone
         with pytest.raises(Exception, match="nowhere"):
-            build_run(tiny_options(tiny_flux_dir, tmp_path, save_dir=runs, run_name=name, dataset=tmp_path / "nowhere"))
+            build_run(
+                tiny_options(
+                    tiny_flux_dir,
+                    tmp_path,
+                    save_dir=runs,
+                    run_name=name,
+                    dataset=tmp_path / "nowhere",
+                )
+            )
     assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
 
 
@@ -70,7 +89,11 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"lora_alpha.*16.*64.*resume_changed"):
         build_run(louder)
     prompts = write_prompts(tmp_path / "others", train=5)
-    for name, value in (("dataset", prompts), ("train__loss_type", "nft"), ("pretrained__model", tiny_flux_dir)):
+    for name, value in (
+        ("dataset", prompts),
+        ("train__loss_type", "nft"),
+        ("pretrained__model", tiny_flux_dir),
+    ):
         with pytest.raises(ConfigError, match=f"another config.{name.replace('__', '.')} "):
             build_run(tiny_options(flux, tmp_path, resume_from="latest", **{name: value}))
     (file,) = (flux / "transformer").glob("*.safetensors")
@@ -84,7 +107,10 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run = build_run(dataclasses.replace(again, seed=7))
     run.close()
-    assert "config.seed: 42 -> 7" in caplog.text and "lora_alpha" not in caplog.text.partition("seed")[2]
+    assert (
+        "config.seed: 42 -> 7" in caplog.text
+        and "lora_alpha" not in caplog.text.partition("seed")[2]
+    )
     build_run(dataclasses.replace(louder, resume_changed=True)).close()
 
 
@@ -104,14 +130,18 @@ def mine():
     overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1)
     del overrides["train.aggregate_fn"]
     first = train(load_options(f"{tmp_path}/grpo.py:mine", overrides.items())).run
-    again = load_options(str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")])
+    again = load_options(
+        str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")]
+    )
     assert again.train.aggregate_fn == f"{tmp_path}/grpo.py:negated"
     assert train(again).run.rewards.aggregate_fn(r={"x": 1}) == {"x": -1}
     assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
 @pytest.mark.parametrize("objective", ["ppo", "awm"])
-def test_the_reference_may_be_the_adapter_that_training_starts_from(tiny_flux_dir, tmp_path, objective):
+def test_the_reference_may_be_the_adapter_that_training_starts_from(
+    tiny_flux_dir, tmp_path, objective
+):
     """Until the first update, the distance to the reference and the KL are 0 with it, and not with the base."""
     first = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__learning_rate=0.1)
     train(first)

@@ -36,7 +36,16 @@ from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.results import BenchError, Row, read_rows
-from paco_eval.runner import HUB_MODEL, Item, Prepared, exit_status, new_parser, parse, run_benchmark, run_judge
+from paco_eval.runner import (
+    HUB_MODEL,
+    Item,
+    Prepared,
+    exit_status,
+    new_parser,
+    parse,
+    run_benchmark,
+    run_judge,
+)
 from paco_judge.client import Pair
 from paco_judge.grid import split_prompt
 from paco_judge.images import load_image
@@ -68,7 +77,9 @@ def find_bench(dataset_dir: str | None) -> Path:
     for folder in (folder for place in places for folder in (Path(place) / BENCH, Path(place))):
         if (folder / RANKS).is_file():
             return folder
-    raise BenchError(f"no {BENCH} in {', '.join(places)}; download it with {DOWNLOAD}, or pass --dataset_dir")
+    raise BenchError(
+        f"no {BENCH} in {', '.join(places)}; download it with {DOWNLOAD}, or pass --dataset_dir"
+    )
 
 
 def unpack_images(root: Path) -> None:
@@ -83,17 +94,25 @@ def unpack_images(root: Path) -> None:
             inner = unpacked / "images"  # the archive may hold the folder or what is in it
             (inner if inner.is_dir() else unpacked).rename(images)
     except (OSError, BadZipFile) as error:
-        raise BenchError(f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}") from error
+        raise BenchError(
+            f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}"
+        ) from error
 
 
 def load_bench(dataset_dir: str | None, question: Question) -> list[Item]:
     """The rankings of the benchmark in a folder (see ``find_bench``), asked with ``question``."""
     root = find_bench(dataset_dir)
     unpack_images(root)
-    prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)} if question.fields else {}
+    prompts = (
+        {str(row.get("idx")): row for row in read_rows(root / PROMPTS)} if question.fields else {}
+    )
     items = []
     for index, row in enumerate(read_rows(root / RANKS)):
-        fields = {"index": index, "folder": str(row.get("folder")), "ref_image": str(row.get("ref_image"))}
+        fields = {
+            "index": index,
+            "folder": str(row.get("folder")),
+            "ref_image": str(row.get("ref_image")),
+        }
         items.append(Item(fields, partial(prepare, root, prompts, question, row)))
     return items
 
@@ -106,7 +125,9 @@ def prepare(root: Path, prompts: dict[str, Row], question: Question, row: Row) -
     """
     listed, ranked, name = list(row["comp_images"]), list(row["rank_images"]), row["folder"]
     if sorted(listed) != sorted(ranked) or len(set(listed)) != len(listed) or len(listed) < 2:
-        raise ValueError(f"rank_images {ranked} are not a permutation of two or more comp_images {listed}")
+        raise ValueError(
+            f"rank_images {ranked} are not a permutation of two or more comp_images {listed}"
+        )
     order = [listed.index(image) for image in ranked]
     prompt = prompts.get(name) or prompts.get(name.lstrip("0") or "0", {})
     if question.fields and not prompt:
@@ -116,17 +137,26 @@ def prepare(root: Path, prompts: dict[str, Row], question: Question, row: Row) -
     texts = [text for dimension in asked.values() for text in dimension]
     folder = root / "images" / name
     names = (row["ref_image"], *listed)
-    reference, *candidates = (load_image((root if (root / n).is_file() else folder) / n) for n in names)
+    reference, *candidates = (
+        load_image((root if (root / n).is_file() else folder) / n) for n in names
+    )
     pairs = [Pair(reference, candidate, text) for candidate in candidates for text in texts]
 
     def to_row(values: list[float]) -> Row:
         answers = iter(values)
         scores = [
-            mean_over_dimensions({dimension: [next(answers) for _ in named] for dimension, named in asked.items()})
+            mean_over_dimensions(
+                {dimension: [next(answers) for _ in named] for dimension, named in asked.items()}
+            )
             for _ in candidates
         ]
         predicted = [listed[i] for i in predicted_order(scores)]
-        found = {"comp_images": listed, "rank_images": ranked, "scores": scores, "predicted_images": predicted}
+        found = {
+            "comp_images": listed,
+            "rank_images": ranked,
+            "scores": scores,
+            "predicted_images": predicted,
+        }
         return found | {"metrics": rank_metrics(scores, order)}
 
     return pairs, to_row
@@ -171,24 +201,35 @@ def _correlation(function: Callable, first: Sequence[float], second: Sequence[fl
 
 def evaluate(args: argparse.Namespace) -> int:
     """Rank the candidates; returns the number of items without a result."""
-    question = load_question(args.question or TEMPLATES[args.prompt_template], ("theme", "criterion"))
+    question = load_question(
+        args.question or TEMPLATES[args.prompt_template], ("theme", "criterion")
+    )
     if args.scorer is None:
         version = f"-v{question.name if args.question else args.prompt_template}"
         return run_judge(args, load_bench(args.dataset_dir, question), (question,), version)
     items = load_bench(args.dataset_dir, load_question("pair"))  # a baseline ignores the question
-    file, make = Path(args.results_dir) / f"{args.scorer}.jsonl", partial(make_baseline, args.scorer, args.batch_size)
+    file, make = (
+        Path(args.results_dir) / f"{args.scorer}.jsonl",
+        partial(make_baseline, args.scorer, args.batch_size),
+    )
     return run_benchmark(items, file, {"model": BASELINES[args.scorer]}, make, args.batch_size)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--scorer", choices=BASELINES, help="an image similarity instead of the judge")
-    parser.add_argument("--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../..")
+    parser.add_argument(
+        "--scorer", choices=BASELINES, help="an image similarity instead of the judge"
+    )
+    parser.add_argument(
+        "--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../.."
+    )
     question = parser.add_mutually_exclusive_group()
     text = "shipped template, or text file with {theme}, {criterion} or neither"
     question.add_argument("--question", metavar="NAME|FILE", help=text)
     text = f"1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: {DEFAULT_TEMPLATE}"
-    question.add_argument("--prompt_template", type=int, choices=TEMPLATES, default=DEFAULT_TEMPLATE, help=text)
+    question.add_argument(
+        "--prompt_template", type=int, choices=TEMPLATES, default=DEFAULT_TEMPLATE, help=text
+    )
     args = parse(parser, arguments)
     if args.scorer:  # a baseline asks no judge
         judge = ("server", "engine", "adapter", "question", "prompt_template", *vars(DEFAULT_FORM))

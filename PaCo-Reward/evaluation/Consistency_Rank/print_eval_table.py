@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results_dir", default="results")
     parser.add_argument("--output_file", default="results_summary.txt")
     parser.add_argument("--output_format", choices=("txt", "latex"), default="txt")
-    parser.add_argument("--print_std", action="store_true", help="mean and standard deviation over items")
+    parser.add_argument(
+        "--print_std", action="store_true", help="mean and standard deviation over items"
+    )
     return exit_status(tables, parser.parse_args(arguments))
 
 

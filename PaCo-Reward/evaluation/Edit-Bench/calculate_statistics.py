@@ -32,20 +32,29 @@ KINDS = ("strict", "lenient")
 def parse_row(row: Row) -> Row:
     """The columns that the tables need."""
     (better, worse), task = map(float, row["scores"]), str(row["task_type"])
-    columns = {"dimension": row["dimension"], "group": GROUP_OF.get(task, "other"), "task type": task}
+    columns = {
+        "dimension": row["dimension"],
+        "group": GROUP_OF.get(task, "other"),
+        "task type": task,
+    }
     return columns | {"strict": better > worse, "lenient": better >= worse, "ties": better == worse}
 
 
 def group_table(results: pd.DataFrame) -> pd.DataFrame:
     """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
     keys = ["model", "dimension", "right when"]
-    every = results.melt(["model", "dimension", "group", "task type", "ties"], [*KINDS], keys[2], "right")
+    every = results.melt(
+        ["model", "dimension", "group", "task type", "ties"], [*KINDS], keys[2], "right"
+    )
     every[keys[2]] = pd.Categorical(every[keys[2]], KINDS)
     table = every.pivot_table("right", keys, "group", observed=True).reindex(columns=[*GROUPS])
     rows = every.groupby(keys, observed=True)
     table.insert(0, "pairs", rows.size())
     tasks = every.groupby([*keys, "task type"], observed=True)["right"].mean()
-    means = {"average": rows["right"].mean(), "task mean": tasks.groupby(keys, observed=True).mean()}
+    means = {
+        "average": rows["right"].mean(),
+        "task mean": tasks.groupby(keys, observed=True).mean(),
+    }
     return table.assign(**means, ties=rows["ties"].sum().astype(int)).reset_index()
 
 
@@ -74,10 +83,14 @@ def save_tables(results_dir: Path, output: str, model: str | None = None) -> Non
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--results_dir", "--result_dir", default="results")
-    parser.add_argument("--output", default="results_summary", help="written as <output>.txt and <output>.tex")
+    parser.add_argument(
+        "--output", default="results_summary", help="written as <output>.txt and <output>.tex"
+    )
     parser.add_argument("--backbone", help="only the results of this model")
     args = parser.parse_args(arguments)
-    return exit_status(lambda args: save_tables(Path(args.results_dir), args.output, args.backbone), args)
+    return exit_status(
+        lambda args: save_tables(Path(args.results_dir), args.output, args.backbone), args
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ HUB_NAME = "EditScore/EditReward-Bench"
 COLUMNS = ("key", "instruction", "task_type", "dimension"), ("input_image", "output_images")
 
 
-def load_bench(dataset: str | None, questions: Sequence[Question], resize_edits: bool = False) -> list[Item]:
+def load_bench(
+    dataset: str | None, questions: Sequence[Question], resize_edits: bool = False
+) -> list[Item]:
     """Read all rows but not their images (see ``open_source``).
 
     ``resize_edits``: every edit gets the size of its input image (Pillow's default resampling).
@@ -50,9 +52,14 @@ def load_bench(dataset: str | None, questions: Sequence[Question], resize_edits:
     return items
 
 
-def prepare(row: Row, pictures: Pictures, questions: Sequence[Question], resize_edits: bool) -> Prepared:
+def prepare(
+    row: Row, pictures: Pictures, questions: Sequence[Question], resize_edits: bool
+) -> Prepared:
     """A row's pairs (all questions on the better edit, then on the worse), and the function that makes its result."""
-    task, asked = str(row["task_type"]), editing_texts(questions, row["instruction"], row["dimension"])
+    task, asked = (
+        str(row["task_type"]),
+        editing_texts(questions, row["instruction"], row["dimension"]),
+    )
     before, *edits = pictures()
     if resize_edits:
         edits = [edit.resize(before.size) for edit in edits]
@@ -73,8 +80,12 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     text = "shipped templates or text files: is the rest kept, is the instruction followed; one alone decides every "
     text += "dimension; default: " + " ".join(EDITING)
     parser.add_argument("--question", nargs="+", metavar="NAME|FILE", help=text)
-    parser.add_argument("--resize_edits", action="store_true", help="show edits at the size of their input image")
-    parser.add_argument("--output", default="results_summary", help="the tables: <output>.txt and <output>.tex")
+    parser.add_argument(
+        "--resize_edits", action="store_true", help="show edits at the size of their input image"
+    )
+    parser.add_argument(
+        "--output", default="results_summary", help="the tables: <output>.txt and <output>.tex"
+    )
     return parse(parser, arguments)
 
 

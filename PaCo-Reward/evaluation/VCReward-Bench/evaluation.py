@@ -50,13 +50,17 @@ def winner_index(winner: Any, from_one: bool) -> int:
     return names.index(given) % 2
 
 
-def prepare(row: Row, pictures: Pictures, question: Question, compares: bool, from_one: bool) -> Prepared:
+def prepare(
+    row: Row, pictures: Pictures, question: Question, compares: bool, from_one: bool
+) -> Prepared:
     """A row's two questions and the function that makes its result."""
     instruction = str(row["instruction"]).strip()
     text = question.text(instruction=instruction, prompt=instruction)
     told = {"task": str(row["task"]), "winner": winner_index(row["winner"], from_one)}
     before, a, b = pictures()
-    pairs = [Pair(before, one, text, (other,) if compares else ()) for one, other in ((a, b), (b, a))]
+    pairs = [
+        Pair(before, one, text, (other,) if compares else ()) for one, other in ((a, b), (b, a))
+    ]
     return pairs, lambda scores: told | {"scores": scores}
 
 
@@ -73,7 +77,9 @@ def save_tables(results_dir: Path, output: str) -> None:
     by_model = results.groupby("model")
     table = results.pivot_table(index="model", columns="task", values="right", aggfunc="mean")
     table.insert(0, "pairs", by_model.size())
-    table = table.assign(average=by_model["right"].mean(), ties=by_model["ties"].sum().astype(int)).reset_index()
+    table = table.assign(
+        average=by_model["right"].mean(), ties=by_model["ties"].sum().astype(int)
+    ).reset_index()
     write_tables(output, table)
 
 
@@ -93,9 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
     text = f"hub name, folder or file; default: VCReward-Bench in ., .. or ../.., else {HUB_NAME}"
     parser.add_argument("--dataset", "--dataset_dir", help=text)
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--question", default=QUESTION, metavar="NAME|FILE", help="about one edit; default: %(default)s")
-    asked.add_argument("--compare", metavar="NAME|FILE", help="about both edits: is the first better?")
-    parser.add_argument("--output", default="results_summary", help="the table: <output>.txt and <output>.tex")
+    asked.add_argument(
+        "--question",
+        default=QUESTION,
+        metavar="NAME|FILE",
+        help="about one edit; default: %(default)s",
+    )
+    asked.add_argument(
+        "--compare", metavar="NAME|FILE", help="about both edits: is the first better?"
+    )
+    parser.add_argument(
+        "--output", default="results_summary", help="the table: <output>.txt and <output>.tex"
+    )
     return exit_status(evaluate, parse(parser, arguments))
 
 

@@ -22,17 +22,25 @@ DREAMSIM_TYPE = "ensemble"
 
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once. Raises BenchError without its package."""
-    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}.get(name, ("", None))
+    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}.get(
+        name, ("", None)
+    )
     try:
         describe = _features(load, batch_size) if load else histograms
     except ImportError as error:
-        raise BenchError(f"--scorer {name} needs the package {package} ({error}); pip install {package}") from error
+        raise BenchError(
+            f"--scorer {name} needs the package {package} ({error}); pip install {package}"
+        ) from error
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        images = {id(image): image for pair in pairs for image in pair.images}  # each is described once
+        images = {
+            id(image): image for pair in pairs for image in pair.images
+        }  # each is described once
         described = dict(zip(images, describe(list(images.values())), strict=True))
         a, b = (np.stack([described[id(pair.images[i])] for pair in pairs]) for i in (0, 1))
-        values = (1.0 + (a * b).sum(1)) / 2 if load else np.minimum(a, b).sum(1)  # (1 + cosine) / 2, or the overlap
+        values = (
+            (1.0 + (a * b).sum(1)) / 2 if load else np.minimum(a, b).sum(1)
+        )  # (1 + cosine) / 2, or the overlap
         return [Verdict(value) for value in values.clip(0.0, 1.0).tolist()]
 
     return score
@@ -50,7 +58,9 @@ def _clip(device: str) -> tuple[Callable, Callable]:
     import open_clip
 
     model, pretrained = CLIP
-    clip, _, preprocess = open_clip.create_model_and_transforms(model, pretrained=pretrained, device=device)
+    clip, _, preprocess = open_clip.create_model_and_transforms(
+        model, pretrained=pretrained, device=device
+    )
     clip.eval()
     return preprocess, lambda x: clip.encode_image(x, normalize=True)
 
@@ -79,7 +89,9 @@ def _features(load: Callable[[str], tuple[Callable, Callable]], batch_size: int)
     @torch.inference_mode()
     def describe(images: Sequence[Image.Image]) -> np.ndarray:
         tensors = torch.stack([preprocess(image.convert("RGB")) for image in images])
-        parts = [encode(part.to(device)).double().cpu().numpy() for part in tensors.split(batch_size)]
+        parts = [
+            encode(part.to(device)).double().cpu().numpy() for part in tensors.split(batch_size)
+        ]
         features = np.concatenate(parts)
         return features / np.linalg.norm(features, axis=1, keepdims=True)
 

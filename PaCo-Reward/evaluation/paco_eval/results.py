@@ -38,12 +38,16 @@ def read_rows(file: Path, convert: Callable[[Row], Any] = dict) -> list[Any]:
         for number, line in lines(file):
             rows.append(convert(parse_object(line)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{file} line {number} cannot be used: {type(error).__name__}: {first_line(error)}") from error
+        raise BenchError(
+            f"{file} line {number} cannot be used: {type(error).__name__}: {first_line(error)}"
+        ) from error
     return rows
 
 
 @contextmanager
-def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set[str], Callable[[Row], None]]]:
+def open_results(
+    file: Path, items: list[Row], stamp: Row
+) -> Iterator[tuple[set[str], Callable[[Row], None]]]:
     """The keys of the rows in a results file, and a function that adds a row. A line that a kill cut off is removed.
 
     Args:
@@ -60,11 +64,19 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
 
     def key(row: Row) -> str:
         own = key_of({name: row[name] for name in items[0]})
-        compared = sorted(stamp.keys() - {"model" if "weights" in row and "weights" in stamp else "weights"})
-        other = [f"{name} {row.get(name)}, not {stamp[name]}" for name in compared if row.get(name) != stamp[name]]
+        compared = sorted(
+            stamp.keys() - {"model" if "weights" in row and "weights" in stamp else "weights"}
+        )
+        other = [
+            f"{name} {row.get(name)}, not {stamp[name]}"
+            for name in compared
+            if row.get(name) != stamp[name]
+        ]
         if other or own not in known:
             what = other[0] if other else f"another benchmark's item {own}"
-            raise ValueError(f"a result of {what}; move the file away or pass another --results_dir")
+            raise ValueError(
+                f"a result of {what}; move the file away or pass another --results_dir"
+            )
         return own
 
     def append(row: Row) -> None:
@@ -76,7 +88,9 @@ def open_results(file: Path, items: list[Row], stamp: Row) -> Iterator[tuple[set
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BenchError(f"another run is writing {file}; wait or pass another --results_dir") from error
+            raise BenchError(
+                f"another run is writing {file}; wait or pass another --results_dir"
+            ) from error
         out.truncate(file.read_bytes().rfind(b"\n") + 1)
         yield set(read_rows(file, key)), append
 
@@ -92,11 +106,15 @@ def fingerprint(*places: str | Path) -> str | None:
                 path = Path(snapshot_download(str(path), local_files_only=True))
             except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
                 continue
-        files += sorted(file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file())
+        files += sorted(
+            file for file in path.iterdir() if file.suffix in WEIGHT_FILES and file.is_file()
+        )
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
-            total.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+            total.update(
+                f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
+            )
     return f"sha256:{total.hexdigest()[:32]}" if files else None
 
 
@@ -116,12 +134,16 @@ def as_text(table: pd.DataFrame) -> str:
 
 def as_latex(table: pd.DataFrame) -> str:
     """A booktabs tabular."""
-    return table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True).replace("±", r"$\pm$")
+    return table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True).replace(
+        "±", r"$\pm$"
+    )
 
 
 def write_tables(output: str, *tables: pd.DataFrame) -> None:
     """Print the tables, and write them to ``<output>.txt`` and ``<output>.tex``."""
     text = "\n".join(map(as_text, tables))
-    Path(f"{output}.txt").write_text(text, encoding="utf-8")  # not by with_suffix: a name may be v1.5
+    Path(f"{output}.txt").write_text(
+        text, encoding="utf-8"
+    )  # not by with_suffix: a name may be v1.5
     Path(f"{output}.tex").write_text("\n".join(map(as_latex, tables)), encoding="utf-8")
     print(text, end="")

@@ -32,7 +32,11 @@ class Item:
 
 
 def run_judge(
-    args: argparse.Namespace, items: Sequence[Item], questions: Sequence[Question], version: str, **asked: Any
+    args: argparse.Namespace,
+    items: Sequence[Item],
+    questions: Sequence[Question],
+    version: str,
+    **asked: Any,
 ) -> int:
     """``run_benchmark`` with the judge of the options of ``parse``.
 
@@ -41,14 +45,20 @@ def run_judge(
     """
     places = [args.model, *filter(None, [args.adapter])]
     short = "+".join(Path(os.path.abspath(place)).name for place in places)
-    exact = " + ".join(str(Path(place).resolve()) if Path(place).is_dir() else place for place in places)
+    exact = " + ".join(
+        str(Path(place).resolve()) if Path(place).is_dir() else place for place in places
+    )
     stamp = {"model": exact, "asked": record(questions, form_of(args)) | asked}
     stamp["weights"] = None if args.server else fingerprint(*places)
     make = lambda: ask_once(make_engine(args))  # EditReward-Bench repeats edits
-    return run_benchmark(items, Path(args.results_dir) / f"{short}{version}.jsonl", stamp, make, args.batch_size)
+    return run_benchmark(
+        items, Path(args.results_dir) / f"{short}{version}.jsonl", stamp, make, args.batch_size
+    )
 
 
-def run_benchmark(items: Sequence[Item], file: Path, stamp: Row, make: Callable[[], ScorePairs], batch_size: int) -> int:
+def run_benchmark(
+    items: Sequence[Item], file: Path, stamp: Row, make: Callable[[], ScorePairs], batch_size: int
+) -> int:
     """Append a row to ``file`` for every item that has none; returns the number of items left without a row.
 
     ``stamp``: as of ``open_results``. ``make``: makes the engine; called only if an item is left to score.
@@ -60,11 +70,16 @@ def run_benchmark(items: Sequence[Item], file: Path, stamp: Row, make: Callable[
         print(f"{len(items)} items, {len(done)} already in {file}", flush=True)
         if todo := [item for item in items if key_of(item.fields) not in done]:
             engine = make()
-            with tqdm(total=len(items), initial=len(done), unit="item", mininterval=1.0) as progress:
+            with tqdm(
+                total=len(items), initial=len(done), unit="item", mininterval=1.0
+            ) as progress:
                 for item, row in score_items(todo, engine, batch_size):
                     if isinstance(row, str):
                         failed += 1
-                        tqdm.write(f"item {' '.join(map(str, item.fields.values()))}: {row}", file=sys.stderr)
+                        tqdm.write(
+                            f"item {' '.join(map(str, item.fields.values()))}: {row}",
+                            file=sys.stderr,
+                        )
                     else:
                         append(item.fields | row)
                         progress.update()
@@ -73,7 +88,9 @@ def run_benchmark(items: Sequence[Item], file: Path, stamp: Row, make: Callable[
     return failed
 
 
-def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> Iterator[tuple[Item, Row | str]]:
+def score_items(
+    items: Sequence[Item], engine: ScorePairs, batch_size: int
+) -> Iterator[tuple[Item, Row | str]]:
     """Every item with its row, or with the reason why it has none.
 
     The engine gets ``batch_size`` pairs or more at once. If it fails on a batch, each of the items is tried alone.
@@ -84,14 +101,24 @@ def score_items(items: Sequence[Item], engine: ScorePairs, batch_size: int) -> I
         try:
             batch.append((item, item.prepare()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield item, f"its row lacks {error}" if isinstance(error, KeyError) else first_line(error)
+            yield (
+                item,
+                f"its row lacks {error}" if isinstance(error, KeyError) else first_line(error),
+            )
         if sum(len(pairs) for _, (pairs, _) in batch) < batch_size and position < len(items):
             continue
         found = _score([pairs for _, (pairs, _) in batch], engine)
         for (one, (_, to_row)), verdicts in zip(batch, found, strict=True):
             failures = failures + 1 if isinstance(verdicts, str) else 0
-            missing = verdicts if failures else next((verdict.error for verdict in verdicts if not verdict.ok), None)
-            yield one, missing if missing is not None else to_row([verdict.p_yes for verdict in verdicts])
+            missing = (
+                verdicts
+                if failures
+                else next((verdict.error for verdict in verdicts if not verdict.ok), None)
+            )
+            yield (
+                one,
+                missing if missing is not None else to_row([verdict.p_yes for verdict in verdicts]),
+            )
             if failures >= GIVE_UP_AFTER:
                 raise BenchError(f"no score for {failures} items in a row: {verdicts}")
         batch = []
@@ -112,7 +139,9 @@ def _score(batch: list[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | 
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
     """The parser of a command with this ``--help``."""
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,11 +154,23 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     parser.add_argument("--model", "--backbone", help=text)
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
-    parser.add_argument("--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)")
-    parser.add_argument("--batch_size", type=int, default=8, help="pairs given to the engine at once")
-    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm")
+    parser.add_argument(
+        "--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="pairs given to the engine at once"
+    )
+    parser.add_argument(
+        "--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm"
+    )
     parser.add_argument("--server", metavar="URL", help="ask a running server instead")
-    parser.add_argument("--port", dest="server", metavar="PORT", type="http://127.0.0.1:{}".format, help="on this machine")
+    parser.add_argument(
+        "--port",
+        dest="server",
+        metavar="PORT",
+        type="http://127.0.0.1:{}".format,
+        help="on this machine",
+    )
     parser.add_argument("--results_dir", "--result_dir", default="results")
     add_form_arguments(parser)
     args = parser.parse_args(arguments)

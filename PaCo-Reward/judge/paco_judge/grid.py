@@ -63,21 +63,30 @@ def split_prompt(prompt: str) -> GridPrompt:
             f"'[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {excerpt}"
         )
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
-    texts = {match["label"]: prompt[match.end() : end].strip() for match, end in zip(labels, ends, strict=True)}
+    texts = {
+        match["label"]: prompt[match.end() : end].strip()
+        for match, end in zip(labels, ends, strict=True)
+    }
     if len(texts) < len(names):
-        raise PromptLayoutError(f"a panel label occurs more than once: {', '.join(names)}. Prompt: {excerpt}")
+        raise PromptLayoutError(
+            f"a panel label occurs more than once: {', '.join(names)}. Prompt: {excerpt}"
+        )
     if empty := [name for name, text in texts.items() if not text]:
         raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {excerpt}")
     places = [_position(name) for name in names]
     if None not in places and len(set(places)) == len(places):  # else in the prompt's order
         names.sort(key=_position)
-    return GridPrompt(prompt[: labels[0].start()].strip(), tuple(texts[name] for name in names), rows, cols)
+    return GridPrompt(
+        prompt[: labels[0].start()].strip(), tuple(texts[name] for name in names), rows, cols
+    )
 
 
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
     """``rows * cols`` equal cells, row-major. Pixels left over at the right or bottom are dropped. Raises ValueError."""
     if not (1 <= rows <= image.height and 1 <= cols <= image.width):
-        raise ValueError(f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells")
+        raise ValueError(
+            f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells"
+        )
     width, height = image.width // cols, image.height // rows
     corners = [(col * width, row * height) for row in range(rows) for col in range(cols)]
     return [image.crop((left, top, left + width, top + height)) for left, top in corners]
@@ -95,4 +104,8 @@ def _position(name: str) -> tuple[int, int] | None:
     first, _, second = name.strip("[]").partition("]-[")
     if not second:
         first, second = ("TOP", first) if first in _NAMED_COLS else (first, "MIDDLE")
-    return (_NAMED_ROWS[first], _NAMED_COLS[second]) if first in _NAMED_ROWS and second in _NAMED_COLS else None
+    return (
+        (_NAMED_ROWS[first], _NAMED_COLS[second])
+        if first in _NAMED_ROWS and second in _NAMED_COLS
+        else None
+    )

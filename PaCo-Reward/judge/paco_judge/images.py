@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-FORMATS = ("PNG", "JPEG", "WEBP")  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+)  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
 MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
 _LARGEST_DOWNLOAD = 64 << 20  # bytes
@@ -27,13 +31,17 @@ class UnreadableImage(ValueError):
 def open_image(source: str | Path | bytes) -> Image.Image:
     """An image of ``FORMATS`` from a file or a file's content; only its header is read. Raises UnreadableImage."""
     try:
-        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        image = Image.open(
+            io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS
+        )
     except Image.UnidentifiedImageError as error:
         raise UnreadableImage(f"is none of {', '.join(FORMATS)}; convert it to PNG") from error
     except Exception as error:  # decoders raise many types on damaged headers
         raise UnreadableImage(f"cannot be read: {error}") from error
     if image.width * image.height > MAX_PIXELS:
-        raise UnreadableImage(f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller")
+        raise UnreadableImage(
+            f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller"
+        )
     return image
 
 
@@ -56,7 +64,9 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
             with urllib.request.urlopen(str(source), timeout=_DOWNLOAD_TIMEOUT_S) as response:
                 content = response.read(_LARGEST_DOWNLOAD + 1)
             if len(content) > _LARGEST_DOWNLOAD:
-                raise UnreadableImage(f"is larger than {_LARGEST_DOWNLOAD >> 20} MiB; download it yourself")
+                raise UnreadableImage(
+                    f"is larger than {_LARGEST_DOWNLOAD >> 20} MiB; download it yourself"
+                )
         return read_image(content)
     except UnreadableImage as error:
         raise UnreadableImage(f"image {source} {error}") from error
@@ -68,7 +78,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Decoded, as RGB. 16-bit gray keeps its upper 8 bits: Pillow alone would make nearly all of it white."""
     image.load()
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.clip(np.asarray(image, dtype=np.int64), 0, 65535) >> 8).astype(np.uint8))
+        image = Image.fromarray(
+            (np.clip(np.asarray(image, dtype=np.int64), 0, 65535) >> 8).astype(np.uint8)
+        )
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -81,7 +93,9 @@ def encode(image: Image.Image, image_format: str = "png") -> bytes:
 
 def data_url(image: Image.Image, image_format: str = "png") -> str:
     """``data:image/png;base64,…`` of an image. Raises UnreadableImage."""
-    return f"data:image/{image_format};base64," + base64.b64encode(encode(image, image_format)).decode("ascii")
+    return f"data:image/{image_format};base64," + base64.b64encode(
+        encode(image, image_format)
+    ).decode("ascii")
 
 
 def as_received(image: Image.Image, image_format: str = "png") -> Image.Image:

@@ -26,7 +26,10 @@ from paco_judge.weights import WrongWeights, from_pretrained_strict
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 # Adapters that were trained with transformers before 4.52 name the layers as the published folders do.
-_NEW_NAMES = {"^visual": "model.visual", r"^model(?!\.(language_model|visual))": "model.language_model"}
+_NEW_NAMES = {
+    "^visual": "model.visual",
+    r"^model(?!\.(language_model|visual))": "model.language_model",
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,28 @@ class Chat:
 class JudgeScorer:
     """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. ``batch_size``: pairs per forward pass."""
 
-    def __init__(self, model: torch.nn.Module, processor: Any, batch_size: int = 16, form: RequestForm = DEFAULT_FORM) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        processor: Any,
+        batch_size: int = 16,
+        form: RequestForm = DEFAULT_FORM,
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.processor, self.batch_size, self.form = model.eval(), processor, batch_size, form
+        self.model, self.processor, self.batch_size, self.form = (
+            model.eval(),
+            processor,
+            batch_size,
+            form,
+        )
         # With left padding every answer begins at the last position.
         self.processor.tokenizer.padding_side = "left"
         self.yes_id, self.no_id = option_ids(processor.tokenizer)
         encode = lambda word: processor.tokenizer.encode(word, add_special_tokens=False)
         self._answer_ids = [
-            sorted({encode(word)[0] for word in words if len(encode(word)) == 1}) for words in ANSWER_TOKENS[form.answer_tokens]
+            sorted({encode(word)[0] for word in words if len(encode(word)) == 1})
+            for words in ANSWER_TOKENS[form.answer_tokens]
         ]
 
     @classmethod
@@ -74,7 +89,9 @@ class JudgeScorer:
         dtype = dtype or ("auto" if device == "cuda" else torch.float32)
         processor = AutoProcessor.from_pretrained(model)
         if not getattr(processor, "chat_template", None):
-            raise ValueError(f"model {model} has no chat template; copy chat_template.jinja from its base model")
+            raise ValueError(
+                f"model {model} has no chat template; copy chat_template.jinja from its base model"
+            )
         loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
@@ -98,11 +115,15 @@ class JudgeScorer:
                     verdicts[index] = Verdict(None, str(error))
             if chats:
                 logits = self.first_token_logits(list(chats.values()))
-                for index, row, p_yes in zip(chats, logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True):
+                for index, row, p_yes in zip(
+                    chats, logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True
+                ):
                     if not np.isfinite(row[[self.yes_id, self.no_id]]).all():
                         verdicts[index] = Verdict(None, "the model's logits are not finite")
                     elif np.isnan(p_yes):
-                        verdicts[index] = Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
+                        verdicts[index] = Verdict(
+                            None, f"neither Yes nor No is among the judge's top {top} tokens"
+                        )
                     else:
                         verdicts[index] = Verdict(float(p_yes))
         return [verdicts[index] for index in range(len(pairs))]
@@ -118,36 +139,62 @@ class JudgeScorer:
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it. Raises ValueError."""
         message = build_messages([""] * len(pair.images), pair.question, self.form)[0]
-        content = [{"type": "image"} if part["type"] == "image_url" else part for part in message["content"]]
-        chat = Chat([message | {"content": content}], [as_received(i, self.form.image_format) for i in pair.images])
+        content = [
+            {"type": "image"} if part["type"] == "image_url" else part
+            for part in message["content"]
+        ]
+        chat = Chat(
+            [message | {"content": content}],
+            [as_received(i, self.form.image_format) for i in pair.images],
+        )
         self.check(chat)
         return chat
 
     def check(self, chat: Chat) -> int:
         """The number of a chat's image tokens; no image is decoded. Raises ValueError."""
         reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
-        for text in (part["text"] for message in chat.messages for part in message["content"] if "text" in part):
+        for text in (
+            part["text"]
+            for message in chat.messages
+            for part in message["content"]
+            if "text" in part
+        ):
             if held := [token for token in reserved if token and token in text]:
-                raise ValueError(f"a text holds {held[0]}, which stands for an image in this model; remove it")
+                raise ValueError(
+                    f"a text holds {held[0]}, which stands for an image in this model; remove it"
+                )
         images = self.processor.image_processor
-        patches = [images.get_number_of_image_patches(image.height, image.width, {}) for image in chat.images]
+        patches = [
+            images.get_number_of_image_patches(image.height, image.width, {})
+            for image in chat.images
+        ]
         return sum(patches) // images.merge_size**2
 
     def length(self, chat: Chat) -> int:
         """The number of tokens of a chat's prompt. Raises ValueError."""
         images = self.check(chat)
-        return len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]) + images - len(chat.images)
+        return (
+            len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"])
+            + images
+            - len(chat.images)
+        )
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The messages as the model's chat template renders them."""
-        options = {"chat_template": self.processor.chat_template, "tokenize": False, "add_generation_prompt": True}
+        options = {
+            "chat_template": self.processor.chat_template,
+            "tokenize": False,
+            "add_generation_prompt": True,
+        }
         return self.processor.tokenizer.apply_chat_template(messages, **options, **CHAT_OPTIONS)
 
     def inputs(self, chats: Sequence[Chat]) -> Any:
         """Model inputs, padded on the left: input_ids (B, L), pixel_values, …"""
         text = [self.prompt(chat.messages) for chat in chats]
         images = [image for chat in chats for image in chat.images]
-        return self.processor(text=text, images=images or None, padding=True, return_tensors="pt").to(self.model.device)
+        return self.processor(
+            text=text, images=images or None, padding=True, return_tensors="pt"
+        ).to(self.model.device)
 
     @torch.inference_mode()
     def first_token_logits(self, chats: Sequence[Chat]) -> np.ndarray:
@@ -173,15 +220,24 @@ def option_ids(tokenizer: Any) -> tuple[int, int]:
 
 def see_images_once(model: torch.nn.Module) -> None:
     """Let equal images of a batch pass the model's vision tower once: no image attends to another."""
-    (visual,) = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "visual")
+    (visual,) = (
+        module for name, module in model.named_modules() if name.rpartition(".")[2] == "visual"
+    )
     forward = visual.forward
 
     def once(patches: torch.Tensor, grid_thw: torch.Tensor, **options: Any) -> Any:
         parts = patches.split(grid_thw.prod(-1).tolist())
-        contents = [(*grid, part.float().cpu().numpy().tobytes()) for grid, part in zip(grid_thw.tolist(), parts)]
-        places = {content: contents.index(content) for content in contents}  # the first of each, in order
+        contents = [
+            (*grid, part.float().cpu().numpy().tobytes())
+            for grid, part in zip(grid_thw.tolist(), parts)
+        ]
+        places = {
+            content: contents.index(content) for content in contents
+        }  # the first of each, in order
         kept, order = list(places.values()), [list(places).index(content) for content in contents]
-        seen = forward(torch.cat([parts[place] for place in kept]), grid_thw=grid_thw[kept], **options)
+        seen = forward(
+            torch.cat([parts[place] for place in kept]), grid_thw=grid_thw[kept], **options
+        )
         sizes = [len(parts[place]) for place in kept]
 
         def for_all(features: torch.Tensor) -> torch.Tensor:
@@ -190,7 +246,11 @@ def see_images_once(model: torch.nn.Module) -> None:
             return torch.cat([of_each[place] for place in order])
 
         for name, value in seen.items():
-            seen[name] = for_all(value) if isinstance(value, torch.Tensor) else [for_all(each) for each in value]
+            seen[name] = (
+                for_all(value)
+                if isinstance(value, torch.Tensor)
+                else [for_all(each) for each in value]
+            )
         return seen
 
     visual.forward = once
@@ -217,9 +277,13 @@ def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module
             loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
     except (RuntimeError, UserWarning, SafetensorError) as error:
         raise WrongWeights(f"the adapter in {folder} does not fit its base: {error}") from error
-    unused = len(load_peft_weights(str(folder))) - len(get_peft_model_state_dict(loaded, save_embedding_layers=False))
+    unused = len(load_peft_weights(str(folder))) - len(
+        get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    )
     if unused:
-        raise WrongWeights(f"the adapter in {folder} has {unused} tensors for layers that its base lacks")
+        raise WrongWeights(
+            f"the adapter in {folder} has {unused} tensors for layers that its base lacks"
+        )
     return loaded
 
 

@@ -14,11 +14,18 @@ from numpy.typing import ArrayLike
 ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes and as No
     "exact": (("Yes",), ("No",)),
     "variants": tuple(
-        tuple(space + form for space in ("", " ") for word in words for form in (word, word.capitalize(), word.upper()))
+        tuple(
+            space + form
+            for space in ("", " ")
+            for word in words
+            for form in (word, word.capitalize(), word.upper())
+        )
         for words in (("yes", "y"), ("no", "n"))
     ),
 }
-TOP_LOGPROBS = 20  # servers give so many; no more count in this process, so that the same pairs have a score
+TOP_LOGPROBS = (
+    20  # servers give so many; no more count in this process, so that the same pairs have a score
+)
 _ROUNDING = 1e-3  # servers may report slightly more than 0
 
 
@@ -54,8 +61,15 @@ def p_yes_from_top_logprobs(
     Raises:
         ValueError: A log-probability is no number, NaN, or more than 0.
     """
-    entries = top.items() if isinstance(top, Mapping) else [(entry["token"], entry["logprob"]) for entry in top]
-    answers = [[logprob for token, logprob in entries if token in words] for words in ANSWER_TOKENS[answer_tokens]]
+    entries = (
+        top.items()
+        if isinstance(top, Mapping)
+        else [(entry["token"], entry["logprob"]) for entry in top]
+    )
+    answers = [
+        [logprob for token, logprob in entries if token in words]
+        for words in ANSWER_TOKENS[answer_tokens]
+    ]
     for value in itertools.chain(*answers):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= _ROUNDING:
             raise ValueError(f"{value!r} is not a log-probability")
@@ -64,7 +78,10 @@ def p_yes_from_top_logprobs(
 
 
 def p_yes_from_logits(
-    logits: ArrayLike, yes_ids: int | Sequence[int], no_ids: int | Sequence[int], top: int | None = None
+    logits: ArrayLike,
+    yes_ids: int | Sequence[int],
+    no_ids: int | Sequence[int],
+    top: int | None = None,
 ) -> np.ndarray:
     """The score from logits of shape (..., V), in float64, of shape (...); the ids' probabilities are summed.
 
@@ -76,7 +93,12 @@ def p_yes_from_logits(
         least = np.partition(logits, -top, axis=-1)[..., -top, None]
         logits = np.where(logits >= least, logits, -np.inf)
     with np.errstate(invalid="ignore"):
-        return _share(*(np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1) for ids in (yes_ids, no_ids)))
+        return _share(
+            *(
+                np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1)
+                for ids in (yes_ids, no_ids)
+            )
+        )
 
 
 def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:

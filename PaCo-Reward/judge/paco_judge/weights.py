@@ -24,16 +24,24 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
     from safetensors import SafetensorError
 
     try:
-        model, report = model_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, report = model_class.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
         raise WrongWeights(
             f"the weights in {path} are damaged or incomplete ({error}): download or export them again"
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise WrongWeights(f"the weights in {path} lack {len(missing)} of the model's tensors: {_some(missing)}")
+        raise WrongWeights(
+            f"the weights in {path} lack {len(missing)} of the model's tensors: {_some(missing)}"
+        )
     if other := sorted(report["mismatched_keys"]):
-        shapes = [f"{name} is {list(found)} instead of {list(wanted)}" for name, found, wanted in other]
-        raise WrongWeights(f"the weights in {path} do not fit the model of its config.json: {_some(shapes)}")
+        shapes = [
+            f"{name} is {list(found)} instead of {list(wanted)}" for name, found, wanted in other
+        ]
+        raise WrongWeights(
+            f"the weights in {path} do not fit the model of its config.json: {_some(shapes)}"
+        )
     return model
 
 
@@ -44,7 +52,9 @@ def _some(names: list[str]) -> str:
 def main(path: str) -> int:
     """Check a model: a folder, or a name in the hub's cache. Returns the exit status."""
     try:
-        if Path(path).is_dir() and "quantization_config" in json.loads(Path(path, "config.json").read_text()):
+        if Path(path).is_dir() and "quantization_config" in json.loads(
+            Path(path, "config.json").read_text()
+        ):
             print("they are quantized")
             return 3
         import transformers
@@ -52,7 +62,9 @@ def main(path: str) -> int:
 
         # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
         accelerate.is_accelerate_available = lambda *_: True
-        model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
+        model_class = getattr(
+            transformers, transformers.AutoConfig.from_pretrained(path).architectures[0]
+        )
         from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
     except WrongWeights as error:
         print(error)

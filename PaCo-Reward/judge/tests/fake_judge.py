@@ -12,9 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def answer(p_yes: float) -> dict:
-    top = [{"token": "Yes", "logprob": math.log(p_yes)}, {"token": "No", "logprob": math.log1p(-p_yes)}]
+    top = [
+        {"token": "Yes", "logprob": math.log(p_yes)},
+        {"token": "No", "logprob": math.log1p(-p_yes)},
+    ]
     message = {"role": "assistant", "content": "Yes"}
-    return {"choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]}
+    return {
+        "choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]
+    }
 
 
 def by_content(number: int, request: dict) -> tuple:
@@ -73,7 +78,10 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, {"data": [{"id": name} for name in self.server.models]}, {})
 
     def do_POST(self):
-        judge, request = self.server, json.loads(self.rfile.read(int(self.headers["content-length"])))
+        judge, request = (
+            self.server,
+            json.loads(self.rfile.read(int(self.headers["content-length"]))),
+        )
         with judge.lock:
             judge.requests.append(request)
             judge.headers.append(dict(self.headers))
@@ -94,7 +102,9 @@ class Handler(BaseHTTPRequestHandler):
             status, body, headers = 401, {"error": {"message": "a valid API key is needed"}}, {}
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for name, value in ({"content-type": "application/json", "content-length": str(len(body))} | headers).items():
+        for name, value in (
+            {"content-type": "application/json", "content-length": str(len(body))} | headers
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

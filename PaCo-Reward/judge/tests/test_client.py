@@ -20,12 +20,16 @@ FakeJudge, answer = fake_judge.FakeJudge, fake_judge.answer
 
 
 def picture(seed: int, size: int = 16) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    )
 
 
 def batch(count: int, question: str) -> list[Pair]:
     """Pairs that no other question of this file uses: the cache is shared by the whole process."""
-    first, *others = (picture(zlib.crc32(f"{question} {number}".encode()), 8) for number in range(count + 1))
+    first, *others = (
+        picture(zlib.crc32(f"{question} {number}".encode()), 8) for number in range(count + 1)
+    )
     return [Pair(first, other, question) for other in others]
 
 
@@ -39,7 +43,9 @@ def test_the_request_follows_the_protocol():
         (verdict,) = client(judge).score_blocking([Pair(image_a, image_b, question)])
     (request,) = judge.requests
     assert verdict.p_yes == pytest.approx(0.75)
-    assert request.pop("messages") == build_messages([data_url(image_a), data_url(image_b)], question)
+    assert request.pop("messages") == build_messages(
+        [data_url(image_a), data_url(image_b)], question
+    )
     assert request == {
         "model": "Paco-Reward-7B", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20
     }  # fmt: skip
@@ -52,8 +58,12 @@ def test_one_grid_costs_six_requests():
         scorer = client(judge)
         assert [verdict.ok for verdict in scorer.score_blocking(asked)] == [True] * 6
         scorer.score_blocking(asked)
-        client(judge).score_blocking([Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked])
-        assert len(judge.requests) == 6, "neither the second call nor another client makes a request"
+        client(judge).score_blocking(
+            [Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked]
+        )
+        assert len(judge.requests) == 6, (
+            "neither the second call nor another client makes a request"
+        )
         assert judge.model_requests == 2, "once for each client"
 
 
@@ -88,7 +98,9 @@ def test_verdicts_are_in_the_order_of_the_pairs_and_few_requests_in_flight():
 
 @pytest.mark.parametrize("fault", [(429, {}, {}), (503, {}, {}), None])
 def test_temporary_faults_are_retried(fault):
-    with FakeJudge(lambda number, request: fault if number <= 2 else (200, answer(0.6), {})) as judge:
+    with FakeJudge(
+        lambda number, request: fault if number <= 2 else (200, answer(0.6), {})
+    ) as judge:
         (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
     assert verdict.p_yes == pytest.approx(0.6) and len(judge.requests) == 3
 
@@ -97,18 +109,29 @@ def test_temporary_faults_are_retried(fault):
 def test_an_error_is_not_retried_forever(status, attempts):
     with FakeJudge(lambda number, request: (status, b"no such\x1bthing", {})) as judge:
         (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, f"always {status}"))
-        assert verdict.p_yes is None and f"HTTP {status}: " in verdict.error and "no such thing" in verdict.error
+        assert (
+            verdict.p_yes is None
+            and f"HTTP {status}: " in verdict.error
+            and "no such thing" in verdict.error
+        )
         assert len(judge.requests) == attempts
 
 
 def test_each_written_answer_has_its_own_deadline():
     text = {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}
     with FakeJudge(lambda number, request: (200, text, {}), delay_s=0.4) as judge:
-        written = client(judge, deadline_s=1.0, max_concurrency=1).write_blocking(batch(4, "long answers"), 8)
+        written = client(judge, deadline_s=1.0, max_concurrency=1).write_blocking(
+            batch(4, "long answers"), 8
+        )
     assert written == [("Yes. Both show a fox.", None)] * 4
 
 
-BODIES = b"<html>hello</html>", b'{"choices": [{"logprobs": null}]}', bytes(3 << 20), zlib.compress(bytes(3 << 20))
+BODIES = (
+    b"<html>hello</html>",
+    b'{"choices": [{"logprobs": null}]}',
+    bytes(3 << 20),
+    zlib.compress(bytes(3 << 20)),
+)
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -118,7 +141,9 @@ def test_unreadable_answers_are_errors_and_not_cached(body):
     with FakeJudge(lambda number, request: (200, body, packed)) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
         assert problem in scorer.score_blocking(asked)[0].error
-        assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", "none is unpacked"
+        assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", (
+            "none is unpacked"
+        )
         judge.respond = lambda number, request: (200, answer(0.5), {})
         assert scorer.score_blocking(asked)[0].ok
 
@@ -147,14 +172,18 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert not any(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 2")))
     assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
-        assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), "it is back"
+        assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), (
+            "it is back"
+        )
 
 
 def test_a_forked_process_has_connections_of_its_own():
     with FakeJudge(delay_s=0.01) as judge:
         scorer = client(judge, max_concurrency=1)
         scorer.score_blocking(batch(4, "parent"))
-        child = multiprocessing.get_context("fork").Process(target=scorer.score_blocking, args=(batch(4, "child"),))
+        child = multiprocessing.get_context("fork").Process(
+            target=scorer.score_blocking, args=(batch(4, "child"),)
+        )
         child.start()
         child.join(20)
         hangs = child.is_alive()
@@ -188,7 +217,9 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
     path.write_bytes(path.read_bytes()[:3000])
     broken = Image.open(path)
     with FakeJudge() as judge:
-        bad, good = client(judge).score_blocking([Pair(broken, picture(35), "q"), Pair(picture(36), picture(37), "q")])
+        bad, good = client(judge).score_blocking(
+            [Pair(broken, picture(35), "q"), Pair(picture(36), picture(37), "q")]
+        )
     assert "half.png cannot be read" in bad.error and good.ok
     with pytest.raises(UnreadableImage, match=r"half\.png"):
         data_url(broken)

@@ -9,7 +9,11 @@ from paco_judge.grid import PromptLayoutError, parse_layout, split_image, split_
 LABELS = {
     (1, 3): ["[LEFT]", "[MIDDLE]", "[RIGHT]"],
     (2, 1): ["[TOP]", "[BOTTOM]"],
-    (3, 3): [f"[{row}]-[{col}]" for row in ("TOP", "MIDDLE", "BOTTOM") for col in ("LEFT", "MIDDLE", "RIGHT")],
+    (3, 3): [
+        f"[{row}]-[{col}]"
+        for row in ("TOP", "MIDDLE", "BOTTOM")
+        for col in ("LEFT", "MIDDLE", "RIGHT")
+    ],
     (3, 4): [f"PANEL-{n}" for n in range(1, 13)],
 }
 # Texts may hold colons, brackets, quotes and label-like words that do not follow the end of a sentence.
@@ -55,14 +59,19 @@ def test_panels_that_do_not_match_are_an_error(prompt, named):
     cell=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
 def test_cells_are_equal_and_row_major(rows, cols, extra, cell):
-    width, height = cols * cell[0] + min(extra[0], cols - 1), rows * cell[1] + min(extra[1], rows - 1)
+    width, height = (
+        cols * cell[0] + min(extra[0], cols - 1),
+        rows * cell[1] + min(extra[1], rows - 1),
+    )
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     cells = split_image(Image.fromarray(pixels), rows, cols)
     assert len(cells) == rows * cols
     for index, image in enumerate(cells):
         row, col = divmod(index, cols)
         top, left = row * cell[1], col * cell[0]
-        np.testing.assert_array_equal(np.asarray(image), pixels[top : top + cell[1], left : left + cell[0]])
+        np.testing.assert_array_equal(
+            np.asarray(image), pixels[top : top + cell[1], left : left + cell[0]]
+        )
 
 
 def test_an_image_smaller_than_its_grid_is_an_error():

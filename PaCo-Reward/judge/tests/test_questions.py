@@ -42,11 +42,15 @@ def test_the_wording_of_earlier_versions_is_unchanged():
     digest = "ed234ef5c14a515a2cecdf332c883d0281dd6391c0a5532a18cf6915a6435fa7"
     assert hashlib.sha256(others.encode()).hexdigest() == digest
     asked = load_question("grid_layout").text(rows=1, cols=3)
-    assert asked.startswith("Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size")
+    assert asked.startswith(
+        "Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size"
+    )
 
 
 def test_files_with_fields(template):
-    question = load_question(template('{rows} x {cols}: {"a": {theme}}\n'), ("theme", "rows", "cols"))
+    question = load_question(
+        template('{rows} x {cols}: {"a": {theme}}\n'), ("theme", "rows", "cols")
+    )
     assert question.fields == {"theme", "rows", "cols"}
     assert question.text(theme="{rows}", rows=2, cols=3) == '2 x 3: {"a": {rows}}'
     for text, named in (("{themes}?", "{themes}.*{theme}"), (" \n", "mine.txt")):
@@ -55,12 +59,24 @@ def test_files_with_fields(template):
 
 
 def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
-    criteria = {"Style": {"Palette": "Colours match", "Line": "  "}, "Logic": {"": ""}, "Identity": {"A": "a.", "B": "b."}}
+    criteria = {
+        "Style": {"Palette": "Colours match", "Line": "  "},
+        "Logic": {"": ""},
+        "Identity": {"A": "a.", "B": "b."},
+    }
     asked = load_question("criteria").texts(criteria | {"Empty": None})
-    assert {dimension: len(each) for dimension, each in asked.items()} == {"Style": 1, "Identity": 2}
-    assert asked["Style"][0].startswith("Do images meet the following criteria? Colours match. Answer")
+    assert {dimension: len(each) for dimension, each in asked.items()} == {
+        "Style": 1,
+        "Identity": 2,
+    }
+    assert asked["Style"][0].startswith(
+        "Do images meet the following criteria? Colours match. Answer"
+    )
     mine = load_question(template("{theme} {criterion}"))
-    assert mine.texts(criteria, theme="T") == {"Style": ("T Colours match",), "Identity": ("T a.", "T b.")}
+    assert mine.texts(criteria, theme="T") == {
+        "Style": ("T Colours match",),
+        "Identity": ("T a.", "T b."),
+    }
     assert load_question("pair").texts(criteria) == {"": (load_question("pair").text(),)}
     with pytest.raises(ValueError, match="no criteria"):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
@@ -73,9 +89,14 @@ def test_editing_dimensions_ask_the_editing_questions(instruction):
     assert asked["overall"] == asked["prompt_following"] | asked["consistency"]
     assert list(asked["overall"]) == ["prompt_following", "consistency"]
     assert asked["consistency"]["consistency"] == questions[0].text(instruction=instruction.strip())
-    assert asked["prompt_following"]["prompt_following"] == questions[1].text(instruction=instruction.strip())
+    assert asked["prompt_following"]["prompt_following"] == questions[1].text(
+        instruction=instruction.strip()
+    )
     alone = load_editing_questions("editing_instruction")
-    assert all(editing_texts(alone, instruction, name) == editing_texts(alone, instruction) for name in EDIT_DIMENSIONS)
+    assert all(
+        editing_texts(alone, instruction, name) == editing_texts(alone, instruction)
+        for name in EDIT_DIMENSIONS
+    )
 
 
 def test_messages_are_images_then_text_each_image_after_its_label():
@@ -85,6 +106,11 @@ def test_messages_are_images_then_text_each_image_after_its_label():
     assert message["content"][2]["text"] == "same?"
     (labeled,) = build_messages(["data:a", "data:b"], "same?", RequestForm("<img{n}>: "))
     label = [{"type": "text", "text": f"<img{number}>: "} for number in (1, 2)]
-    assert labeled["content"] == [label[0], message["content"][0], label[1], *message["content"][1:]]
+    assert labeled["content"] == [
+        label[0],
+        message["content"][0],
+        label[1],
+        *message["content"][1:],
+    ]
     with pytest.raises(ValueError, match="{n}"):
         RequestForm("<img1>: ")  # of every image

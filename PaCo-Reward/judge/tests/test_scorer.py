@@ -14,7 +14,11 @@ from paco_judge.scorer import JudgeScorer
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp("judges") / request.param
-    return tiny_judge.save_judge(made) if request.param == "qwen2_5_vl" else tiny_judge.save_new_judge(made, request.param)
+    return (
+        tiny_judge.save_judge(made)
+        if request.param == "qwen2_5_vl"
+        else tiny_judge.save_new_judge(made, request.param)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +30,9 @@ def scorer(folder):
 def pairs():
     """Questions and images of different lengths and sizes, so that a batch needs padding."""
     themes = [*tiny_judge.THEMES, "x", "a paper boat " * 12]
-    images = [(tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50)) for i in range(len(themes))]
+    images = [
+        (tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50)) for i in range(len(themes))
+    ]
     return [Pair(*shown, theme_question(theme)) for shown, theme in zip(images, themes)]
 
 
@@ -34,7 +40,9 @@ def p_yes(scorer, pairs, **options):
     return np.array([verdict.p_yes for verdict in scorer.score(pairs, **options)])
 
 
-def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_batch(scorer, pairs):
+def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_batch(
+    scorer, pairs
+):
     expected = []
     for pair in pairs:
         text = scorer.prompt(scorer.chat(pair).messages)
@@ -50,10 +58,15 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
 
 def test_equal_images_of_a_batch_pass_the_vision_tower_once(folder, scorer):
     images = [tiny_judge.picture(seed, size) for seed, size in ((1, 40), (2, 90), (3, 40))]
-    pairs = [Pair(images[i].copy(), images[j].copy(), "same?") for i, j in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 2))]
+    pairs = [
+        Pair(images[i].copy(), images[j].copy(), "same?")
+        for i, j in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 2))
+    ]
     together = JudgeScorer.from_pretrained(folder)
     seen = []
-    tower = next(module for name, module in together.model.named_modules() if name.endswith("visual"))
+    tower = next(
+        module for name, module in together.model.named_modules() if name.endswith("visual")
+    )
     tower.patch_embed.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     expected = [p_yes(scorer, [pair])[0] for pair in pairs]
     np.testing.assert_allclose(p_yes(together, pairs), expected, atol=1e-5)

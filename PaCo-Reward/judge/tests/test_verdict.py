@@ -14,8 +14,12 @@ logprobs = st.floats(-700, 0)
 @given(yes=logprobs, no=logprobs)
 def test_share_against_float64(yes, no):
     low = max(yes, no)
-    expected = np.exp(np.float64(yes) - low) / (np.exp(np.float64(yes) - low) + np.exp(np.float64(no) - low))
-    assert p_yes_from_top_logprobs({"Yes": yes, "No": no, "the": -0.1}) == pytest.approx(expected, abs=1e-12)
+    expected = np.exp(np.float64(yes) - low) / (
+        np.exp(np.float64(yes) - low) + np.exp(np.float64(no) - low)
+    )
+    assert p_yes_from_top_logprobs({"Yes": yes, "No": no, "the": -0.1}) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
@@ -27,7 +31,16 @@ def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
 
 
 def test_variants_are_summed():
-    top = {"Yes": 0.2, " yes": 0.1, "Y": 0.1, "no": 0.05, " N": 0.05, "None": 0.3, "yeS": 0.1, "Yes\n": 0.1}
+    top = {
+        "Yes": 0.2,
+        " yes": 0.1,
+        "Y": 0.1,
+        "no": 0.05,
+        " N": 0.05,
+        "None": 0.3,
+        "yeS": 0.1,
+        "Yes\n": 0.1,
+    }
     top = {token: math.log(p) for token, p in top.items()}
     assert p_yes_from_top_logprobs(top, "variants") == pytest.approx(0.8)
     assert p_yes_from_top_logprobs(top) == 1.0

@@ -19,10 +19,15 @@ def test_the_commands_of_the_page_build_every_model(tmp_path):
     page = (TOOLS / "toy_models" / "README.md").read_text()
     commands = [line for line in page.splitlines() if "-m toy_models.build" in line]
     assert len(commands) == 4
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     for line in commands:
         command = line.replace("../quickstart/models", f"{tmp_path} --minutes 0.05")
-        done = subprocess.run(["bash", "-c", command], cwd=TOOLS, env=env, check=False, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=TOOLS, env=env, check=False, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     FluxKontextPipeline.from_pretrained(tmp_path / "flux_kontext")
     Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "judge")

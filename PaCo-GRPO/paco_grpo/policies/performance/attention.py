@@ -28,7 +28,9 @@ def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``; a ``ConfigError`` without its package."""
     transformer = unwrap(policy.transformer)
     try:
-        with attention_backend(name):  # the default of all other models is restored: diffusers would change it, too
+        with attention_backend(
+            name
+        ):  # the default of all other models is restored: diffusers would change it, too
             transformer.set_attention_backend(name)
     except (RuntimeError, ImportError) as error:
         raise ConfigError(f"config.speed.attention={name!r}: {error}") from error

@@ -14,7 +14,9 @@ class TensorCache:
         self.num_bytes = 0
         self._entries: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
 
-    def get(self, key: Hashable, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def get(
+        self, key: Hashable, compute: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
         """The tensors of ``key``: held ones, or the result of ``compute``, moved to the CPU."""
         if key in self._entries:
             self._entries.move_to_end(key)

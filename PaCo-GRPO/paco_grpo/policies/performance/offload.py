@@ -15,7 +15,9 @@ class Offloaded:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
-        tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+        tensors = {
+            id(t): t for module in modules for t in (*module.parameters(), *module.buffers())
+        }
         self._originals = [(tensor, tensor.data.cpu()) for tensor in tensors.values()]
         self._users = 0
         self._leave()

@@ -37,10 +37,18 @@ def _quantized(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
 
     with torch.device("meta"):  # no second full-size weight
         made = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, quant_type="nf4"
+            layer.in_features,
+            layer.out_features,
+            layer.bias is not None,
+            compute_dtype=dtype,
+            quant_type="nf4",
         )
-    made.support_avx512bf16_for_cpu = False  # it repacks the weights at the first forward without gradient
-    made.weight = bnb.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4", module=made)
+    made.support_avx512bf16_for_cpu = (
+        False  # it repacks the weights at the first forward without gradient
+    )
+    made.weight = bnb.nn.Params4bit(
+        layer.weight.detach(), requires_grad=False, quant_type="nf4", module=made
+    )
     made.bias = layer.bias
     made.register_forward_pre_hook(_autocast_input)
     return made.eval()

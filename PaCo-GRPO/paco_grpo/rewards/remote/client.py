@@ -33,10 +33,17 @@ class RemoteReward:
     """
 
     def __init__(
-        self, name: str, server: str, api_key: str | None = None, deadline_s: float = 600.0, request_size: int = 16
+        self,
+        name: str,
+        server: str,
+        api_key: str | None = None,
+        deadline_s: float = 600.0,
+        request_size: int = 16,
     ) -> None:
         if request_size < 1 or deadline_s <= 0:
-            raise ValueError(f"need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}")
+            raise ValueError(
+                f"need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}"
+            )
         self.name, self.server = name, server.rstrip("/")
         self.deadline_s, self.request_size = deadline_s, request_size
         self._headers = transport.json_headers(api_key)
@@ -46,7 +53,11 @@ class RemoteReward:
         where = f"reward {self.name!r}: the service at {self.server}"
         try:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
-            served = parse(transport.run(transport.request("GET", f"{self.server}/health", self._headers, deadline)))["reward"]
+            served = parse(
+                transport.run(
+                    transport.request("GET", f"{self.server}/health", self._headers, deadline)
+                )
+            )["reward"]
         except transport.NoAnswer as error:
             start = f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
             hint = "check api_key" if error.status == 401 else start
@@ -61,13 +72,20 @@ class RemoteReward:
         scores = np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
-            body, deadline = encode_request(images[part], items[part]), time.monotonic() + self.deadline_s
+            body, deadline = (
+                encode_request(images[part], items[part]),
+                time.monotonic() + self.deadline_s,
+            )
             try:
-                answer = transport.run(transport.post(f"{self.server}/score", self._headers, body, deadline))
+                answer = transport.run(
+                    transport.post(f"{self.server}/score", self._headers, body, deadline)
+                )
                 scores[part] = decode_scores(answer, len(images[part]))
             except (transport.NoAnswer, WireError) as error:
                 if isinstance(error, WireError) or error.status is not None:  # there was an answer
                     raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
                 count = len(images[part])
-                logger.warning("reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error)
+                logger.warning(
+                    "reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error
+                )
         return scores

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20) -> Starlette:
+def build_app(
+    reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20
+) -> Starlette:
     """The service of one ``reward``, called on one thread. ``GET /health`` says what is served, ``POST /score`` takes
     what ``wire`` writes; both need ``api_key``."""
     thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
@@ -49,12 +51,17 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
                 )
             except WireError as error:
                 raise ApiError(str(error)) from error
-            except Exception as error:  # the run reports it and stops; not a 5xx, which clients retry
+            except (
+                Exception
+            ) as error:  # the run reports it and stops; not a 5xx, which clients retry
                 logger.exception("the reward failed")
                 raise ApiError(f"{type(error).__name__}: {error}"[:1000], 422) from error
         return Response(scores, media_type="application/json")
 
-    routes = [Route("/health", health, methods=["GET"]), Route("/score", post_score, methods=["POST"])]
+    routes = [
+        Route("/health", health, methods=["GET"]),
+        Route("/score", post_score, methods=["POST"]),
+    ]
     app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key, open_paths=())
@@ -63,20 +70,34 @@ def build_app(reward: Reward, name: str, *, api_key: str | None = None, max_body
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns 2 if the reward cannot work."""
-    parser = argparse.ArgumentParser(prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0])
-    parser.add_argument("--reward", required=True, help="a reward's name, or package.module:factory")
-    parser.add_argument("--kwargs", default={}, type=json.loads, help="JSON object: arguments of the reward")
-    parser.add_argument("--device", default="cpu", help="where it computes: cpu, cuda, cuda:1 (default: cpu)")
+    parser = argparse.ArgumentParser(
+        prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--reward", required=True, help="a reward's name, or package.module:factory"
+    )
+    parser.add_argument(
+        "--kwargs", default={}, type=json.loads, help="JSON object: arguments of the reward"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where it computes: cpu, cuda, cuda:1 (default: cpu)"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8101)
     parser.add_argument("--max-body-mb", type=int, default=256)
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     key = os.environ.get("REWARD_SERVICE_KEY") or None
     if options.host not in LOOPBACK and key is None:
-        parser.error(f"--host {options.host} opens the service to others: set REWARD_SERVICE_KEY, or use 127.0.0.1")
+        parser.error(
+            f"--host {options.host} opens the service to others: set REWARD_SERVICE_KEY, or use 127.0.0.1"
+        )
     try:
-        rewards = build_rewards({options.reward: 1.0}, {options.reward: options.kwargs}, options.device)
+        rewards = build_rewards(
+            {options.reward: 1.0}, {options.reward: options.kwargs}, options.device
+        )
         reward = rewards[short_name(options.reward)]
         if reward.compares_images:
             raise RewardError(

@@ -22,7 +22,9 @@ def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> byte
     """One request; an item of several images is sent once."""
 
     def png(image: Image.Image) -> str:
-        return base64.b64encode(encode(image)).decode("ascii")  # lossless: remote scores equal local ones
+        return base64.b64encode(encode(image)).decode(
+            "ascii"
+        )  # lossless: remote scores equal local ones
 
     positions: dict[int, int] = {}
     entries = []
@@ -30,8 +32,14 @@ def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> byte
         if item.item_id not in positions:
             positions[item.item_id] = len(entries)
             entry = {name: getattr(item, name) for name in _FIELDS}
-            entries.append(entry | {"metadata": dict(item.metadata), "images": [png(image) for image in item.images]})
-    sent = [{"item": positions[item.item_id], "png": png(image)} for image, item in zip(images, items, strict=True)]
+            entries.append(
+                entry
+                | {"metadata": dict(item.metadata), "images": [png(image) for image in item.images]}
+            )
+    sent = [
+        {"item": positions[item.item_id], "png": png(image)}
+        for image, item in zip(images, items, strict=True)
+    ]
     return json.dumps({"items": entries, "images": sent}).encode()
 
 
@@ -39,8 +47,12 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
     """The images, and the item of each. Raises WireError: Another form."""
     try:
         message = json.loads(body)
-        sent = [entry["images"] for entry in message["items"]] + [[entry["png"] for entry in message["images"]]]
-        opened = [[open_image(base64.b64decode(text, validate=True)) for text in group] for group in sent]
+        sent = [entry["images"] for entry in message["items"]] + [
+            [entry["png"] for entry in message["images"]]
+        ]
+        opened = [
+            [open_image(base64.b64decode(text, validate=True)) for text in group] for group in sent
+        ]
         pixels = sum(image.width * image.height for group in opened for image in group)
         if pixels > MAX_PIXELS:  # before anything is decoded
             raise ValueError(f"the images have {pixels} pixels together; at most {MAX_PIXELS}")
@@ -48,7 +60,9 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
         items = []
         for entry, shown in zip(message["items"], references, strict=True):
             fields = {name: entry[name] for name in (*_FIELDS, "metadata")}
-            items.append(Item(**fields, image=shown[0] if shown else None, more_images=tuple(shown[1:])))
+            items.append(
+                Item(**fields, image=shown[0] if shown else None, more_images=tuple(shown[1:]))
+            )
         return images, [items[entry["item"]] for entry in message["images"]]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
@@ -64,9 +78,13 @@ def encode_scores(scores: Sequence[float]) -> bytes:
 def decode_scores(body: bytes, count: int) -> list[float]:
     """``count`` scores, missing as NaN. Raises WireError."""
     try:
-        scores = [math.nan if score is None else float(score) for score in json.loads(body)["scores"]]
+        scores = [
+            math.nan if score is None else float(score) for score in json.loads(body)["scores"]
+        ]
         if len(scores) != count:
             raise ValueError(f"expected {count} scores, got {len(scores)}")
         return scores
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(f"the answer must hold 'scores': {type(error).__name__}: {error}"[:500]) from error
+        raise WireError(
+            f"the answer must hold 'scores': {type(error).__name__}: {error}"[:500]
+        ) from error

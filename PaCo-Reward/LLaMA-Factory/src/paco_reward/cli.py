@@ -36,8 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a judge with a LLaMA-Factory configuration")
-    train.add_argument("config", help="YAML configuration, for example config/paco_reward_lora.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the configuration's")
+    train.add_argument(
+        "config", help="YAML configuration, for example config/paco_reward_lora.yaml"
+    )
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values that replace the configuration's"
+    )
     train.set_defaults(command=_train)
 
     export = commands.add_parser("export", help="merge an adapter into its base model")
@@ -48,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 
     score.add_parser(commands)
     demo.add_parser(commands)
-    accuracy = commands.add_parser("accuracy", help="accuracy, AUC and calibration on labeled pairs")
+    accuracy = commands.add_parser(
+        "accuracy", help="accuracy, AUC and calibration on labeled pairs"
+    )
     score.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     text = "name in dataset_info.json; several, with commas, are also reported each"
@@ -71,7 +77,9 @@ def _export(args: argparse.Namespace) -> int:
 
     silence_transformers()
     largest = export(args.base, args.adapter, args.output)
-    print(f"merged model: {args.output}\nlargest score difference before/after on 100 pairs of images: {largest:.2e}")
+    print(
+        f"merged model: {args.output}\nlargest score difference before/after on 100 pairs of images: {largest:.2e}"
+    )
     return 0
 
 
@@ -83,7 +91,11 @@ def _accuracy(args: argparse.Namespace) -> int:
     rows, labels, kinds = [], [], []
     for name in args.dataset.split(","):
         own = labeled_pairs(args.dataset_dir, name, form_of(args))
-        rows, labels, kinds = [*rows, *own[0].rows], [*labels, *own[1]], [*kinds, *[name] * len(own[1])]
+        rows, labels, kinds = (
+            [*rows, *own[0].rows],
+            [*labels, *own[1]],
+            [*kinds, *[name] * len(own[1])],
+        )
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(score.load_judge(args), FilePairs(rows), labels, kinds)
     text = json.dumps(report, indent=2)

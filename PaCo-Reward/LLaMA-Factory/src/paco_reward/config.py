@@ -21,7 +21,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     from yaml import YAMLError
 
     if wrong := [item for item in overrides if "=" not in item]:
-        raise PacoRewardError(f"{wrong[0]!r} is not key=value; write for example learning_rate=1e-4")
+        raise PacoRewardError(
+            f"{wrong[0]!r} is not key=value; write for example learning_rate=1e-4"
+        )
     try:
         config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides)))
         return OmegaConf.to_container(config, resolve=True)
@@ -38,10 +40,14 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     config = dict(config)
     if (wanted := config.pop("global_batch_size", None)) is None:
         return config
-    at_once = processes * config.get("per_device_train_batch_size", 8)  # 8: the default of transformers
+    at_once = processes * config.get(
+        "per_device_train_batch_size", 8
+    )  # 8: the default of transformers
     steps = config.get("gradient_accumulation_steps") or max(math.ceil(wanted / at_once - 0.5), 1)
     if steps * at_once != wanted:
-        logger.warning("a step has %d sequences instead of global_batch_size: %d", steps * at_once, wanted)
+        logger.warning(
+            "a step has %d sequences instead of global_batch_size: %d", steps * at_once, wanted
+        )
     return config | {"gradient_accumulation_steps": steps}
 
 
@@ -60,10 +66,19 @@ def check_combinations(config: dict[str, Any]) -> None:
         (config.get("stage", "sft") != "sft", "stage: sft"),
         (other_losses, f"{', '.join(other_losses)}: false"),
         (config.get("train_on_prompt"), "train_on_prompt: false"),
-        (config.get("enable_thinking"), "enable_thinking: false, so that answers begin with Yes or No"),
-        (packing and not config.get("neat_packing"), "neat_packing: true too, so that no answer sees its row's other pairs"),
+        (
+            config.get("enable_thinking"),
+            "enable_thinking: false, so that answers begin with Yes or No",
+        ),
+        (
+            packing and not config.get("neat_packing"),
+            "neat_packing: true too, so that no answer sees its row's other pairs",
+        ),
         (mixed, "packing: false or flash_attn: fa2, so that pairs of a row do not mix in Qwen3.5"),
-        (config.get("average_tokens_across_devices") is False, "average_tokens_across_devices: true"),
+        (
+            config.get("average_tokens_across_devices") is False,
+            "average_tokens_across_devices: true",
+        ),
         (config.get("label_smoothing_factor"), "label_smoothing_factor: 0"),
     ):
         if wrong:

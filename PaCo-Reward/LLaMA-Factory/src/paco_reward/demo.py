@@ -43,30 +43,45 @@ def build(judge: Judge) -> Any:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
     import gradio
 
-    def answer(files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool) -> str:
+    def answer(
+        files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool
+    ) -> str:
         try:
-            asked = asked_about(files or [], int(rows or 1), int(columns or 1), theme.strip(), edit.strip())
+            asked = asked_about(
+                files or [], int(rows or 1), int(columns or 1), theme.strip(), edit.strip()
+            )
             return sheet(ask(judge, *asked, with_reasons))
         except (ValueError, JudgeError) as error:
             raise gradio.Error(str(error), duration=None) from error
 
-    system = ["system-ui", "sans-serif"]  # a font's name in quotes would be fetched from the network
+    system = [
+        "system-ui",
+        "sans-serif",
+    ]  # a font's name in quotes would be fetched from the network
     theme = gradio.themes.Default(font=system, font_mono=["monospace"])
     with gradio.Blocks(title="PaCo-Reward", theme=theme, analytics_enabled=False) as page:
         gradio.Markdown(f"# Are these images consistent?\nJudge: `{judge.name}`")
         with gradio.Row():
             with gradio.Column(scale=2):
-                images = gradio.Gallery(label="Images (PNG, JPEG, WebP)", type="filepath", columns=4, height=320)
+                images = gradio.Gallery(
+                    label="Images (PNG, JPEG, WebP)", type="filepath", columns=4, height=320
+                )
                 with gradio.Row():
                     rows = gradio.Number(1, label="Grid rows", precision=0, minimum=1, maximum=8)
-                    columns = gradio.Number(1, label="Grid columns", precision=0, minimum=1, maximum=8)
-                theme_text = gradio.Textbox(label="Theme", placeholder="optional: one red fox in four seasons")
+                    columns = gradio.Number(
+                        1, label="Grid columns", precision=0, minimum=1, maximum=8
+                    )
+                theme_text = gradio.Textbox(
+                    label="Theme", placeholder="optional: one red fox in four seasons"
+                )
                 hint = "if given, the other images are edits of the first"
                 instruction = gradio.Textbox(label="Editing instruction", placeholder=hint)
                 reasons = gradio.Checkbox(label="Reasons too (slower)")
                 button = gradio.Button("Ask the judge", variant="primary")
             with gradio.Column(scale=3):
-                result = gradio.HTML("<p>Drop two images or more, or one grid and its rows and columns.</p>")
+                result = gradio.HTML(
+                    "<p>Drop two images or more, or one grid and its rows and columns.</p>"
+                )
         inputs = [images, rows, columns, theme_text, instruction, reasons]
         button.click(answer, inputs, result, api_name="ask", concurrency_limit=1)
     return page
@@ -80,9 +95,14 @@ def asked_about(
     for path, _ in files:
         panels = split_image(load_image(path), rows, columns)
         images += panels
-        names += [f"{Path(path).name} {n + 1}" if len(panels) > 1 else Path(path).name for n in range(len(panels))]
+        names += [
+            f"{Path(path).name} {n + 1}" if len(panels) > 1 else Path(path).name
+            for n in range(len(panels))
+        ]
     if not 2 <= len(images) <= MOST_IMAGES:
-        raise PacoRewardError(f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}")
+        raise PacoRewardError(
+            f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}"
+        )
     if instruction and theme:
         raise PacoRewardError("give a theme or an editing instruction, not both")
     return images, names, questions_about(theme or None, instruction or None)

@@ -15,7 +15,11 @@ from paco_judge.weights import from_pretrained_strict
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import write_limits
 
-MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}  # the merged model writes these
+MODEL_FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+}  # the merged model writes these
 PROCESSOR_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
 
@@ -40,16 +44,23 @@ def export(base: str, adapter: str, output: str | Path) -> float:
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         merged = Path(folder, "merged")
         model.save_pretrained(merged)
-        for file in local_folder(base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)).iterdir():
+        for file in local_folder(
+            base, tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)
+        ).iterdir():
             if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
                 shutil.copyfile(file, merged / file.name)
         if limits := trained_limits(adapter):
             write_limits(merged, limits)
         del model
         judges, pairs = ((base, adapter), (merged,)), synthetic_pairs()
-        scores = [[verdict.p_yes for verdict in JudgeScorer.from_pretrained(*judge).score(pairs)] for judge in judges]
+        scores = [
+            [verdict.p_yes for verdict in JudgeScorer.from_pretrained(*judge).score(pairs)]
+            for judge in judges
+        ]
         if any(None in of_one for of_one in scores):
-            raise PacoRewardError("a pair has no score (logits not finite); the merged model is not usable")
+            raise PacoRewardError(
+                "a pair has no score (logits not finite); the merged model is not usable"
+            )
         difference = float(np.abs(np.subtract(*scores)).max())
         if difference > LARGEST_DIFFERENCE:
             raise PacoRewardError(
@@ -68,7 +79,9 @@ def synthetic_pairs(count: int = 100) -> list[Pair]:
         first = generator.integers(0, 256, (4, 4, 3))
         change = generator.integers(-255, 256, (4, 4, 3)) * (index / max(count - 1, 1))
         images = [
-            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).resize((112, 112), Image.Resampling.BICUBIC)
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).resize(
+                (112, 112), Image.Resampling.BICUBIC
+            )
             for pixels in (first, first + change)
         ]
         pairs.append(Pair(images[0], images[1], theme_question("a set of pictures")))

@@ -28,7 +28,9 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
     model_type = PretrainedConfig.get_config_dict(model)[0].get("model_type")
     if model_type not in TEMPLATES:
         known = ", ".join(TEMPLATES)
-        raise PacoRewardError(f"model {model} is of type {model_type}, not {known}; set template: (LLaMA-Factory's)")
+        raise PacoRewardError(
+            f"model {model} is of type {model_type}, not {known}; set template: (LLaMA-Factory's)"
+        )
     return config | {"template": TEMPLATES[model_type]}
 
 
@@ -37,9 +39,15 @@ def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> No
     if not isinstance(chat_template, str):
         return
     question = {"role": "user", "content": "Are they consistent?"}
-    trained, _ = template.encode_oneturn(tokenizer, [question, {"role": "assistant", "content": "Yes."}])
+    trained, _ = template.encode_oneturn(
+        tokenizer, [question, {"role": "assistant", "content": "Yes."}]
+    )
     served = tokenizer.apply_chat_template(
-        [question], chat_template=chat_template, tokenize=False, add_generation_prompt=True, **CHAT_OPTIONS
+        [question],
+        chat_template=chat_template,
+        tokenize=False,
+        add_generation_prompt=True,
+        **CHAT_OPTIONS,
     )
     if tokenizer.decode(trained) != served:
         raise PacoRewardError(
@@ -62,6 +70,10 @@ def write_limits(folder: Path, limits: dict[str, int]) -> None:
         images = settings.get("image_processor", settings)
         if "patch_size" not in images:
             continue
-        old_names = dict(zip(("min_pixels", "max_pixels"), limits.values(), strict=True))  # they win over size
-        images |= {"size": limits} | {name: value for name, value in old_names.items() if name in images}
+        old_names = dict(
+            zip(("min_pixels", "max_pixels"), limits.values(), strict=True)
+        )  # they win over size
+        images |= {"size": limits} | {
+            name: value for name, value in old_names.items() if name in images
+        }
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -19,12 +19,20 @@ def run(config_path: str, overrides: list[str], environment: dict[str, str]) -> 
     check_data(config)
     config = with_template(config)
     check_combinations(config)
-    weight, scheme = config.get("first_token_weight"), config.get("first_token_scheme") or "sequence"
+    weight, scheme = (
+        config.get("first_token_weight"),
+        config.get("first_token_scheme") or "sequence",
+    )
     print(f"template: {config['template']}")
-    print(f"loss: first_token_weight {weight} (None: LLaMA-Factory's own), {scheme} (published: released)", flush=True)
+    print(
+        f"loss: first_token_weight {weight} (None: LLaMA-Factory's own), {scheme} (published: released)",
+        flush=True,
+    )
     if command := torchrun_command(config, config_path, overrides, environment):
         print(" ".join(command), flush=True)
-        os.execve(command[0], command, environment)  # signals to this process, as a scheduler's, are for torchrun
+        os.execve(
+            command[0], command, environment
+        )  # signals to this process, as a scheduler's, are for torchrun
     train(config)
     return 0
 
@@ -43,15 +51,27 @@ def torchrun_command(
     """The torchrun command of this node, or None when one plain process is enough."""
     # On a CPU the default is two processes: with small models they use two cores better than two threads.
     nodes = int(environment.get("NNODES", "1"))
-    processes = int(environment.get("NPROC_PER_NODE") or torch.cuda.device_count() or min(2, os.cpu_count() or 1))
+    processes = int(
+        environment.get("NPROC_PER_NODE")
+        or torch.cuda.device_count()
+        or min(2, os.cpu_count() or 1)
+    )
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
         return None
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nodes}",
+        f"--nproc_per_node={processes}",
+    ]
     if nodes == 1 and "MASTER_PORT" not in environment:
         command.append("--standalone")  # on a free port: concurrent trainings
     else:
         names = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        command += [f"--{name.lower()}={environment.get(name, default)}" for name, default in names.items()]
+        command += [
+            f"--{name.lower()}={environment.get(name, default)}" for name, default in names.items()
+        ]
     return [*command, "-m", "paco_reward.launch", config_path, *overrides]
 
 

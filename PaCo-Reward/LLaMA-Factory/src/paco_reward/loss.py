@@ -43,7 +43,9 @@ def answer_positions_only(head: nn.Module, mask: Tensor) -> Iterator[None]:
 
     An answer has about 100 tokens, its prompt with two images thousands, and a row of 152k logits takes 0.6 MB.
     """
-    handle = head.register_forward_pre_hook(lambda module, inputs: (inputs[0][:, :-1][mask.to(inputs[0].device)],))
+    handle = head.register_forward_pre_hook(
+        lambda module, inputs: (inputs[0][:, :-1][mask.to(inputs[0].device)],)
+    )
     try:
         yield
     finally:
@@ -64,7 +66,11 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
 
 
 def first_token_loss(
-    logits: Tensor, labels: Tensor, weight: float, scheme: str = "sequence", num_items: Tensor | int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    weight: float,
+    scheme: str = "sequence",
+    num_items: Tensor | int | None = None,
 ) -> Tensor:
     """Loss of one micro-batch, a () float32 tensor.
 

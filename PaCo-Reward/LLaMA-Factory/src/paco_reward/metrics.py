@@ -20,7 +20,10 @@ def auc(p_yes: Any, label: Any) -> float | None:
     p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
     if label.all() or not label.any():
         return None
-    return float(mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic / (label.sum() * (~label).sum()))
+    return float(
+        mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic
+        / (label.sum() * (~label).sum())
+    )
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
@@ -42,7 +45,9 @@ def judge_report(p_yes: Any, label: Any) -> dict[str, float | None]:
     return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": len(p_yes)}
 
 
-def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()
+) -> dict[str, Any]:
     """``judge_report`` of a ``JudgeScorer`` on labeled pairs, and ``missing``, the number of pairs without a score.
 
     ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
@@ -54,7 +59,9 @@ def measure(scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Seque
     report = judge_report(scores, labels) | {"missing": len(errors)}
     if len(set(kinds)) > 1:
         chosen = {kind: np.array(kinds) == kind for kind in kinds}
-        report["kinds"] = {kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()}
+        report["kinds"] = {
+            kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()
+        }
     return report
 
 
@@ -64,9 +71,14 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples. The judge's numbers
     are over the examples whose answer begins with Yes or No.
     """
-    token_accuracy, first_correct, p_yes, label = np.asarray(predictions.predictions, dtype=np.float64).T
+    token_accuracy, first_correct, p_yes, label = np.asarray(
+        predictions.predictions, dtype=np.float64
+    ).T
     judged = ~np.isnan(label)
     report = judge_report(p_yes[judged], label[judged] > 0.5)
-    result = {"accuracy": float(np.nanmean(token_accuracy)), "first_token_accuracy": float(np.nanmean(first_correct))}
+    result = {
+        "accuracy": float(np.nanmean(token_accuracy)),
+        "first_token_accuracy": float(np.nanmean(first_correct)),
+    }
     result |= {f"judge_{name}": report[name] for name in ("accuracy", "auc", "ece")}
     return {name: value for name, value in result.items() if value is not None}

@@ -27,7 +27,9 @@ def install() -> None:
     """Install the overlay in this process; idempotent. Raises PacoRewardError: another LLaMA-Factory is installed."""
     version = importlib.metadata.version("llamafactory")
     if version != TESTED_VERSION:
-        raise PacoRewardError(f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}")
+        raise PacoRewardError(
+            f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}"
+        )
     from llamafactory.data.mm_plugin import MMPluginMixin
     from llamafactory.hparams import parser
     from llamafactory.train.sft import workflow
@@ -37,7 +39,9 @@ def install() -> None:
     base = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
     parser._TRAIN_ARGS[parser._TRAIN_ARGS.index(base)] = _arguments_class(base)
     _change_inputs(workflow, MMPluginMixin)
-    workflow.CustomSeq2SeqTrainer = _trainer_class(workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy)
+    workflow.CustomSeq2SeqTrainer = _trainer_class(
+        workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy
+    )
 
 
 def _change_inputs(workflow: Any, plugin: Any) -> None:
@@ -51,7 +55,9 @@ def _change_inputs(workflow: Any, plugin: Any) -> None:
         return loaded
 
     def checked(tokenizer: Any, data_args: Any) -> Any:
-        chat_template = tokenizer.chat_template  # LLaMA-Factory gives its own to a tokenizer without one
+        chat_template = (
+            tokenizer.chat_template
+        )  # LLaMA-Factory gives its own to a tokenizer without one
         template = get_template(tokenizer, data_args)
         check_prompt(template, tokenizer, chat_template)
         return template
@@ -60,7 +66,9 @@ def _change_inputs(workflow: Any, plugin: Any) -> None:
         try:
             image.load()
         except (OSError, SyntaxError, ValueError) as error:
-            raise OSError(f"image {getattr(image, 'filename', '')} cannot be read: {error}") from error
+            raise OSError(
+                f"image {getattr(image, 'filename', '')} cannot be read: {error}"
+            ) from error
         return preprocess_image(self, image, **kwargs)
 
     workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer = limited, checked
@@ -70,8 +78,12 @@ def _change_inputs(workflow: Any, plugin: Any) -> None:
 def _arguments_class(base: type) -> type:
     @dataclass
     class FirstTokenArguments(base):
-        first_token_weight: float | None = None  # of the answer's first token, in [0, 1]; null: LLaMA-Factory's loss
-        first_token_scheme: Literal["sequence", "released"] = "sequence"  # per sequence, or as the authors' trainer
+        first_token_weight: float | None = (
+            None  # of the answer's first token, in [0, 1]; null: LLaMA-Factory's loss
+        )
+        first_token_scheme: Literal["sequence", "released"] = (
+            "sequence"  # per sequence, or as the authors' trainer
+        )
         first_token_accuracy: bool = False  # turns compute_accuracy on, which measures it too
 
         def __post_init__(self) -> None:
@@ -95,13 +107,17 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
     if logits.dim() == 3:
         logits = logits[:, :-1][mask]
     has_answer, row = counts > 0, mask.nonzero()[:, 0]
-    begin = (counts.cumsum(0) - counts)[has_answer]  # the first token of each row's answers among the K
+    begin = (counts.cumsum(0) - counts)[
+        has_answer
+    ]  # the first token of each row's answers among the K
     right = (logits.argmax(-1) == target).float()
     first, wanted = logits[begin].float(), target[begin]
     statistics = torch.full((len(labels), 4), torch.nan, device=logits.device)
     statistics[has_answer] = torch.stack(
         [
-            (torch.zeros_like(counts, dtype=torch.float32).index_add(0, row, right) / counts)[has_answer],
+            (torch.zeros_like(counts, dtype=torch.float32).index_add(0, row, right) / counts)[
+                has_answer
+            ],
             right[begin],
             torch.sigmoid(first[:, yes_id] - first[:, no_id]),
             torch.where(wanted == yes_id, 1.0, torch.where(wanted == no_id, 0.0, torch.nan)),
@@ -121,26 +137,36 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             if isinstance(kwargs.get("compute_metrics"), upstream_metric):
                 yes_id, no_id = option_ids(kwargs["tokenizer"])
                 kwargs["compute_metrics"] = judge_metrics
-                kwargs["preprocess_logits_for_metrics"] = partial(answer_statistics, yes_id=yes_id, no_id=no_id)
+                kwargs["preprocess_logits_for_metrics"] = partial(
+                    answer_statistics, yes_id=yes_id, no_id=no_id
+                )
             super().__init__(finetuning_args, processor, *args, **kwargs)
             _compute_frozen_towers_without_gradients(self.model)
             if finetuning_args.first_token_weight is None:
                 return
             weight, scheme = finetuning_args.first_token_weight, finetuning_args.first_token_scheme
 
-            def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
-                return first_token_loss(outputs["logits"], labels, weight, scheme, num_items_in_batch)
+            def loss(
+                outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None
+            ) -> torch.Tensor:
+                return first_token_loss(
+                    outputs["logits"], labels, weight, scheme, num_items_in_batch
+                )
 
             self.compute_loss_func = loss
 
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
             if self.finetuning_args.first_token_weight is None or "labels" not in inputs:
                 return super().compute_loss(model, inputs, *args, **kwargs)
             mask = find_answers(inputs["labels"]).mask
             with answer_positions_only(self.model.get_output_embeddings(), mask):
                 return super().compute_loss(model, inputs, *args, **kwargs)
 
-        def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        def _get_num_items_in_batch(
+            self, batch_samples: list, device: torch.device
+        ) -> torch.Tensor | None:
             """The divisor of an optimizer step's loss, over its micro-batches and all processes.
 
             The trainer multiplies the loss by the number of processes, whose gradients are averaged.
@@ -163,5 +189,7 @@ def _compute_frozen_towers_without_gradients(model: Any) -> None:
     For gradient checkpointing, transformers 5 makes the inputs of every tower require gradients.
     """
     for name, module in model.named_modules():
-        if name.endswith("visual") and not any(parameter.requires_grad for parameter in module.parameters()):
+        if name.endswith("visual") and not any(
+            parameter.requires_grad for parameter in module.parameters()
+        ):
             module.forward = torch.no_grad()(module.forward)

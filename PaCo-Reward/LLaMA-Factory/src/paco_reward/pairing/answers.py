@@ -46,11 +46,18 @@ def ask(
         try:
             known = {row["key"]: row["value"] for row in map(json.loads, whole.splitlines())}
         except (ValueError, LookupError, TypeError) as error:
-            raise PacoRewardError(f"{file} has a damaged line ({error}); remove that line to ask again") from error
+            raise PacoRewardError(
+                f"{file} has a damaged line ({error}); remove that line to ask again"
+            ) from error
         todo, errors = [one for one, key in keys.items() if key not in known], []
-        for start in tqdm(range(0, len(todo), _PAIRS_AT_ONCE), desc=what, unit_scale=_PAIRS_AT_ONCE):
+        for start in tqdm(
+            range(0, len(todo), _PAIRS_AT_ONCE), desc=what, unit_scale=_PAIRS_AT_ONCE
+        ):
             own = todo[start : start + _PAIRS_AT_ONCE]
-            pairs = [Pair(load_image(output / first), load_image(output / second), text) for first, second, text in own]
+            pairs = [
+                Pair(load_image(output / first), load_image(output / second), text)
+                for first, second, text in own
+            ]
             if texts:
                 found = judge.write_blocking(pairs, REASON_TOKENS)
             else:
@@ -61,15 +68,29 @@ def ask(
                     journal.write(json.dumps({"key": keys[one], "value": value}).encode() + b"\n")
             journal.flush()
             errors += [error for _, error in found if error is not None]
-            if all(error is not None for _, error in found) and (len(own) == _PAIRS_AT_ONCE or not known):
-                raise PacoRewardError(f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue")
+            if all(error is not None for _, error in found) and (
+                len(own) == _PAIRS_AT_ONCE or not known
+            ):
+                raise PacoRewardError(
+                    f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue"
+                )
     if errors:
-        logger.warning("no answer to %d of %d %s, first: %s; run again", len(errors), len(todo), what, errors[0])
+        logger.warning(
+            "no answer to %d of %d %s, first: %s; run again",
+            len(errors),
+            len(todo),
+            what,
+            errors[0],
+        )
     return {one: known[key] for one, key in keys.items() if key in known}
 
 
 def rank_by_scores(
-    sets: Sequence[CandidateSet], questions: Mapping[str, str], output: Path, judge: JudgeClient, counts: Counter
+    sets: Sequence[CandidateSet],
+    questions: Mapping[str, str],
+    output: Path,
+    judge: JudgeClient,
+    counts: Counter,
 ) -> list[Ranking]:
     """Rank the candidates of each set by a judge's P(Yes) of its folder's question on (reference, candidate).
 
@@ -77,9 +98,15 @@ def rank_by_scores(
     """
 
     def asked(one: CandidateSet, name: str) -> PairQuestion:
-        return f"images/{one.folder}/{one.ref_image}", f"images/{one.folder}/{name}", questions[one.folder]
+        return (
+            f"images/{one.folder}/{one.ref_image}",
+            f"images/{one.folder}/{name}",
+            questions[one.folder],
+        )
 
-    known = ask((asked(one, name) for one in sets for name in one.comp_images), output, judge, "rankings")
+    known = ask(
+        (asked(one, name) for one in sets for name in one.comp_images), output, judge, "rankings"
+    )
     rankings = []
     for one in sets:
         scores = {name: known.get(asked(one, name)) for name in one.comp_images}
@@ -87,7 +114,9 @@ def rank_by_scores(
             counts["rankings_without_answer"] += 1
             continue
         ranked = sorted(scores, key=scores.get, reverse=True)
-        rankings.append(Ranking(**dict(one), rank_images=ranked, scores=[scores[name] for name in ranked]))
+        rankings.append(
+            Ranking(**dict(one), rank_images=ranked, scores=[scores[name] for name in ranked])
+        )
     return rankings
 
 
@@ -108,7 +137,9 @@ def label_edits(
     return labeled
 
 
-def write_reasons(pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter) -> list[LabeledPair]:
+def write_reasons(
+    pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter
+) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``)."""
     # Wording of ours. It lets the model disagree with the verdict: the pair is then left out.
     request = (
@@ -142,7 +173,13 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
     kept = []
     for pair, answer in answered:
         verdict, reasons = read_reason(answer) or (None, None)
-        agrees = "unreadable" if verdict is None else "kept" if verdict == pair.verdict else "contradicting"
+        agrees = (
+            "unreadable"
+            if verdict is None
+            else "kept"
+            if verdict == pair.verdict
+            else "contradicting"
+        )
         counts[f"reasons_{agrees}"] += 1
         if agrees == "kept":
             kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
@@ -155,6 +192,8 @@ def read_reason(answer: str) -> tuple[str, str] | None:
     if match is None:
         return None
     reasons = " ".join(answer[match.end() :].split()).strip("*_ ")
-    if len(reasons) < _FEWEST_REASON_CHARACTERS or any(token in reasons for token in (TAG, *RESERVED)):
+    if len(reasons) < _FEWEST_REASON_CHARACTERS or any(
+        token in reasons for token in (TAG, *RESERVED)
+    ):
         return None
     return match[1].capitalize(), reasons[0].upper() + reasons[1:]

@@ -23,7 +23,14 @@ from PIL import Image
 from paco_judge.client import JudgeClient
 from paco_judge.grid import split_image
 from paco_judge.images import encode, load_image
-from paco_judge.questions import EDITING, Question, form_of, load_editing_questions, load_question, record
+from paco_judge.questions import (
+    EDITING,
+    Question,
+    form_of,
+    load_editing_questions,
+    load_question,
+    record,
+)
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing import answers, inputs, select
@@ -33,7 +40,12 @@ from paco_reward.score import client_of
 
 EDITING_NAME = "sharegpt_editing"
 TRAIN, TEST = "train", "test"
-_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+_TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+}
 
 
 def build(options: Namespace) -> dict[str, Any]:
@@ -55,13 +67,21 @@ def build(options: Namespace) -> dict[str, Any]:
         judge.check()
     _claim(output, items)
 
-    counts: Counter[str] = Counter(prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output))
+    counts: Counter[str] = Counter(
+        prompts=len(items), edits=len(edits), sub_figures=_write_sub_figures(items, output)
+    )
     questions = {item.folder: question.text(theme=item.grid.theme) for item in items}
     datasets: dict[str, list[LabeledPair]] = {}
     if items:
-        _write_lines(output / "prompt_data.jsonl", ({"idx": item.folder, "prompt": item.prompt} for item in items))
+        _write_lines(
+            output / "prompt_data.jsonl",
+            ({"idx": item.folder, "prompt": item.prompt} for item in items),
+        )
     if items and rankings is None:
-        formed = [select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed) for i in items]
+        formed = [
+            select.candidate_sets(i, options.candidates, options.sets_per_prompt, options.seed)
+            for i in items
+        ]
         sets = [one for own in formed for one in own]
         counts.update(prompts_without_sets=formed.count([]), sets=len(sets))
         _write_lines(output / "sets.jsonl", (one.model_dump(exclude={"place"}) for one in sets))
@@ -69,7 +89,10 @@ def build(options: Namespace) -> dict[str, Any]:
             rankings = answers.rank_by_scores(sets, questions, output, judge, counts)
     if rankings:
         counts["rankings"] = len(rankings)
-        rows = (r.model_dump(include={"folder", "ref_image", "comp_images", "rank_images"}) for r in rankings)
+        rows = (
+            r.model_dump(include={"folder", "ref_image", "comp_images", "rank_images"})
+            for r in rankings
+        )
         _write_lines(output / "consistency_full_rank.jsonl", rows)
         ranks = options.yes_ranks, options.no_ranks, options.min_gap
         labeled = ((ranking, select.labels_of_ranking(ranking, *ranks)) for ranking in rankings)
@@ -85,8 +108,13 @@ def build(options: Namespace) -> dict[str, Any]:
     asked = record((question,) * bool(items) + editing * bool(edits), form)
     counts = Counter({name: value for name, value in counts.items() if value})
     if not (counts["sets"] if options.sets_only else datasets):
-        what, lost = "sets" if options.sets_only else "balanced pairs", ", ".join(f"{n} {v}" for n, v in counts.items())
-        raise PacoRewardError(f"no {what} are left ({lost}); add images or rankings, or loosen the options")
+        what, lost = (
+            "sets" if options.sets_only else "balanced pairs",
+            ", ".join(f"{n} {v}" for n, v in counts.items()),
+        )
+        raise PacoRewardError(
+            f"no {what} are left ({lost}); add images or rankings, or loosen the options"
+        )
     numbers = _write_datasets(output, datasets, pair_prefix(form))
     stats = {"seed": options.seed, "asked": asked, "counts": dict(counts), "datasets": numbers}
     _write_json(output / "stats.json", stats)
@@ -107,7 +135,9 @@ def _editing_pairs(
     labeled, others = [], []
     for edit in edits:
         first, second = stored(edit.source), stored(edit.edited)
-        for label, kind, question in zip((edit.consistency, edit.follows), EDITING, questions, strict=False):
+        for label, kind, question in zip(
+            (edit.consistency, edit.follows), EDITING, questions, strict=False
+        ):
             text = question.text(instruction=edit.instruction.strip())
             pair = LabeledPair(first, second, text, bool(label), kind, first)
             (others if label is None else labeled).append(pair)
@@ -130,7 +160,9 @@ def _datasets(
     kept = select.without_duplicates(select.shuffled(labeled, options.seed), leader, counts)
     if name == EDITING_NAME:  # pairs that share an image, or near-duplicates of one, stay together
         groups = inputs.connected([(leader[pair.first], leader[pair.second]) for pair in kept])
-        kept = [replace(pair, group=kept[first].first) for pair, first in zip(kept, groups, strict=True)]
+        kept = [
+            replace(pair, group=kept[first].first) for pair, first in zip(kept, groups, strict=True)
+        ]
     undecided = {pair.group for pair in kept} - set(decided)
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     testing |= {group for group, part in decided.items() if part == TEST}
@@ -163,7 +195,9 @@ def _claim(output: Path, items: Sequence[PromptItem]) -> None:
     digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
     note = output / "work" / "inputs.txt"
     if note.is_file() and note.read_text() != digest:
-        raise PacoRewardError(f"{output} was built from other prompts or images; choose another --output, or delete it")
+        raise PacoRewardError(
+            f"{output} was built from other prompts or images; choose another --output, or delete it"
+        )
     _write(note, digest)
 
 
@@ -181,14 +215,20 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
                 continue
             grid = item.grid
             try:
-                content = file.read_bytes() if panel is None else encode(cut(file, grid.rows, grid.cols)[panel])
+                content = (
+                    file.read_bytes()
+                    if panel is None
+                    else encode(cut(file, grid.rows, grid.cols)[panel])
+                )
             except ValueError as error:
                 raise PacoRewardError(f"{item.place}: {file}: {error}") from error
             _write(target, content)
     return sum(len(item.sources) for item in items)
 
 
-def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str) -> dict[str, dict[str, int]]:
+def _write_datasets(
+    output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
+) -> dict[str, dict[str, int]]:
     """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question."""
     info, numbers = {}, {}
     for name, pairs in datasets.items():
@@ -199,9 +239,19 @@ def _write_datasets(output: Path, datasets: Mapping[str, Sequence[LabeledPair]],
             rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
         _write_json(output / f"{name}.json", rows)
         columns = {"messages": "messages", "images": "images"}
-        info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": _TAGS}
+        info[name] = {
+            "file_name": f"{name}.json",
+            "formatting": "sharegpt",
+            "columns": columns,
+            "tags": _TAGS,
+        }
         yes, groups = sum(pair.label for pair in pairs), {pair.group for pair in pairs}
-        numbers[name] = {"pairs": len(pairs), "yes": yes, "no": len(pairs) - yes, "groups": len(groups)}
+        numbers[name] = {
+            "pairs": len(pairs),
+            "yes": yes,
+            "no": len(pairs) - yes,
+            "groups": len(groups),
+        }
     if info:
         _write_json(output / "dataset_info.json", info)
     return numbers

@@ -21,32 +21,95 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     images, ranked, reasons = (parser.add_mutually_exclusive_group() for _ in range(3))
     add = parser.add_argument
     add("--output", **folder, required=True, help="the data set's folder")
-    images.add_argument("--grids", **folder, help="grid images: named in the metadata, <idx>/*, <idx>.png, <idx>_*.png")
-    images.add_argument("--sub_figures", **folder, help="images already cut, <idx>/<generation>/* in row-major order")
-    add("--metadata", **file, help="jsonl with prompt and idx; several lines may be generations of one prompt")
-    ranked.add_argument("--rankings", **file, help="jsonl: folder, ref_image, comp_images, rank_images (best first)")
-    ranked.add_argument("--sets_only", action="store_true", help="only cut, and write sets for people to rank")
-    add("--editing", **file, help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No)")
-    reasons.add_argument("--reasons_file", **file, help="jsonl: folder, images (two names), reason (Yes or No first)")
-    reasons.add_argument("--reasons", action="store_true", help="the server's model writes a reason for every pair")
+    images.add_argument(
+        "--grids",
+        **folder,
+        help="grid images: named in the metadata, <idx>/*, <idx>.png, <idx>_*.png",
+    )
+    images.add_argument(
+        "--sub_figures",
+        **folder,
+        help="images already cut, <idx>/<generation>/* in row-major order",
+    )
+    add(
+        "--metadata",
+        **file,
+        help="jsonl with prompt and idx; several lines may be generations of one prompt",
+    )
+    ranked.add_argument(
+        "--rankings", **file, help="jsonl: folder, ref_image, comp_images, rank_images (best first)"
+    )
+    ranked.add_argument(
+        "--sets_only", action="store_true", help="only cut, and write sets for people to rank"
+    )
+    add(
+        "--editing",
+        **file,
+        help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No)",
+    )
+    reasons.add_argument(
+        "--reasons_file", **file, help="jsonl: folder, images (two names), reason (Yes or No first)"
+    )
+    reasons.add_argument(
+        "--reasons", action="store_true", help="the server's model writes a reason for every pair"
+    )
 
     add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
     add("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
-    template = {"metavar": "NAME|FILE", "help": "shipped template or text file (default %(default)s)"}
+    template = {
+        "metavar": "NAME|FILE",
+        "help": "shipped template or text file (default %(default)s)",
+    }
     add("--question", default="theme", **template)
     add("--editing_question", nargs="+", default=list(EDITING), **template)
     add_form_arguments(parser)
 
-    add("--candidates", **count, default=4, help="candidates of a set, at most (default %(default)s)")
-    add("--sets_per_prompt", **count, default=8, help="sets of a prompt, at most (default %(default)s)")
-    add("--yes_ranks", **count, default=1, help="this many of the best are Yes (default %(default)s)")
-    add("--no_ranks", **count, default=1, help="this many of the worst are No (default %(default)s)")
-    add("--min_gap", type=float, default=0.1, help="smallest gap of P(Yes) between Yes and No (default %(default)s)")
-    add("--duplicate_bits", type=int, default=4, help="of 64, in which near-duplicates differ (default %(default)s)")
-    add("--test_share", type=float, default=0.05, help="share of the themes that go to test (default %(default)s)")
+    add(
+        "--candidates",
+        **count,
+        default=4,
+        help="candidates of a set, at most (default %(default)s)",
+    )
+    add(
+        "--sets_per_prompt",
+        **count,
+        default=8,
+        help="sets of a prompt, at most (default %(default)s)",
+    )
+    add(
+        "--yes_ranks",
+        **count,
+        default=1,
+        help="this many of the best are Yes (default %(default)s)",
+    )
+    add(
+        "--no_ranks", **count, default=1, help="this many of the worst are No (default %(default)s)"
+    )
+    add(
+        "--min_gap",
+        type=float,
+        default=0.1,
+        help="smallest gap of P(Yes) between Yes and No (default %(default)s)",
+    )
+    add(
+        "--duplicate_bits",
+        type=int,
+        default=4,
+        help="of 64, in which near-duplicates differ (default %(default)s)",
+    )
+    add(
+        "--test_share",
+        type=float,
+        default=0.05,
+        help="share of the themes that go to test (default %(default)s)",
+    )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
-    add("--name", default="consistency_reward", help="of the data sets NAME_train, … (default %(default)s)")
+    add(
+        "--name",
+        default="consistency_reward",
+        help="of the data sets NAME_train, … (default %(default)s)",
+    )
 
 
 def check(options: argparse.Namespace) -> None:
@@ -54,11 +117,26 @@ def check(options: argparse.Namespace) -> None:
     images, ranks = options.grids or options.sub_figures, options.yes_ranks + options.no_ranks
     labels = options.rankings or options.server or options.sets_only
     for problem, message in (
-        (not images and not options.editing, "nothing to build from: give --grids, --sub_figures or --editing"),
-        (bool(images) != bool(options.metadata), "images (--grids, --sub_figures) need --metadata, and it them"),
-        (images and not labels, "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"),
-        (options.reasons and not options.server, "--reasons are written by a model: give --server URL"),
-        (not options.rankings and ranks > options.candidates, "--yes_ranks and --no_ranks exceed --candidates"),
+        (
+            not images and not options.editing,
+            "nothing to build from: give --grids, --sub_figures or --editing",
+        ),
+        (
+            bool(images) != bool(options.metadata),
+            "images (--grids, --sub_figures) need --metadata, and it them",
+        ),
+        (
+            images and not labels,
+            "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only",
+        ),
+        (
+            options.reasons and not options.server,
+            "--reasons are written by a model: give --server URL",
+        ),
+        (
+            not options.rankings and ranks > options.candidates,
+            "--yes_ranks and --no_ranks exceed --candidates",
+        ),
     ):
         if problem:
             raise PacoRewardError(message)
@@ -75,7 +153,9 @@ def run(args: argparse.Namespace) -> int:
     for name, numbers in stats["datasets"].items():
         print(f"{name}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
     if args.sets_only:
-        print(f"add rank_images (best first) to the lines of {args.output / 'sets.jsonl'}; pass the file to --rankings")
+        print(
+            f"add rank_images (best first) to the lines of {args.output / 'sets.jsonl'}; pass the file to --rankings"
+        )
     else:
         print(f"written to {args.output}; stats.json holds these numbers")
     return int(any(name.endswith("_without_answer") for name in stats["counts"]))

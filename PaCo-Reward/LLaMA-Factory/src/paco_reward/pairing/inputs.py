@@ -38,7 +38,10 @@ def _prompt(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_plain)]
-Files = Annotated[list[str], BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files))]
+Files = Annotated[
+    list[str],
+    BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files)),
+]
 
 
 class Row(pydantic.BaseModel):
@@ -60,7 +63,9 @@ class PromptRow(Row):
 
     @property
     def files(self) -> list[str]:
-        return self.image or self.file or self.images  # tables write null into those that are not used
+        return (
+            self.image or self.file or self.images
+        )  # tables write null into those that are not used
 
 
 class CandidateSet(Row):
@@ -80,8 +85,12 @@ class Ranking(CandidateSet):
     @model_validator(mode="after")
     def _each_once(self) -> "Ranking":
         names = {self.ref_image, *self.rank_images}
-        if len(names) <= len(self.rank_images) or set(self.comp_images or self.rank_images) != set(self.rank_images):
-            raise ValueError("rank_images must be the comp_images, best first, each once and without the ref_image")
+        if len(names) <= len(self.rank_images) or set(self.comp_images or self.rank_images) != set(
+            self.rank_images
+        ):
+            raise ValueError(
+                "rank_images must be the comp_images, best first, each once and without the ref_image"
+            )
         return self
 
 
@@ -116,7 +125,9 @@ class PromptItem:
     place: str  # the line it was read from
     group: str  # of prompts that share a theme; train and test are split by it
     split: str | None  # train or test, where the metadata decides
-    sources: dict[str, tuple[Path, int | None]]  # by name, the file and the panel of it to be cut out (None: all of it)
+    sources: dict[
+        str, tuple[Path, int | None]
+    ]  # by name, the file and the panel of it to be cut out (None: all of it)
     generations: list[list[str]]  # names of each one's panels, row-major
 
 
@@ -129,7 +140,9 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
             rows.append(kind.model_validate_json(line.removeprefix(codecs.BOM_UTF8)))
         except pydantic.ValidationError as error:
             found = error.errors()[0]
-            raise PacoRewardError(f"{place}: {'.'.join(map(str, found['loc']))} {found['msg']}") from error
+            raise PacoRewardError(
+                f"{place}: {'.'.join(map(str, found['loc']))} {found['msg']}"
+            ) from error
         rows[-1].place = place
     if not rows:
         raise PacoRewardError(f"{file} holds no lines")
@@ -143,16 +156,24 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
         prompts.setdefault(row.idx, []).append(row)
         first = prompts[row.idx][0]
         if (row.prompt, row.split) != (first.prompt, first.split):
-            raise PacoRewardError(f"{row.place}: idx {row.idx} has another prompt or split than {first.place}")
+            raise PacoRewardError(
+                f"{row.place}: idx {row.idx} has another prompt or split than {first.place}"
+            )
     items: list[PromptItem] = []
     themes: dict[str, PromptRow] = {}
     for idx, (row, *more) in prompts.items():
         grid = split_prompt(row.prompt)
         first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
         if row.split != first.split:
-            raise PacoRewardError(f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})")
-        sources, generations = (_grids if grids else _sub_figures)([row, *more], folder, len(grid.panels))
-        items.append(PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, sources, generations))
+            raise PacoRewardError(
+                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})"
+            )
+        sources, generations = (_grids if grids else _sub_figures)(
+            [row, *more], folder, len(grid.panels)
+        )
+        items.append(
+            PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, sources, generations)
+        )
     return items
 
 
@@ -166,19 +187,31 @@ def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
     return [first.setdefault(parts[own[0]], index) for index, own in enumerate(keys)]
 
 
-Found = tuple[dict[str, tuple[Path, int | None]], list[list[str]]]  # ``sources`` and ``generations`` of a prompt
+Found = tuple[
+    dict[str, tuple[Path, int | None]], list[list[str]]
+]  # ``sources`` and ``generations`` of a prompt
 
 
 def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
     idx, place = rows[0].idx, rows[0].place
     files = dict.fromkeys(_existing(folder, file, row.place) for row in rows for file in row.files)
     name = re.compile(re.escape(idx) + r"([_-].*)?")
-    files = list(files) or _images(folder / idx) or [file for file in _images(folder) if name.fullmatch(file.stem)]
+    files = (
+        list(files)
+        or _images(folder / idx)
+        or [file for file in _images(folder) if name.fullmatch(file.stem)]
+    )
     if not files:
-        raise PacoRewardError(f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*")
-    generations = [[f"{number:02d}/{panel}.png" for panel in range(panels)] for number in range(len(files))]
+        raise PacoRewardError(
+            f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*"
+        )
+    generations = [
+        [f"{number:02d}/{panel}.png" for panel in range(panels)] for number in range(len(files))
+    ]
     cut = zip(files, generations, strict=True)
-    return {name: (file, panel) for file, names in cut for panel, name in enumerate(names)}, generations
+    return {
+        name: (file, panel) for file, names in cut for panel, name in enumerate(names)
+    }, generations
 
 
 def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
@@ -186,20 +219,28 @@ def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
     for part in sorted(path for path in own.glob("*") if path.is_dir()):
         generations.append([f"{part.name}/{file.name}" for file in _images(part)])
         if len(generations[-1]) != panels:
-            raise PacoRewardError(f"{place}: {part} has {len(generations[-1])} images for {panels} panels")
+            raise PacoRewardError(
+                f"{place}: {part} has {len(generations[-1])} images for {panels} panels"
+            )
     if not generations:
-        raise PacoRewardError(f"{place}: no sub-figures in {own}: put them at {own}/<generation>/*.png")
+        raise PacoRewardError(
+            f"{place}: no sub-figures in {own}: put them at {own}/<generation>/*.png"
+        )
     return {name: (own / name, None) for names in generations for name in names}, generations
 
 
 def _existing(folder: Path, name: str, place: str) -> Path:
     if not (folder / name).is_file():
-        raise PacoRewardError(f"{place}: image {folder / name} does not exist; correct the line or the folder")
+        raise PacoRewardError(
+            f"{place}: image {folder / name} does not exist; correct the line or the folder"
+        )
     return folder / name
 
 
 def _images(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.is_file() and file.suffix.lower() in _SUFFIXES)
+    return sorted(
+        file for file in folder.glob("*") if file.is_file() and file.suffix.lower() in _SUFFIXES
+    )
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
@@ -219,7 +260,9 @@ def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[
     return found
 
 
-def _check_names(row: Ranking | ReasonRow, images: Iterable[str], items: Mapping[str, PromptItem]) -> None:
+def _check_names(
+    row: Ranking | ReasonRow, images: Iterable[str], items: Mapping[str, PromptItem]
+) -> None:
     if row.folder not in items:
         raise PacoRewardError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
     known = items[row.folder].sources
@@ -233,7 +276,11 @@ def read_edits(file: Path, has_server: bool) -> list[EditRow]:
     """Edits with the paths of their images. Raises PacoRewardError."""
     edits = read_rows(file, EditRow)
     for row in edits:
-        row.source, row.edited = (str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited))
+        row.source, row.edited = (
+            str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited)
+        )
         if row.consistency is None and row.follows is None and not has_server:
-            raise PacoRewardError(f"{row.place} has no label (consistency or follows); add one, or name a --server")
+            raise PacoRewardError(
+                f"{row.place} has no label (consistency or follows); add one, or name a --server"
+            )
     return edits

@@ -55,25 +55,39 @@ def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> l
     if generations < 2:
         return []
     rng = random.Random(order_key(seed, item.folder, "sets"))
-    places = [place for place in product(range(generations), panels, panels) if place[1] != place[2]]
+    places = [
+        place for place in product(range(generations), panels, panels) if place[1] != place[2]
+    ]
     formed = []
     for own, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
         others = [g for g in range(generations) if g != own]
         chosen = [own, *rng.sample(others, min(candidates - 1, len(others)))]
         names = [item.generations[g][panel] for g in sorted(chosen)]
-        formed.append(CandidateSet(folder=item.folder, ref_image=item.generations[own][reference], comp_images=names))
+        formed.append(
+            CandidateSet(
+                folder=item.folder, ref_image=item.generations[own][reference], comp_images=names
+            )
+        )
     return formed
 
 
-def labels_of_ranking(ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float) -> list[tuple[str, bool]] | None:
+def labels_of_ranking(
+    ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float
+) -> list[tuple[str, bool]] | None:
     """(candidate, label): Yes for the best ``yes_ranks`` of a ranking, No for the worst ``no_ranks``.
 
     None if the ranking is too short, or if its scores for Yes and No differ by less than ``min_gap``.
     """
     names, scores = ranking.rank_images, ranking.scores
-    if len(names) < yes_ranks + no_ranks or scores and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap:
+    if (
+        len(names) < yes_ranks + no_ranks
+        or scores
+        and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap
+    ):
         return None
-    return [(name, True) for name in names[:yes_ranks]] + [(name, False) for name in names[-no_ranks:]]
+    return [(name, True) for name in names[:yes_ranks]] + [
+        (name, False) for name in names[-no_ranks:]
+    ]
 
 
 def pairs_of_rankings(
@@ -119,9 +133,15 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
     for name in ordered:
         image = load_image(root / name)
         own = imagehash.phash(image).hash.ravel()
-        small = np.asarray(image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float32)
+        small = np.asarray(
+            image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float32
+        )
         near = np.flatnonzero((hashes[: len(firsts)] != own).sum(1) <= bits)
-        alike = (firsts[i][0] for i in near if np.sqrt(np.mean((firsts[i][1] - small) ** 2)) <= LARGEST_RMS)
+        alike = (
+            firsts[i][0]
+            for i in near
+            if np.sqrt(np.mean((firsts[i][1] - small) ** 2)) <= LARGEST_RMS
+        )
         found[name] = next(alike, name)
         if found[name] == name:
             hashes[len(firsts)] = own
@@ -129,7 +149,9 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
     return found
 
 
-def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], counts: Counter) -> list[LabeledPair]:
+def without_duplicates(
+    pairs: Sequence[LabeledPair], leader: dict[str, str], counts: Counter
+) -> list[LabeledPair]:
     """The pairs without near-duplicates; order is kept.
 
     A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An editing pair of two is
@@ -142,7 +164,11 @@ def without_duplicates(pairs: Sequence[LabeledPair], leader: dict[str, str], cou
         if pair.kind == "theme" and shown[0] == shown[1]:
             counts["near_duplicate"] += 1
             continue
-        key = (pair.kind, *sorted(shown)) if pair.kind == "theme" else (pair.kind, *shown, pair.question)
+        key = (
+            (pair.kind, *sorted(shown))
+            if pair.kind == "theme"
+            else (pair.kind, *shown, pair.question)
+        )
         groups.setdefault(key, []).append(pair)
     kept = []
     for alike in groups.values():
@@ -164,7 +190,9 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
 
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
-    left = Counter((pair.kind, not pair.label) for pair in pairs)  # so many of each side may be kept
+    left = Counter(
+        (pair.kind, not pair.label) for pair in pairs
+    )  # so many of each side may be kept
     kept = set()
     for pair in shuffled(pairs, seed):
         if left[pair.kind, pair.label]:
@@ -174,4 +202,6 @@ def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
 
 
 def shuffled(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
-    return sorted(pairs, key=lambda pair: order_key(seed, pair.kind, pair.first, pair.second, pair.question))
+    return sorted(
+        pairs, key=lambda pair: order_key(seed, pair.kind, pair.first, pair.second, pair.question)
+    )
