@@ -24,6 +24,6 @@ setup(
         "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
         "scipy>=1.11",
-        "transformers>=5.2,<6",
+        "transformers>=5.2,!=5.6.0,<6",
     ]
 )
