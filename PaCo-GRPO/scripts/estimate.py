@@ -46,7 +46,7 @@ from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, lora_parameters
 from paco_grpo.sampling.denoise import Sampling, rollout
-from paco_grpo.training.plan import Plan, make_plan, samples_guided
+from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
 
@@ -334,7 +334,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
         pipeline, dtype=dtype, device="meta", max_sequence_length=options.max_sequence_length or 512,
         guidance_scale=options.sample.guidance_scale, negative_prompt=options.sample.negative_prompt, **more,
     )  # fmt: skip
-    policy.samples_guided, train = samples_guided(options), options.train
+    train = options.train
     with torch.device("meta"):
         if options.use_lora:
             add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)

@@ -73,7 +73,7 @@ class ToyPolicy(Policy):
     def initial_latents(self, seeds, height, width):
         return torch.stack([self._normal(seed) for seed in seeds])
 
-    def velocity(self, latents, sigma, conditioning, height, width, guided=None):
+    def velocity(self, latents, sigma, conditioning, height, width, guided=True):
         self.calls.append(latents.shape[0])
         return self.transformer(latents, sigma, conditioning.direction)
 

@@ -31,9 +31,7 @@ def write_model_card(folder: Path, options: RunOptions, policy: Policy, epochs: 
         use.insert(1, "from peft import PeftModel")
     if policy.pipeline_setup:
         use.append(f"\n\n{policy.pipeline_setup}")
-    guidance = (
-        f"guidance {options.sample.guidance_scale:g}" if policy.samples_guided else "no guidance"
-    )
+    guidance = f"guidance {options.sample.guidance_scale:g}"
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {options.run_name}",

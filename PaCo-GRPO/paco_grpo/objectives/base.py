@@ -143,7 +143,6 @@ class Objective:
             samples of all processes. Groups are then never split over optimizer steps.
         first_deviation: (step, policy, ``options.train``) → (B,): difference of a noise step from the recorded one. Above a
             mean of 1 before the first update, ``old_log_prob='auto'`` recomputes.
-        guided_reference: ``options.train`` → whether its reference has true CFG; images are then sampled without it.
     """
 
     function: Callable[[Step, Policy, Any], LossOutput]
@@ -155,7 +154,6 @@ class Objective:
     first_pass: Callable[[Step, Policy, Any], torch.Tensor] | None = None
     group_weights: Callable[[np.ndarray, np.ndarray, np.ndarray, Any], np.ndarray] | None = None
     first_deviation: Callable[[Step, Policy, Any], torch.Tensor] = ratio_deviation
-    guided_reference: Callable[[Any], bool] = lambda train: False
 
     def __call__(self, step: Step, policy: Policy, train: Any) -> LossOutput:
         return self.function(step, policy, train)

@@ -4,8 +4,7 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | train.dgpo_reference: the base model, the base model with |
-|                        | true CFG, or adapter ``slow``                            |
+| reference of the group | train.dgpo_reference: the base model or adapter ``slow`` |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
@@ -27,17 +26,9 @@ from paco_grpo.policies.base import Policy
 _SIGMAS = 4  # default: σ an epoch
 
 
-def _is_guided(train: TrainOptions) -> bool:
-    return train.dgpo_reference == "guided"
-
-
-def _noised(step: Step, policy: Policy, train: TrainOptions) -> Noised:
-    return Noised(step, policy, shared=True, guided_reference=_is_guided(train))
-
-
 def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
     """e − e(ref) (B,), with one noise for all samples of a group."""
-    noised = _noised(step, policy, train)
+    noised = Noised(step, policy, shared=True)
     reference = noised.velocity("slow") if train.dgpo_reference == "slow" else noised.reference
     return noised.error(noised.velocity()) - noised.error(reference)
 
@@ -81,14 +72,13 @@ def _check(options: RunOptions) -> Iterator[str]:
     check=_check,
     first_pass=error_change,
     group_weights=group_weights,
-    guided_reference=_is_guided,
 )
 def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.
 
     Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
     """
-    noised = _noised(step, policy, train)
+    noised = Noised(step, policy, shared=True)
     velocity = noised.velocity()
     error, weight = noised.error(velocity), step.group_weights
     metrics = {"matching_error": error}

@@ -29,17 +29,15 @@ class Noised:
         target: u = ε − x_0 (B, N, C) float32.
     """
 
-    def __init__(
-        self, step: Step, policy: Policy, shared: bool = False, guided_reference: bool = False
-    ) -> None:
-        """``shared``: one ε for all samples of an item, not of each sample's own seed. ``guided_reference``: with true CFG."""
+    def __init__(self, step: Step, policy: Policy, shared: bool = False) -> None:
+        """``shared``: one ε for all samples of an item, not of each sample's own seed."""
         rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
         own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
         seeds = [(step.epoch_seed << 32) + item for item in items] if shared else own
         place = step.index if isinstance(step.index, int) else int(step.index * FRESH)
         noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + place, clean)
         self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
-        self._policy, self._guided_reference = policy, guided_reference
+        self._policy = policy
         self._arguments = (
             self.latents,
             step.sigma,
@@ -59,7 +57,7 @@ class Noised:
     def reference(self) -> torch.Tensor:
         """v (B, N, C) of the reference policy, without gradient."""
         with torch.no_grad(), lora.reference(self._policy):
-            return self._policy.velocity(*self._arguments, guided=self._guided_reference)
+            return self._policy.velocity(*self._arguments, guided=False)
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
         """Matching error e (B,) = mean((v − u)²)."""

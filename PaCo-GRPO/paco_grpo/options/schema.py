@@ -140,8 +140,8 @@ class TrainOptions:
     dgpo_beta: Positive = option(
         100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner"
     )
-    dgpo_reference: Literal["base", "guided", "slow"] = option(
-        "base", "dgpo's reference: base, base with CFG or slow copy"
+    dgpo_reference: Literal["base", "slow"] = option(
+        "base", "dgpo's reference: the base model or the slow copy"
     )
     dgpo_clip_range: Positive | None = option(
         1e-2, "distance from the slow copy at which dgpo masks; None: never"

@@ -31,9 +31,6 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False  # … must have one …
     several_images: ClassVar[bool] = False  # … may have more than one
     has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
-    samples_guided: bool = (
-        True  # with true CFG, whether images are sampled with it (``Objective.guided_reference``)
-    )
     text_sees_image: ClassVar[bool] = (
         False  # its text encoder reads the reference (config.pretrained.image_positions)
     )
@@ -86,7 +83,7 @@ class Policy(ABC):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool | None = None,
+        guided: bool = True,
     ) -> torch.Tensor:
         """Predicted v = noise − x_0.
 
@@ -95,7 +92,7 @@ class Policy(ABC):
             sigma: (B,) float32 in [0, 1].
             conditioning: len B.
             height, width: Pixels, multiples of ``size_multiple``.
-            guided: With true CFG, if the model has it; None = as ``samples_guided`` says.
+            guided: Whether true CFG is applied, if the policy was loaded with it.
 
         Returns:
             (B, N, C) float32.

@@ -248,12 +248,12 @@ class DiffusersPolicy(Policy):
         conditioning: Conditioning,
         height: int,
         width: int,
-        guided: bool | None = None,
+        guided: bool = True,
     ) -> torch.Tensor:
         """As in ``Policy``."""
         inputs = ForwardInputs(latents, sigma, conditioning, height, width)
         conditional = self._predict(inputs)
-        if not (self.guided and (self.samples_guided if guided is None else guided)):
+        if not (self.guided and guided):
             return conditional
         return self._combined(conditional, self._predict(replace(inputs, negative=True)))
 

@@ -43,7 +43,7 @@ from paco_grpo.rewards.registry import (
 )
 from paco_grpo.training import checks
 from paco_grpo.training.features import GroupFeatures
-from paco_grpo.training.plan import Plan, make_plan, samples_guided
+from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.client import JudgeError
@@ -277,7 +277,7 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     logging.getLogger("diffusers").setLevel(
         logging.ERROR
     )  # warns of each truncated prompt, where we count them once
-    policy = load_policy(
+    return load_policy(
         options.pretrained.model,
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
         device=device,
@@ -287,8 +287,6 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         quantize=options.pretrained.quantize,
         image_positions=options.pretrained.image_positions,
     )
-    policy.samples_guided = samples_guided(options)
-    return policy
 
 
 def find_adapter(place: str | Path) -> Path:

@@ -26,7 +26,6 @@ from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.performance.attention import attention_problem
 from paco_grpo.suggest import did_you_mean
-from paco_grpo.training.plan import samples_guided
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
@@ -111,11 +110,6 @@ def contradictions(options: RunOptions) -> list[str]:
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read."""
     model, sample, problems = options.pretrained.model, options.sample, []
-    if not samples_guided(options) and not policy_class(model).would_guide(
-        sample.guidance_scale, sample.negative_prompt
-    ):
-        named = f"train.loss_type={options.train.loss_type!r} with a guided reference"
-        problems.append(f"{named} needs true CFG: sample.guidance_scale, sample.negative_prompt")
     multiple, fewest = size_multiple(model), fewest_steps(model)
     for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:

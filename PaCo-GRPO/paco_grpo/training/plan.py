@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from paco_grpo.objectives import get_objective
 from paco_grpo.options import RunOptions
 
 
@@ -54,11 +53,6 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         gradient_steps=train.gradient_step_per_epoch or gradient_steps,
         notes=tuple(notes),
     )
-
-
-def samples_guided(options: RunOptions) -> bool:
-    """Whether images are sampled with true CFG; a guided reference teaches the model to do without."""
-    return not get_objective(options.train.loss_type).guided_reference(options.train)
 
 
 def merges_lora(options: RunOptions, device: torch.device) -> bool:

@@ -237,33 +237,6 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
     assert run.state.policy.pipeline_setup
 
 
-def test_a_guided_reference_samples_without_guidance(tiny_folder, tmp_path):
-    """What is learned is to do without: images are those of a model that is never guided."""
-    changes = {"sample__guidance_scale": 4.0, "train__resolution": 32,
-               "train__loss_type": "dgpo", "train__num_sigmas": 2, "train__sigma_one": True}  # fmt: skip
-    latents = {}
-    for reference, text in (
-        ("guided", "' '"),
-        ("base", "' '"),
-        ("base", "None"),
-        ("guided", "None"),
-    ):
-        more = {"train__dgpo_reference": reference, "sample__negative_prompt": text}
-        folder = tmp_path / f"{reference}{len(latents)}"
-        options = tiny_edit_options(
-            "toy_qwen_edit", tiny_folder("qwen_image_edit"), folder, **changes | more
-        )
-        if (reference, text) == ("guided", "None"):
-            with pytest.raises(ConfigError, match="loss_type='dgpo' with a guided"):
-                build_run(options)
-        else:
-            latents[reference, text] = sampled(build_run(options))[1]
-    never = latents["base", "None"]
-    assert torch.equal(latents["guided", "' '"], never) and not torch.equal(
-        latents["base", "' '"], never
-    )
-
-
 def test_memory_precision_and_prompt_options(make, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
