@@ -10,6 +10,7 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 
+from paco_grpo.atomic import write_atomically  # noqa: F401 - also found here
 from paco_grpo.distributed.processes import full_tensor, shard_like
 from paco_grpo.options import ConfigError
 
