@@ -22,7 +22,6 @@ from paco_grpo.distributed.fsdp2 import save_transformer
 from paco_grpo.distributed.processes import Replicated, any_process, shard_like
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
-from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import save_diffusers, save_peft
 
 logger = logging.getLogger(__name__)
@@ -200,7 +199,7 @@ class Checkpoints:
         policy, is_main = self.state.policy, self.accelerator.is_main_process
         with self.state.averaged():
             if not self.options.use_lora:
-                save_transformer(unwrap(policy.transformer), folder / "transformer", is_main)
+                save_transformer(policy.transformer, folder / "transformer", is_main)
             elif is_main:
                 for save, name in ((save_peft, "adapter"), (save_diffusers, "diffusers")):
                     save(policy, folder / name)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from paco_grpo.distributed.processes import Replicated, full_tensor
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import lora_parameters
 
 
@@ -34,7 +34,7 @@ class FSDP2(Replicated):
         device = self.accelerator.device
         policy.device = device
         policy.move_encoders(device)
-        transformer = unwrap(policy.transformer)
+        transformer = policy.transformer
         names = set(transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
         if not blocks:

@@ -42,7 +42,7 @@ class Policy(ABC):
     )
     pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 
-    transformer: nn.Module  # may be wrapped (DDP, FSDP); see ``unwrap``
+    transformer: nn.Module  # compiled or sharded in place (FSDP2), never wrapped
     size_multiple: int  # heights and widths are multiples of this many pixels
     device: torch.device  # where the transformer computes
     dtype: torch.dtype  # its computing precision; latents are always float32
@@ -140,12 +140,3 @@ class Policy(ABC):
                 f"image size {height}x{width} is too small: both sides need at least {multiple} pixels"
             )
         return height // multiple * multiple, width // multiple * multiple
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The transformer itself, out of DistributedDataParallel and torch.compile."""
-    while True:
-        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner

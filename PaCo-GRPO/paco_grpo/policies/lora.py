@@ -7,11 +7,12 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
+from diffusers.utils import convert_unet_state_dict_to_peft
 from peft import LoraConfig, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.base import Policy, PolicyLoadError, unwrap
+from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.suggest import did_you_mean
 
@@ -54,10 +55,10 @@ def add_lora(
         lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha and targets.
 
     Raises:
-        PolicyLoadError: ``lora_path`` is missing, unreadable, made for another model, or not finite.
+        PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no layer takes.
         ConfigError: A target names no linear layer.
     """
-    transformer = unwrap(policy.transformer)
+    transformer = policy.transformer
     if lora_path is None:
         names = _target_modules(policy, targets)
         config = LoraConfig(
@@ -65,25 +66,9 @@ def add_lora(
         )
         transformer.add_adapter(config, TRAINED)
     else:
-        folder = find_lora(lora_path)
-        try:
-            if all((folder / file).is_file() for file in _DIFFUSERS):
-                policy.pipeline.load_lora_weights(str(folder), adapter_name=TRAINED)
-            else:
-                _load_peft(transformer, folder)
-            weights = _weights(transformer)
-        except (
-            Exception
-        ) as error:  # files with other bytes, types or shapes raise anything in peft and diffusers
-            raise PolicyLoadError(
-                f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
-                f"config.pretrained.model ({type(error).__name__}: {str(error)[:300]})"
-            ) from error
-        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            raise PolicyLoadError(
-                f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
-            )
+        _load(policy, find_lora(lora_path))
     _set_trainable(policy, TRAINED, True)
+    policy.transformer.eval()  # without the dropout that an adapter's configuration may name
     for layer in _layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
@@ -91,7 +76,7 @@ def add_lora(
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     """Names of the linear layers that ``targets`` of ``add_lora`` means; peft would also take other modules."""
-    modules = unwrap(policy.transformer).named_modules()
+    modules = policy.transformer.named_modules()
     layers = [name for name, module in modules if isinstance(module, nn.Linear)]
     if targets == "default":
         targets = policy.lora_targets
@@ -127,12 +112,12 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
 
 def remove_lora(policy: Policy) -> None:
     """Take the LoRA off again, before the transformer is sharded."""
-    unwrap(policy.transformer).unload_lora()
+    policy.transformer.unload_lora()
 
 
 def add_snapshot(policy: Policy, name: str) -> None:
     """Add a frozen copy of the trained LoRA as adapter ``name``."""
-    transformer = unwrap(policy.transformer)
+    transformer = policy.transformer
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Already found a `peft_config`"
@@ -155,7 +140,7 @@ def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
 
 def lora_parameters(policy: Policy, name: str = "") -> list[nn.Parameter]:
     """The parameters of the adapter ``name``, or of all adapters, trainable or not."""
-    found, adapter = unwrap(policy.transformer).named_parameters(), f"{name}." if name else ""
+    found, adapter = policy.transformer.named_parameters(), f"{name}." if name else ""
     return [p for key, p in found if f".lora_A.{adapter}" in key or f".lora_B.{adapter}" in key]
 
 
@@ -168,7 +153,7 @@ def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
 def reference(policy: Policy) -> AbstractContextManager[None]:
     """The base model inside the block, or the adapter ``START`` where there is one, for forwards without gradient."""
     return snapshot(
-        policy, START if START in getattr(unwrap(policy.transformer), "peft_config", {}) else None
+        policy, START if START in getattr(policy.transformer, "peft_config", {}) else None
     )
 
 
@@ -222,9 +207,7 @@ def merged(policy: Policy) -> Iterator[None]:
 
 def _layers(policy: Policy) -> list[BaseTunerLayer]:
     layers = [
-        module
-        for module in unwrap(policy.transformer).modules()
-        if isinstance(module, BaseTunerLayer)
+        module for module in policy.transformer.modules() if isinstance(module, BaseTunerLayer)
     ]
     if not layers:
         raise ValueError(
@@ -235,7 +218,7 @@ def _layers(policy: Policy) -> list[BaseTunerLayer]:
 
 def save_peft(policy: Policy, directory: str | Path) -> None:
     """Write PEFT's format, as ``PeftModel.from_pretrained(transformer, directory)`` reads it."""
-    transformer = unwrap(policy.transformer)
+    transformer = policy.transformer
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(transformer.peft_config[TRAINED])
@@ -246,15 +229,28 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
 
 
 def save_diffusers(policy: Policy, directory: str | Path) -> None:
-    """Write a file for ``pipe.load_lora_weights(directory)``; rank and alpha are in its metadata."""
-    transformer = unwrap(policy.transformer)
-    metadata = transformer.peft_config[TRAINED].to_dict()
+    """Write a file for ``pipe.load_lora_weights(directory)``.
+
+    Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is multiplied into its B,
+    and the metadata has alpha = rank: the scale is 1 for every reader.
+    """
+    transformer = policy.transformer
+    weights = _weights(transformer)
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            weights[f"{name}.lora_B.weight"] *= layer.scaling[TRAINED]
+    config = transformer.peft_config[TRAINED].to_dict()
+    config |= {
+        "lora_alpha": config["r"],
+        "alpha_pattern": config["rank_pattern"],
+        "use_rslora": False,
+    }
     metadata = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in metadata.items()
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }
     type(policy.pipeline).save_lora_weights(
         str(directory),
-        transformer_lora_layers=_weights(transformer),
+        transformer_lora_layers=weights,
         transformer_lora_adapter_metadata=metadata,
     )
 
@@ -270,23 +266,155 @@ def find_lora(place: str | Path) -> Path:
 
 
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the trained adapter's tensors by layer, as ``….lora_A.weight`` and ``….lora_B.weight``."""
     state = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    if not state:
+        raise RuntimeError(
+            "peft returns no tensor of the trained LoRA, so there is nothing to save: install the version of peft "
+            "that constraints/ names"
+        )
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
-def _load_peft(transformer: nn.Module, folder: Path) -> None:
+def _load(policy: Policy, folder: Path) -> None:
+    """Attach the adapter in ``folder``, and say how much of the model it changes."""
+    try:
+        if (folder / _DIFFUSERS[0]).is_file():
+            names = _load_diffusers(policy, folder)
+        else:
+            names = _load_peft(policy.transformer, folder)
+        _require_same_tensors(names, _weights(policy.transformer).keys())
+    except Exception as error:  # damaged files raise anything in peft and diffusers
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
+            f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
+        ) from error
+    weights = _weights(policy.transformer)
+    if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise PolicyLoadError(
+            f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
+        )
+    log_adapter(policy, str(folder))
+
+
+def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
+    """A ``ValueError`` that names tensors of the file without a layer, or layers without their tensors."""
+    unused = sorted(set(in_file) - set(in_model))
+    missing = sorted(set(in_model) - set(in_file))
+    if unused:
+        raise ValueError(
+            f"no layer of the transformer takes {len(unused)} of its {len(set(in_file))} tensors: "
+            f"{', '.join(unused[:5])}"
+        )
+    if missing:
+        raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+
+
+def log_adapter(policy: Policy, source: str) -> None:
+    """Log how many layers the trained adapter has, and warn if it changes nothing; ``source`` is where it is from."""
+    layers = _layers(policy)
+    ranks = {layer.r[TRAINED] for layer in layers}
+    scales = {layer.scaling[TRAINED] for layer in layers}
+    logger.info(
+        "LoRA from %s: %d of %d layers, %d tensors, rank %s, scale %s",
+        source,
+        len(layers),
+        len(layers),
+        len(lora_parameters(policy, TRAINED)),
+        _span(ranks),
+        _span(scales),
+    )
+    if not any(_changes_something(layer) for layer in layers):
+        logger.warning(
+            "the LoRA from %s changes nothing: A·B is zero in each of its %d layers",
+            source,
+            len(layers),
+        )
+
+
+def _changes_something(layer: BaseTunerLayer) -> bool:
+    factors = layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight
+    return layer.scaling[TRAINED] != 0 and all(bool(factor.any()) for factor in factors)
+
+
+def _span(values: set[float]) -> str:
+    """``64``, or ``4 to 64``."""
+    return " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
+
+
+def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
+    """Returns the names of the file's tensors."""
     config = LoraConfig.from_pretrained(str(folder))
     config.megatron_config = None  # peft would import a module that an adapter names
     config.inference_mode = False
-    logger.info("LoRA from %s: rank %d, alpha %g", folder, config.r, config.lora_alpha)
-    transformer.add_adapter(config, TRAINED)
     weights = {
-        k.removeprefix(_PEFT_PREFIX): v
-        for k, v in load_peft_weights(str(folder), device="cpu").items()
+        name.removeprefix(_PEFT_PREFIX): tensor
+        for name, tensor in load_peft_weights(str(folder), device="cpu").items()
     }
-    if (
-        different := weights.keys()
-        ^ get_peft_model_state_dict(transformer, adapter_name=TRAINED).keys()
-    ):
-        raise ValueError(f"only one of both has {', '.join(sorted(different)[:5])}")
+    _require_plain_lora(weights)
+    transformer.add_adapter(config, TRAINED)
+    _require_same_tensors(weights, _weights(transformer))
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
+    return set(weights)
+
+
+def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
+    """Returns the names of the file's tensors, after diffusers converted them (ComfyUI, kohya and other styles)."""
+    with _diffusers_warnings() as lost:
+        weights, *alphas, metadata = policy.pipeline.lora_state_dict(
+            str(folder),
+            weight_name=_DIFFUSERS[0],
+            use_safetensors=True,
+            return_alphas=True,  # only FLUX.1's pipelines look at it
+            return_lora_metadata=True,
+        )
+    if lost:  # it warns of tensors that it has no place for
+        raise ValueError(lost[0])
+    prefix = f"{policy.pipeline.transformer_name}."
+    others = [name for name in weights if not name.startswith(prefix)]
+    if others:
+        raise ValueError(
+            f"{len(others)} of its {len(weights)} tensors are not of the transformer: {', '.join(others[:5])}"
+        )
+    if not any(".lora_A." in name for name in weights):
+        weights = convert_unet_state_dict_to_peft(weights)
+    _require_plain_lora(weights)
+    if metadata is not None:
+        metadata.pop(f"{prefix}megatron_config", None)
+    policy.transformer.load_lora_adapter(
+        weights,
+        network_alphas=alphas[0] if alphas else None,
+        metadata=metadata,
+        adapter_name=TRAINED,
+        low_cpu_mem_usage=True,
+    )
+    return {name.removeprefix(prefix) for name in weights}
+
+
+def _require_plain_lora(names: Iterable[str]) -> None:
+    """Adapters of other kinds (DoRA, LoKr, trained biases) would be trained and saved by half."""
+    names = list(names)
+    if not names:
+        raise ValueError("it has no tensors")
+    others = [name for name in names if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if others:
+        raise ValueError(
+            f"{len(others)} of its {len(names)} tensors are no A or B of a LoRA: {', '.join(others[:5])}"
+        )
+
+
+@contextmanager
+def _diffusers_warnings() -> Iterator[list[str]]:
+    """What diffusers warns of inside the block, whatever level its logger has."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    library = logging.getLogger("diffusers")
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(min(level, logging.WARNING))
+    try:
+        yield messages
+    finally:
+        library.setLevel(level)
+        library.removeHandler(handler)

@@ -12,7 +12,6 @@ from tiny_policies import NAMES, disturb, items, load, trainable_parameters, tra
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError
-from paco_grpo.policies.base import unwrap
 from paco_grpo.policies.lora import (
     add_lora,
     add_snapshot,
@@ -42,7 +41,7 @@ def test_a_new_lora_sits_on_every_target_and_changes_nothing(tiny_folder, name):
     before = latents_of(policy, name)
     add_lora(policy, rank=3, alpha=6)
     assert torch.equal(latents_of(policy, name), before)
-    weights = dict(unwrap(policy.transformer).named_parameters())
+    weights = dict(policy.transformer.named_parameters())
     names = [n for n, p in weights.items() if p.requires_grad]
     assert names and all(".lora_" in n for n in names)
     layers = {n.split(".lora_")[0] for n in names}
@@ -77,7 +76,7 @@ def test_reference_and_snapshot(tiny_folder, name):
     assert [p.requires_grad for p in policy.transformer.parameters()] == flags
     assert len(lora_parameters(policy)) == 2 * len(trainable)
     blend_snapshot(policy, "old", decay=0.25)
-    old = [p for n, p in unwrap(policy.transformer).named_parameters() if ".old." in n]
+    old = [p for n, p in policy.transformer.named_parameters() if ".old." in n]
     for mixed, before, now in zip(old, start, trainable, strict=True):
         torch.testing.assert_close(mixed, 0.25 * before + 0.75 * now.detach())
 
@@ -115,9 +114,7 @@ def test_targets(tiny_folder, targets, kinds):
     policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
     add_lora(policy, 2, 4, targets)
     layers = [
-        n.split(".lora_A")[0]
-        for n, _ in unwrap(policy.transformer).named_parameters()
-        if ".lora_A" in n
+        n.split(".lora_A")[0] for n, _ in policy.transformer.named_parameters() if ".lora_A" in n
     ]
     assert {layer.split(".", 2)[2] for layer in layers} == kinds
     assert {layer.split(".")[1] for layer in layers} == ({"1"} if "1" in targets else {"0", "1"})

@@ -7,7 +7,6 @@ from tiny_policies import NAMES, disturb, items, trained
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
-from paco_grpo.policies.base import unwrap
 from paco_grpo.sampling.denoise import Sampling, rollout, transition_at
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
@@ -25,13 +24,13 @@ def sample(policy, name, noise_steps, **options):
 @BY_NAME
 def test_merged_sampling(tiny_folder, name):
     policy = trained(name, tiny_folder(name))
-    base = {n: p.clone() for n, p in unwrap(policy.transformer).named_parameters()}
+    base = {n: p.clone() for n, p in policy.transformer.named_parameters()}
     plain, fast = (sample(policy, name, (1, 2), merge_lora=merge) for merge in (False, True))
     torch.testing.assert_close(fast.clean_latents, plain.clean_latents, rtol=0, atol=1e-4)
     assert not torch.equal(fast.clean_latents, plain.clean_latents), (
         "a merged product rounds elsewhere"
     )
-    for n, parameter in unwrap(policy.transformer).named_parameters():
+    for n, parameter in policy.transformer.named_parameters():
         assert torch.equal(parameter, base[n]), n
 
 
@@ -43,7 +42,9 @@ def test_nft_trains_the_conditional_velocity(tiny_folder):
     step, losses = Step(sample(policy, name, (1,)), 1, torch.tensor([1.0, -0.7, 0.3])), []
     for scale in (4.0, 2.0):
         policy.guidance_scale = scale
-        losses.append(get_objective("nft")(step, policy, TrainOptions(nft_beta=0.7)).loss.detach())
+        losses.append(
+            get_objective("nft")(TrainOptions(nft_beta=0.7)).loss(step, policy).loss.detach()
+        )
     assert torch.equal(*losses)
 
 

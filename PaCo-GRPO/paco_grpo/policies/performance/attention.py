@@ -5,7 +5,7 @@ from diffusers import attention_backend
 from torch import nn
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.base import Policy
 from paco_grpo.suggest import did_you_mean
 
 # The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the wrapper of a locally
@@ -26,7 +26,7 @@ def attention_problem(name: str) -> str | None:
 
 def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``; a ``ConfigError`` without its package."""
-    transformer = unwrap(policy.transformer)
+    transformer = policy.transformer
     try:
         with attention_backend(
             name

@@ -2,7 +2,7 @@
 
 import torch
 
-from paco_grpo.policies.base import Policy, unwrap
+from paco_grpo.policies.base import Policy
 
 # Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of one or more x mask or
 # not. Beyond dynamo's default of 8, variants would run uncompiled with a warning that is easily missed.
@@ -16,4 +16,4 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     (except a batch of one), and a resumed run uses the same kernels. Names of weights do not change.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    unwrap(policy.transformer).compile_repeated_blocks(dynamic=True, backend=backend)
+    policy.transformer.compile_repeated_blocks(dynamic=True, backend=backend)
