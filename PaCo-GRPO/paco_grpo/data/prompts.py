@@ -222,7 +222,7 @@ def _image_of_row(
 def read_reference(source: Path | bytes, what: str) -> Image.Image:
     """RGB, upright according to its EXIF data. Raises DataError."""
     try:
-        return read_image(source, upright=True)
+        return read_image(source)
     except UnreadableImage as error:
         raise DataError(f"{what} {error}") from error
 

@@ -7,13 +7,10 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-)  # others run programs (EPS: Ghostscript) or decoders that are rarely tested
+# Other formats run programs (EPS: Ghostscript) or decoders that are rarely tested.
+FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
 _LARGEST_DOWNLOAD = 64 << 20  # bytes
@@ -45,11 +42,11 @@ def open_image(source: str | Path | bytes) -> Image.Image:
     return image
 
 
-def read_image(source: str | Path | bytes, upright: bool = False) -> Image.Image:
-    """``open_image`` as RGB; ``upright``: turned as its EXIF data say. Raises UnreadableImage."""
+def read_image(source: str | Path | bytes) -> Image.Image:
+    """``open_image``, decoded as ``to_rgb`` does. Raises UnreadableImage."""
     with open_image(source) as image:
         try:
-            return to_rgb(ImageOps.exif_transpose(image) if upright else image)
+            return to_rgb(image)
         except Exception as error:  # decoders raise many types on damaged data
             raise UnreadableImage(f"cannot be read: {error}") from error
 
@@ -75,13 +72,47 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Decoded, as RGB. 16-bit gray keeps its upper 8 bits: Pillow alone would make nearly all of it white."""
-    image.load()
+    """The picture that a person sees: turned as its EXIF data say, on white where transparent, RGB.
+
+    All images pass through here, from files as from memory, so that the judge, rewards and training
+    see the same. An image that has passed is not changed again.
+    """
+    image = _upright(image)
     if image.mode.startswith("I"):
-        image = Image.fromarray(
-            (np.clip(np.asarray(image, dtype=np.int64), 0, 65535) >> 8).astype(np.uint8)
-        )
+        return _shades_of_16_bits(image)
+    if image.has_transparency_data:
+        colors = _with_8_bit_key(image).convert("RGBA")
+        white = Image.new("RGBA", colors.size, "white")
+        return Image.alpha_composite(white, colors).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The decoded image, turned as its EXIF or XMP data say."""
+    image.load()
+    if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+        return image  # without the copy that ``exif_transpose`` would make
+    return ImageOps.exif_transpose(image)
+
+
+def _with_8_bit_key(image: Image.Image) -> Image.Image:
+    """An image whose transparent color fits its pixels: Pillow reads 16-bit RGB as 8-bit."""
+    key = image.info.get("transparency")
+    if not isinstance(key, tuple) or max(key) <= 255:
+        return image
+    image = image.copy()
+    image.info["transparency"] = tuple(value >> 8 for value in key)
+    return image
+
+
+def _shades_of_16_bits(image: Image.Image) -> Image.Image:
+    """16-bit gray by its upper 8 bits: Pillow alone would make nearly all of it white."""
+    pixels = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
+    shades = (pixels >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")  # one shade
+    if transparent is not None:
+        shades[pixels == transparent] = 255
+    return Image.fromarray(shades).convert("RGB")
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:
