@@ -3,30 +3,29 @@
 A missing score is ``None`` with a cause, never a number.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-ANSWER_TOKENS = {  # option ``answer_tokens`` -> the tokens that count as Yes and as No
+
+def _variants(*words: str) -> tuple[str, ...]:
+    """Words in lower case, capitalized and in capitals, with and without a space before them."""
+    forms = [form for word in words for form in (word, word.capitalize(), word.upper())]
+    return (*forms, *(f" {form}" for form in forms))
+
+
+# Option ``answer_tokens``: the tokens that count as Yes and as No.
+ANSWER_TOKENS = {
     "exact": (("Yes",), ("No",)),
-    "variants": tuple(
-        tuple(
-            space + form
-            for space in ("", " ")
-            for word in words
-            for form in (word, word.capitalize(), word.upper())
-        )
-        for words in (("yes", "y"), ("no", "n"))
-    ),
+    "variants": (_variants("yes", "y"), _variants("no", "n")),
 }
-TOP_LOGPROBS = (
-    20  # servers give so many; no more count in this process, so that the same pairs have a score
-)
+# Servers give so many. No more count in this process, so that the same pairs have a score.
+TOP_LOGPROBS = 20
 _ROUNDING = 1e-3  # servers may report slightly more than 0
+_VLLM_MINUS_INFINITY = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -56,25 +55,32 @@ def p_yes_from_top_logprobs(
         answer_tokens: A key of ``ANSWER_TOKENS``; the probabilities of its tokens are summed.
 
     Returns:
-        None if neither Yes nor No is among the top; if one of them is not, its probability is 0.
+        None if neither Yes nor No has a probability; without an entry, or at minus infinity, it
+        is 0.
 
     Raises:
         ValueError: A log-probability is no number, NaN, or more than 0.
     """
-    entries = (
-        top.items()
-        if isinstance(top, Mapping)
-        else [(entry["token"], entry["logprob"]) for entry in top]
-    )
-    answers = [
-        [logprob for token, logprob in entries if token in words]
-        for words in ANSWER_TOKENS[answer_tokens]
-    ]
-    for value in itertools.chain(*answers):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= _ROUNDING:
-            raise ValueError(f"{value!r} is not a log-probability")
-    p_yes = _share(*(np.logaddexp.reduce(logprobs, initial=-np.inf) for logprobs in answers))
+    if isinstance(top, Mapping):
+        entries = list(top.items())
+    else:
+        entries = [(entry["token"], entry["logprob"]) for entry in top]
+    yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
+    p_yes = _share(_log_sum(entries, yes_tokens), _log_sum(entries, no_tokens))
     return None if np.isnan(p_yes) else float(p_yes)
+
+
+def _log_sum(entries: Sequence[tuple[str, object]], tokens: Collection[str]) -> float:
+    """Logarithm of the summed probabilities of ``tokens``; minus infinity if there is none."""
+    logprobs = [_checked(logprob) for token, logprob in entries if token in tokens]
+    return np.logaddexp.reduce(logprobs, initial=-np.inf)
+
+
+def _checked(logprob: object) -> float:
+    is_number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
+    if not is_number or not logprob <= _ROUNDING:
+        raise ValueError(f"{logprob!r} is not a log-probability")
+    return -np.inf if logprob <= _VLLM_MINUS_INFINITY else float(logprob)
 
 
 def p_yes_from_logits(
@@ -93,15 +99,13 @@ def p_yes_from_logits(
         least = np.partition(logits, -top, axis=-1)[..., -top, None]
         logits = np.where(logits >= least, logits, -np.inf)
     with np.errstate(invalid="ignore"):
-        return _share(
-            *(
-                np.logaddexp.reduce(logits[..., np.atleast_1d(ids)], axis=-1)
-                for ids in (yes_ids, no_ids)
-            )
-        )
+        yes = np.logaddexp.reduce(logits[..., np.atleast_1d(yes_ids)], axis=-1)
+        no = np.logaddexp.reduce(logits[..., np.atleast_1d(no_ids)], axis=-1)
+    return _share(yes, no)
 
 
-def _share(yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+def _share(yes: ArrayLike, no: ArrayLike) -> np.ndarray:
+    """P(Yes) of two log-probabilities; NaN if both are minus infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         return 1.0 / (1.0 + np.exp(no - yes))
 
@@ -117,7 +121,9 @@ def mean_score(verdicts: Sequence[Verdict]) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    return None if None in values or not len(values) else float(np.mean(values))
+    if len(values) == 0 or None in values:
+        return None
+    return float(np.mean(values))
 
 
 def editing_score(*answers: Verdict) -> float | None:

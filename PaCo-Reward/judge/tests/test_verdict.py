@@ -27,7 +27,20 @@ def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
     assert p_yes_from_top_logprobs({"No": -9.0}) == 0.0
     assert p_yes_from_top_logprobs({"yes": -0.1, " Yes": -0.2, "NO": -1.0}) is None
     assert p_yes_from_top_logprobs({}) is None
-    assert p_yes_from_top_logprobs({"Yes": -math.inf, "No": -math.inf}) is None
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, -9999.0, -9999])
+def test_a_token_at_minus_infinity_has_probability_zero(nothing):
+    """vLLM writes minus infinity as -9999; equal logarithms of nothing are no even chance."""
+    assert p_yes_from_top_logprobs({"Yes": nothing, "No": nothing}) is None
+    assert p_yes_from_top_logprobs({"Yes": nothing, "No": -3.0}) == 0.0
+    assert p_yes_from_top_logprobs({"Yes": -700.0, "No": nothing}) == 1.0
+    tokens = dict.fromkeys((" yes", "NO"), nothing)
+    assert p_yes_from_top_logprobs(tokens, "variants") is None
+
+
+def test_two_logits_at_minus_infinity_are_a_missing_score():
+    assert np.isnan(p_yes_from_logits([-np.inf, -np.inf, 1.0], 0, 1))
 
 
 def test_variants_are_summed():
