@@ -265,9 +265,14 @@ def find_lora(place: str | Path) -> Path:
     )
 
 
+def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained adapter's tensors by layer, as ``….lora_A.weight`` and ``….lora_B.weight``."""
+    return get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+
+
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the trained adapter's tensors by layer, as ``….lora_A.weight`` and ``….lora_B.weight``."""
-    state = get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+    """Copies of ``_state`` on the CPU."""
+    state = _state(transformer)
     if not state:
         raise RuntimeError(
             "peft returns no tensor of the trained LoRA, so there is nothing to save: install the version of peft "
@@ -283,7 +288,7 @@ def _load(policy: Policy, folder: Path) -> None:
             names = _load_diffusers(policy, folder)
         else:
             names = _load_peft(policy.transformer, folder)
-        _require_same_tensors(names, _weights(policy.transformer).keys())
+        _require_same_tensors(names, _state(policy.transformer))
     except Exception as error:  # damaged files raise anything in peft and diffusers
         raise PolicyLoadError(
             f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
@@ -353,7 +358,7 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
     }
     _require_plain_lora(weights)
     transformer.add_adapter(config, TRAINED)
-    _require_same_tensors(weights, _weights(transformer))
+    _require_same_tensors(weights, _state(transformer))
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
     return set(weights)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, trained, velocity_of
 
 from paco_grpo.policies import policy_class
@@ -109,12 +110,13 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     disturb(policy)
     (changed,), _ = sample(policy, chosen[:1], seeds[:1])
     save_diffusers(policy, tmp_path)
-    pipe.load_lora_weights(str(tmp_path))
-    ours, theirs = (
-        pixels(policy, changed, chosen[0]),
-        stock_image(pipe, policy, name, chosen[0], seeds[0], monkeypatch),
-    )
-    assert (ours - theirs).abs().max() <= 1e-5
+    ours = pixels(policy, changed, chosen[0])
+    weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    for adapter in (str(tmp_path), weights):  # with its metadata, and for a reader that ignores it
+        pipe.load_lora_weights(adapter)
+        theirs = stock_image(pipe, policy, name, chosen[0], seeds[0], monkeypatch)
+        assert (ours - theirs).abs().max() <= 1e-5
+        pipe.unload_lora_weights()
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
 
 

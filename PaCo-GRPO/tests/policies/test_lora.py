@@ -1,17 +1,21 @@
 """LoRA: attached without changing anything, switched inside a block, saved and loaded in both formats."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load, trainable_parameters, trained
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError
+from paco_grpo.policies import lora as lora_module
 from paco_grpo.policies.lora import (
     add_lora,
     add_snapshot,
@@ -150,6 +154,213 @@ def test_bad_loras_are_refused(tiny_flux_dir, tmp_path, save):
                 load("flux", tiny_flux_dir) if name == "not finite" else policy,
                 lora_path=tmp_path / name,
             )
+
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+FILES = {save_peft: "adapter_model.safetensors", save_diffusers: DIFFUSERS_FILE}
+PREFIXES = {save_peft: "base_model.model.", save_diffusers: "transformer."}
+
+
+def rewrite(folder, save, change):
+    """Write the adapter's file again after ``change(weights, prefix of names)``, which returns the new weights."""
+    file = folder / FILES[save]
+    weights = change(load_file(file), PREFIXES[save])
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(weights, file, metadata)
+
+
+def block_57(weights, prefix):
+    """Of a deeper model."""
+    first = f"{prefix}transformer_blocks.0."
+    deeper = {
+        name.replace(first, f"{prefix}transformer_blocks.57."): tensor.clone()
+        for name, tensor in weights.items()
+        if name.startswith(first)
+    }
+    return weights | deeper
+
+
+def renamed_blocks(weights, prefix):
+    return {name.replace("single_transformer_blocks", "blocks"): t for name, t in weights.items()}
+
+
+def of_a_text_encoder(weights, prefix):
+    layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    return weights | {f"{layer}.lora_{s}.weight": torch.ones(4, 4) for s in "AB"}
+
+
+def dora(weights, prefix):
+    return weights | {
+        f"{prefix}transformer_blocks.0.attn.to_q.lora_magnitude_vector": torch.ones(32)
+    }
+
+
+def half_a_pair(weights, prefix):
+    del weights[f"{prefix}transformer_blocks.1.attn.to_k.lora_B.weight"]
+    return weights
+
+
+def nothing(weights, prefix):
+    return {}
+
+
+@BY_FORMAT
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (block_57, r"transformer_blocks\.57\."), (renamed_blocks, r"\bblocks\.0\."),
+        (of_a_text_encoder, r"text_encoder\.text_model"), (dora, "lora_magnitude_vector"),
+        (half_a_pair, r"transformer_blocks\.1\.attn\.to_k\.lora_B"), (nothing, "no tensors|lacks"),
+    ],
+)  # fmt: skip
+def test_tensors_without_a_layer_are_an_error_that_names_them(
+    tiny_flux_dir, tmp_path, save, change, named
+):
+    save(trained("flux", tiny_flux_dir), tmp_path)
+    rewrite(tmp_path, save, change)
+    with pytest.raises(PolicyLoadError, match=named):
+        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+
+
+def kohya(weights, prefix):
+    """FLUX's attention outputs under the names of kohya's scripts, with alpha = rank / 2."""
+    renamed = {}
+    for number in (0, 1):
+        ours = f"{prefix}transformer_blocks.{number}.attn.to_out.0"
+        theirs = f"lora_unet_double_blocks_{number}_img_attn_proj"
+        renamed[f"{theirs}.lora_down.weight"] = weights[f"{ours}.lora_A.weight"]
+        renamed[f"{theirs}.lora_up.weight"] = weights[f"{ours}.lora_B.weight"]
+        renamed[f"{theirs}.alpha"] = torch.tensor(2.0)
+    return renamed
+
+
+def kohya_of_a_deeper_model(weights, prefix):
+    converted = kohya(weights, prefix)
+    extra = {
+        name.replace("double_blocks_0", "double_blocks_57"): tensor.clone()
+        for name, tensor in converted.items()
+        if "double_blocks_0" in name
+    }
+    return converted | extra
+
+
+def test_kohyas_names_are_converted_and_leftovers_named(tiny_flux_dir, tmp_path, caplog):
+    """By diffusers, which only warns of a tensor that it has no place for."""
+    caplog.set_level(logging.INFO, "paco_grpo")
+    logging.getLogger("diffusers").setLevel(logging.ERROR)  # as in training
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=4)
+    for change in (kohya, kohya_of_a_deeper_model):
+        folder = tmp_path / change.__name__
+        save_diffusers(policy, folder)
+        save_file(
+            change(load_file(folder / DIFFUSERS_FILE), "transformer."), folder / DIFFUSERS_FILE
+        )
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path / "kohya")
+    assert "2 of 2 layers, 4 tensors, rank 4, scale 1" in caplog.text
+    name = "transformer_blocks.1.attn.to_out.0"
+    ours, theirs = updates(policy)[name], updates(again)[name]
+    torch.testing.assert_close(theirs, 0.5 * ours)  # alpha / rank is multiplied into the factors
+    with pytest.raises(PolicyLoadError, match="double_blocks_57"):
+        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path / "kohya_of_a_deeper_model")
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "z_image", "flux2"])
+def test_comfyuis_prefix_is_converted(tiny_folder, tmp_path, name):
+    policy = trained(name, tiny_folder(name), rank=4, alpha=10)
+    save_diffusers(policy, tmp_path)
+    weights = load_file(tmp_path / DIFFUSERS_FILE)
+    save_file(
+        {key.replace("transformer.", "diffusion_model.", 1): t for key, t in weights.items()},
+        tmp_path / DIFFUSERS_FILE,
+    )
+    again = load(name, tiny_folder(name))
+    add_lora(again, lora_path=tmp_path)
+    for layer, update in updates(policy).items():
+        torch.testing.assert_close(updates(again)[layer], update)
+
+
+def updates(policy) -> dict[str, torch.Tensor]:
+    """scale · B·A of each layer: what the adapter adds to its weight."""
+    return {
+        name: layer.get_delta_weight("default").detach()
+        for name, layer in policy.transformer.named_modules()
+        if hasattr(layer, "get_delta_weight")
+    }
+
+
+@BY_FORMAT
+def test_how_much_of_the_model_an_adapter_changes_is_logged(tiny_flux_dir, tmp_path, caplog, save):
+    caplog.set_level(logging.INFO, "paco_grpo")
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    layers = len(updates(policy))
+    save(policy, tmp_path)
+    add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+    scale = "2.5" if save is save_peft else "1"
+    expected = f"{layers} of {layers} layers, {2 * layers} tensors, rank 4, scale {scale}"
+    assert expected in caplog.text and "changes nothing" not in caplog.text
+
+    rewrite(
+        tmp_path,
+        save,
+        lambda weights, _: {n: t * ("lora_A" in n) for n, t in weights.items()},
+    )
+    add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+    assert "changes nothing" in caplog.text
+
+
+def test_an_adapter_without_tensors_is_not_saved(tiny_flux_dir, tmp_path, monkeypatch):
+    policy = trained("flux", tiny_flux_dir)
+    monkeypatch.setattr(lora_module, "get_peft_model_state_dict", lambda *_, **__: {})
+    for save in (save_peft, save_diffusers):
+        with pytest.raises(RuntimeError, match="nothing to save"):
+            save(policy, tmp_path)
+
+
+def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):
+    """As this project wrote it before: B as trained, and alpha / rank = 2.5 for the reader to apply."""
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    weights = lora_module._weights(policy.transformer)
+    config = policy.transformer.peft_config["default"].to_dict()
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    policy.pipeline.save_lora_weights(
+        tmp_path, transformer_lora_layers=weights, transformer_lora_adapter_metadata=config
+    )
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path)
+    for layer, update in updates(policy).items():
+        torch.testing.assert_close(updates(again)[layer], update)
+
+
+def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path, caplog):
+    """An adapter of someone else may have a rank and an alpha for each layer, and rsLoRA's scale."""
+    caplog.set_level(logging.INFO, "paco_grpo")
+    save_peft(trained("flux", tiny_flux_dir, rank=4, alpha=10), tmp_path / "peft")
+    small = "transformer_blocks.0.attn.to_q"
+    rewrite(
+        tmp_path / "peft",
+        save_peft,
+        lambda weights, prefix: (
+            weights
+            | {
+                f"{prefix}{small}.lora_A.weight": torch.ones(2, 32),
+                f"{prefix}{small}.lora_B.weight": torch.ones(32, 2),
+            }
+        ),
+    )
+    file = tmp_path / "peft" / "adapter_config.json"
+    patterns = {"rank_pattern": {f"^{small}": 2}, "alpha_pattern": {f"^{small}": 3}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | patterns | {"use_rslora": True}))
+    policy = load("flux", tiny_flux_dir)
+    add_lora(policy, lora_path=tmp_path / "peft")
+    assert "rank 2 to 4, scale 2.12132 to 5" in caplog.text  # 3 / √2 and 10 / √4
+    save_diffusers(policy, tmp_path / "diffusers")
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path / "diffusers")
+    assert "rank 2 to 4, scale 1" in caplog.text
+    for layer, update in updates(policy).items():
+        torch.testing.assert_close(updates(again)[layer], update)
 
 
 def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch):
