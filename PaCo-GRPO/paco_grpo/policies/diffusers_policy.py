@@ -1,6 +1,7 @@
 """A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from paco_grpo.policies.performance.offload import Offloaded
 from paco_grpo.policies.performance.quantize import quantize as quantize_layers
 from paco_grpo.types import Conditioning, Item, to_device
 from paco_judge.weights import from_pretrained_strict
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
@@ -383,7 +386,7 @@ def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
 
 
 def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing or left over."""
+    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing."""
     config, models = DiffusionPipeline.load_config(path), {}
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
         library, class_name = config.get(name, (None, None))
@@ -400,27 +403,43 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
                 getattr(transformers, class_name), path, subfolder=name, dtype=dtype
             )
             continue
-        # not rounded on the way to its float32: FLUX.2's normalization of latents is in the VAE
-        models[name], found = getattr(diffusers, class_name).from_pretrained(
-            path,
-            subfolder=name,
-            dtype=torch.float32 if name == "vae" else dtype,
-            output_loading_info=True,
-        )
-        # diffusers believes the index of several files: a tensor that none of them has stays on "meta"
-        absent = {key for key, tensor in models[name].state_dict().items() if tensor.is_meta} | {
-            *found["missing_keys"]
-        }
-        if wrong := sorted(absent ^ {*found["unexpected_keys"]}):
-            raise ValueError(
-                f"the weights in {path}/{name} lack, or have more than, the model's {', '.join(wrong[:5])}"
-            )
+        models[name] = _load_model(getattr(diffusers, class_name), path, name, dtype)
     # A transformer's NaN shows in the latents, a VAE's would be black pixels.
     if broken := [
         key for key, tensor in models["vae"].named_parameters() if not tensor.isfinite().all()
     ]:
         raise ValueError(f"the weights in {path}/vae are not finite in {', '.join(broken[:5])}")
     return models
+
+
+def _load_model(
+    model_class: type[nn.Module], path: str | Path, name: str, dtype: torch.dtype
+) -> nn.Module:
+    """A diffusers model with each of its tensors from the files in ``path/name``; what else they hold is a warning."""
+    # The VAE is not rounded on the way to its float32: FLUX.2's normalization of latents is in it.
+    model, info = model_class.from_pretrained(
+        path,
+        subfolder=name,
+        dtype=torch.float32 if name == "vae" else dtype,
+        output_loading_info=True,
+    )
+    missing = set(info["missing_keys"])
+    # diffusers believes the index of several files: a tensor that none of them has stays on "meta".
+    missing |= {key for key, tensor in model.state_dict().items() if tensor.is_meta}
+    if missing:
+        raise ValueError(
+            f"the weights in {path}/{name} lack the model's {', '.join(sorted(missing)[:5])}"
+        )
+    if extra := sorted(info["unexpected_keys"]):
+        logger.warning(
+            "diffusers %s does not use %d of the tensors in %s/%s: %s",
+            diffusers.__version__,
+            len(extra),
+            path,
+            name,
+            ", ".join(extra[:5]),
+        )
+    return model
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
