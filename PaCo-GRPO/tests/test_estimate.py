@@ -16,7 +16,7 @@ from paco_grpo.architectures import judge_of, pipeline_of
 from paco_grpo.options.schema import RunOptions, TestOptions
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.flux import FluxPolicy
-from paco_grpo.policies.performance.quantize import quantizable
+from paco_grpo.policies.memory import quantizable
 
 estimate = load_script("estimate")
 

@@ -33,7 +33,6 @@ class FSDP2(Replicated):
         """Shard block by block: a device never holds more than its share and one block."""
         device = self.accelerator.device
         policy.device = device
-        policy.move_encoders(device)
         transformer = policy.transformer
         names = set(transformer._no_split_modules or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]

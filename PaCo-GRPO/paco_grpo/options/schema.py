@@ -230,6 +230,9 @@ class SpeedOptions:
     attention: str | None = option(
         None, "attention backend of diffusers, such as _native_cudnn; None: its default"
     )
+    offload_text: bool | None = option(
+        None, "text encoders in main memory between uses; None: if the GPU's memory is half full"
+    )
     offload_vae: bool = option(False, "VAE in main memory between uses")
 
 

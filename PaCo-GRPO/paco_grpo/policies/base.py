@@ -102,11 +102,11 @@ class Policy(ABC):
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
         """Images of clean latents (B, N, C) float32, each ``height`` x ``width`` RGB."""
 
-    def move_encoders(self, device: torch.device | str) -> None:
-        """Move everything but the transformer: text encoders and VAE."""
+    def offload(self, text_encoders: bool | None, vae: bool) -> None:
+        """Keep these in main memory (True) or on ``device`` (False) while they compute nothing; a policy may ignore it.
 
-    def offload(self, text_encoders: bool, vae: bool) -> None:
-        """From now on keep these off the device while they compute nothing; a policy may ignore it."""
+        None: on a GPU that keeps half of its memory free with them. Call it when the transformer is on the device.
+        """
 
     def autocast(self) -> AbstractContextManager:
         """Around every transformer forward."""

@@ -22,9 +22,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
-from paco_grpo.policies.performance.cache import TensorCache
-from paco_grpo.policies.performance.offload import Offloaded
-from paco_grpo.policies.performance.quantize import quantize as quantize_layers
+from paco_grpo.policies.memory import (
+    Offloaded,
+    TensorCache,
+    fits_beside_training,
+    quantize_layers,
+)
 from paco_grpo.types import Conditioning, Item, to_device
 from paco_judge.weights import from_pretrained_strict
 
@@ -143,7 +146,6 @@ class DiffusersPolicy(Policy):
         self._ids: dict[
             tuple, Any
         ] = {}  # positions of tokens; made on the CPU, so kept on the device
-        self._offloaded_text = self._offloaded_vae = Offloaded((), self.device)
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
         if quantize is not None:
@@ -154,8 +156,12 @@ class DiffusersPolicy(Policy):
             _place(pipeline.transformer, self.device, dtype)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
+        on_gpu = self.device.type == "cuda"
         for encoder in self.text_encoders():
-            _place(encoder, self.device, dtype)
+            # Weights that never leave main memory stay parts of mapped files, which processes share.
+            _place(encoder, torch.device("cpu") if on_gpu else self.device, dtype)
+        self._offloaded_text = Offloaded(self.text_encoders() if on_gpu else (), self.device)
+        self._offloaded_vae = Offloaded((), self.device)
 
     @classmethod
     def from_pretrained(
@@ -343,18 +349,22 @@ class DiffusersPolicy(Policy):
         )
         return [Image.fromarray(array) for array in rounded.cpu().numpy()]
 
-    def move_encoders(self, device: torch.device | str) -> None:
+    def offload(self, text_encoders: bool | None, vae: bool) -> None:
         """As in ``Policy``."""
-        for module in (*self.text_encoders(), self.pipeline.vae):
-            module.to(device)
+        if text_encoders is None:
+            on_gpu = self.device.type == "cuda"
+            text_encoders = on_gpu and not fits_beside_training(self.text_encoders(), self.device)
+        self.offloads_text_encoders = text_encoders
+        self._offloaded_text = self._between_uses(self.text_encoders(), text_encoders)
+        self._offloaded_vae = self._between_uses([self.pipeline.vae], vae)
 
-    def offload(self, text_encoders: bool, vae: bool) -> None:
-        """As in ``Policy``."""
-        if text_encoders:
-            self._offloaded_text = Offloaded(self.text_encoders(), self.device)
-            self.offloads_text_encoders = True
-        if vae:
-            self._offloaded_vae = Offloaded([self.pipeline.vae], self.device)
+    def _between_uses(self, modules: Sequence[nn.Module], offloaded: bool) -> Offloaded:
+        """``modules`` offloaded, or moved to the device, where nothing is left to offload."""
+        if offloaded:
+            return Offloaded(modules, self.device)
+        for module in modules:
+            module.to(self.device)
+        return Offloaded((), self.device)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""

@@ -19,7 +19,7 @@ from paco_grpo.policies.diffusers_policy import (
     TextConditioning,
     image_digest,
 )
-from paco_grpo.policies.performance.cache import TensorCache
+from paco_grpo.policies.memory import TensorCache
 from paco_grpo.types import Item
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from filelock import FileLock
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.atomic import write_atomically
 from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.state import EMA, Checkpoints, TrainState
+from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
@@ -31,8 +30,7 @@ from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
-from paco_grpo.policies.performance.attention import set_attention
-from paco_grpo.policies.performance.compile import compile_blocks
+from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.registry import (
     CheckedReward,
     Reward,
@@ -44,6 +42,8 @@ from paco_grpo.rewards.registry import (
 from paco_grpo.training import checks
 from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan
+from paco_grpo.training.resume import Earlier, find_earlier, space_for_checkpoints
+from paco_grpo.training.state import EMA, TrainState
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.client import JudgeError
@@ -68,10 +68,23 @@ class RewardSets:
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
-    weights: Mapping[
-        str, float
-    ]  # of the training rewards; those with weight 0 are monitored and not in it
+    # Of the training rewards; those with weight 0 are monitored and not in it.
+    weights: Mapping[str, float]
     aggregate_fn: Callable | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known of a run before weights are loaded."""
+
+    options: RunOptions
+    folder: files.RunFolder
+    earlier: Earlier
+    objective: Objective
+    items: Mapping[str, list[Item]]  # by split
+    rewards: RewardSets
+    features: GroupFeatures | None
+    tracker: Tracker | None
 
 
 @dataclass
@@ -81,6 +94,7 @@ class Run:
     options: RunOptions
     plan: Plan
     folder: Path
+    earlier: Earlier
     objective: Objective
     train_items: list[Item]
     test_items: list[Item]
@@ -92,7 +106,7 @@ class Run:
     features: GroupFeatures | None  # for advantages that look at the images of a group
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
-    lock: FileLock | None  # on the main process
+    claimed: files.RunFolder  # ``folder``, which no other trainer can use until it is released
 
     @property
     def accelerator(self) -> Accelerator:
@@ -102,8 +116,7 @@ class Run:
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""
         with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
-            if self.lock is not None:
-                self.lock.release()
+            self.claimed.release()
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
@@ -114,68 +127,79 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         options, train=dataclasses.replace(options.train, aggregate_fn=described)
     )
     strategy = start_processes(options)
-    parent, lock = Path(options.save_dir).expanduser().absolute(), None
-
-    def claim() -> str:
-        nonlocal lock
-        name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        checks.check_writable(parent / name)
-        lock = files.lock_folder(parent / name)
-        return name
-
-    folder = parent / main_decides(strategy.accelerator, claim)
+    folder = _claim_folder(options, configuration_name, strategy.accelerator)
     try:
-        return _build(
-            dataclasses.replace(options, run_name=folder.name), folder, lock, objective, strategy
-        )
+        options = dataclasses.replace(options, run_name=folder.path.name)
+        prepared = _read_and_check(options, folder, objective, strategy.accelerator)
+        policy = load_generator(prepared.options, strategy.loading_device)
+        return _assemble(prepared, policy, strategy)
     except BaseException:
-        if lock is not None:
-            if {path.name for path in folder.iterdir()} <= {
-                files.LOCK_FILE,
-                "questions.json",
-            }:  # nothing was done yet
-                shutil.rmtree(folder)
-            lock.release()
+        folder.release(remove_if_unused=True)
         raise
 
 
-def _build(
-    options: RunOptions,
-    folder: Path,
-    lock: FileLock | None,
-    objective: Objective,
-    strategy: Replicated,
-) -> Run:
-    accelerator, train, sample = strategy.accelerator, options.train, options.sample
+def _claim_folder(
+    options: RunOptions, configuration_name: str, accelerator: Accelerator
+) -> files.RunFolder:
+    """The folder of the run, claimed by the main process, whose clock gives it a name where the options do not."""
+    parent = files.expanded(options.save_dir, "config.save_dir")
+    name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = main_decides(accelerator, lambda: name)
+    folder = files.RunFolder(parent / name)
+    main_decides(accelerator, folder.claim)
+    return folder
+
+
+def _read_and_check(
+    options: RunOptions, folder: files.RunFolder, objective: Objective, accelerator: Accelerator
+) -> Prepared:
+    """Read prompts and an earlier run, build the rewards and ask them, start the tracker."""
     items = {
         split: load_prompts(options.dataset, split, options.prompt_fn)
         for split in ("train", "test")
     }
-    hashes = main_decides(
-        accelerator, lambda: checks.check_earlier_run(options, folder, items["train"])
-    )
+    earlier = main_decides(accelerator, lambda: find_earlier(options, folder.path, items))
     checks.check_items(options, items)
-    options = dataclasses.replace(
-        options, max_sequence_length=checks.text_length(options, [*items["train"], *items["test"]])
-    )
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.allow_tf32
-    rewards = _reward_sets(options, accelerator, folder, items)
-    looks_at_groups = train.perceptual_entropy > 0 or train.neighbor_factor
-    features = GroupFeatures(train, accelerator.device) if looks_at_groups else None
+    text_length = checks.text_length(options, [*items["train"], *items["test"]])
+    options = dataclasses.replace(options, max_sequence_length=text_length)
+    torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
+    torch.backends.cudnn.allow_tf32 = options.allow_tf32
+    rewards = _reward_sets(options, accelerator, folder.path, items)
+    train = options.train
+    features = None
+    if train.perceptual_entropy > 0 or train.neighbor_factor:
+        features = GroupFeatures(train, accelerator.device)
     tracker = None
     if accelerator.is_main_process:
-        values = options_to_dict(options)
         tracker = Tracker(
-            options.logging_platform, folder, options.project_name, options.run_name, values
+            options.logging_platform,
+            folder.path,
+            options.project_name,
+            options.run_name,
+            options_to_dict(options),
         )
-    policy = load_generator(options, strategy.loading_device)
+    return Prepared(options, folder, earlier, objective, items, rewards, features, tracker)
+
+
+def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
+    """The run around a loaded generator: adapter, optimizer, average, sampler, and what watches over them."""
+    options = prepared.options
+    items = prepared.items
+    folder = prepared.folder.path
+    objective = prepared.objective
+    train = options.train
     parameters, snapshots = _make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
-    plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
-    # weights, average, two Adam moments and two saved adapters, for every checkpoint that is kept and the next one
-    checks.check_writable(
-        folder,
-        6 * 4 * sum(p.numel() for p in parameters.values()) * (options.num_checkpoint_limit + 1),
+    plan = make_plan(options, strategy.accelerator.num_processes, objective.gradient_steps)
+    num_weights = sum(parameter.numel() for parameter in parameters.values())
+    space = space_for_checkpoints(options, folder, num_weights, prepared.earlier.epoch)
+    checks.check_writable(folder, space)
+    sampler = GroupSampler(
+        len(items["train"]),
+        plan.prompts,
+        plan.images_per_prompt,
+        options.seed,
+        options.sample.latents_per_prompt,
     )
     state = TrainState(
         policy=policy,
@@ -184,13 +208,7 @@ def _build(
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
-        sampler=GroupSampler(
-            len(items["train"]),
-            plan.prompts,
-            plan.images_per_prompt,
-            options.seed,
-            sample.latents_per_prompt,
-        ),
+        sampler=sampler,
     )
     # Without LoRA there is no base model left to compare with.
     probe_items = items["test"][: options.health.probe_images] if options.use_lora else []
@@ -198,21 +216,22 @@ def _build(
         options=options,
         plan=plan,
         folder=folder,
+        earlier=prepared.earlier,
         objective=objective,
         train_items=items["train"],
         test_items=items["test"],
-        rewards=rewards,
+        rewards=prepared.rewards,
         state=state,
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=BaseProbe(policy, probe_items, options) if probe_items else None,
-        features=features,
+        features=prepared.features,
         metrics=MetricsFile(folder / "metrics.jsonl"),
-        tracker=tracker,
-        lock=lock,
+        tracker=prepared.tracker,
+        claimed=prepared.folder,
     )
-    if accelerator.is_main_process:
-        _log_start(run, hashes)
+    if strategy.accelerator.is_main_process:
+        _record_start(run)
     return run
 
 
@@ -302,7 +321,7 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
         set_attention(policy, speed.attention)
     if speed.compile:
         compile_blocks(policy)
-    policy.offload(text_encoders=policy.device.type == "cuda", vae=speed.offload_vae)
+    policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
 def _make_trainable(
@@ -344,12 +363,16 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **kwargs)
 
 
-def _log_start(run: Run, hashes: dict[str, str]) -> None:
+def _record_start(run: Run) -> None:
     """Write config.yaml and plan.json, and log both (main process)."""
-    found = {"device": str(run.accelerator.device), "engine": run.state.strategy.name} | hashes
-    plan = json.dumps(dataclasses.asdict(run.plan) | found, indent=1)
-    for name, text in (("config.yaml", options_to_yaml(run.options)), ("plan.json", plan)):
-        (run.folder / name).write_text(text, encoding="utf-8")
+    plan = dataclasses.asdict(run.plan)
+    plan |= {"device": str(run.accelerator.device), "engine": run.state.strategy.name}
+    plan |= run.earlier.hashes
+    # A run that is resumed without this folder has lost its checkpoints.
+    run.checkpoints.root.mkdir(exist_ok=True)
+    texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
+    for name, text in texts.items():
+        write_atomically(run.folder / name, text)
         logger.info("%s:\n%s", run.folder / name, text)
     for note in run.plan.notes:
         logger.warning("%s", note)

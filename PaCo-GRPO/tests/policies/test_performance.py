@@ -1,5 +1,8 @@
 """Compiled blocks, attention backends and offloading compute the same numbers."""
 
+import sys
+import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,8 +14,8 @@ from torch._dynamo.utils import counters
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import lora
-from paco_grpo.policies.performance.attention import attention_problem, set_attention
-from paco_grpo.policies.performance.compile import compile_blocks
+from paco_grpo.policies.memory import Offloaded, fits_beside_training
+from paco_grpo.policies.speed import attention_problem, compile_blocks, set_attention
 
 
 def ready(name, folder, targets="default"):
@@ -133,10 +136,13 @@ def addresses(modules):
 @pytest.mark.parametrize("name", NAMES)
 def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     """On a CPU, too, the work is done on a copy, which has other addresses."""
-    plain, policy = load(name, tiny_folder(name)), load(name, tiny_folder(name))
-    policy.offload(text_encoders=True, vae=True)
+    plain = load(name, tiny_folder(name))
+    policy = load(name, tiny_folder(name))
     modules = [*policy.text_encoders(), policy.pipeline.vae]
-    home, seen = addresses(modules), []
+    home = addresses(modules)
+    policy.offload(text_encoders=True, vae=True)
+    assert addresses(modules) == home, "loaded weights are mapped files, which processes share"
+    seen = []
     for module in policy.text_encoders():
         module.register_forward_pre_hook(lambda *_: seen.append(addresses(policy.text_encoders())))
     wanted = items(name, "one", "two", "three")
@@ -145,9 +151,72 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     assert seen and not set(seen[0]) & set(home), "computed with the weights at home"
     assert all(at == seen[0] for at in seen), "copied once for all three"
     assert addresses(modules) == home
+    policy.encode(items(name, "four"))  # the second time, too
+    policy.offload(text_encoders=False, vae=True)
+    policy.encode(items(name, "five"))
+    assert addresses(policy.text_encoders()) == seen[-1], "copied although they stay"
     latents = policy.initial_latents([1, 2], 32, 32)
     for ours, theirs in zip(
         policy.decode(latents, 32, 32), plain.decode(latents, 32, 32), strict=True
     ):
         assert ours.tobytes() == theirs.tobytes()
     assert addresses(modules) == home
+
+
+def test_threads_share_offloaded_weights():
+    """The copies stay as long as one thread computes, and are made once."""
+    layer = torch.nn.Linear(2, 2)
+    home = layer.weight.data_ptr()
+    offloaded = Offloaded([layer], torch.device("cpu"))
+    inside, leave, outside = (threading.Event() for _ in range(3))
+
+    def decode():
+        with offloaded.on_device():
+            inside.set()
+            leave.wait(10)
+        outside.set()
+
+    thread = threading.Thread(target=decode)
+    with offloaded.on_device():
+        copied = layer.weight.data_ptr()
+        thread.start()
+        assert inside.wait(10) and layer.weight.data_ptr() == copied != home
+    assert layer.weight.data_ptr() == copied, "taken away under the other thread"
+    leave.set()
+    thread.join(10)
+    assert outside.is_set() and layer.weight.data_ptr() == home
+
+
+def test_many_threads_never_compute_with_the_weights_at_home():
+    layers = [torch.nn.Linear(4, 4) for _ in range(20)]
+    home = set(addresses(layers))
+    offloaded = Offloaded(layers, torch.device("cpu"))
+    errors = []
+
+    def use():
+        for _ in range(30):
+            with offloaded.on_device():
+                first = addresses(layers)
+                time.sleep(0.0001)
+                if home & set(first) or addresses(layers) != first:
+                    errors.append(first)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors and set(addresses(layers)) == home
+
+
+@pytest.mark.parametrize(("free_gb", "fits"), [(50, True), (41, True), (40, False), (5, False)])
+def test_encoders_stay_on_a_gpu_that_keeps_half_of_its_memory(monkeypatch, free_gb, fits):
+    encoder = torch.nn.Linear(1000, 250_000, bias=False, device="meta")  # 1 GB
+    gigabytes = (free_gb * 10**9, 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: gigabytes)
+    assert fits_beside_training([encoder], torch.device("cuda", 0)) is (free_gb - 1 >= 40) is fits

@@ -7,7 +7,7 @@ from tiny_policies import NAMES, disturb, load, trainable_parameters, velocity_o
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.policies.lora import add_lora, save_diffusers
-from paco_grpo.policies.performance import quantize
+from paco_grpo.policies.memory import quantizable
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 PROMPTS = ("a red fox", "two blue hats")
@@ -27,7 +27,7 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
     whole, small = (
         load(name, tiny_folder(name), **options) for options in ({}, {"quantize": "nf4"})
     )
-    layers = dict(quantize.quantizable(whole.transformer))
+    layers = dict(quantizable(whole.transformer))
     assert set(quantized_weights(small)) == set(layers) and len(layers) > 10
     with torch.no_grad():
         exact = velocity_of(whole, name, *PROMPTS)

@@ -20,8 +20,8 @@ def make(tiny_flux_dir, tmp_path_factory):
 
 def test_exact_options_change_no_bit(make):
     plain = train(make()).run.state.parameters
-    run = build_run(make(speed__offload_vae=True))
-    run.state.policy.offload(text_encoders=True, vae=True)  # as on CUDA
+    run = build_run(make(speed__offload_vae=True, speed__offload_text=True))
+    assert run.state.policy.offloads_text_encoders
     Trainer(run).fit()
     assert all(
         torch.equal(parameter, plain[name]) for name, parameter in run.state.parameters.items()

@@ -1,0 +1,152 @@
+"""The same model in less memory: encoders on the device only while they compute, cached inputs, a base in 4 bits."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class Offloaded:
+    """Keeps the weights of ``modules`` on the CPU, and copies them to ``device`` inside ``on_device``.
+
+    The CPU tensors are the loaded ones where the modules never left it, which are mapped files that all processes of a
+    machine share. Leaving only drops the copies. Threads may use the same modules at the same time.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self.device = device
+        tensors = {
+            id(tensor): tensor
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+        }
+        self._originals = [(tensor, tensor.data.cpu()) for tensor in tensors.values()]
+        self._users = 0
+        self._lock = threading.Lock()  # of the number of users and the copies
+        self._leave()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Of blocks that overlap, nested or in several threads, the first one copies and the last one leaves."""
+        with self._lock:
+            if not self._users:
+                for tensor, original in self._originals:
+                    tensor.data = original.to(self.device, copy=True)
+            self._users += 1
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda" and self._originals:
+                # Kernels of this thread's stream still read the copies, which another stream may get the memory of.
+                torch.cuda.current_stream(self.device).synchronize()
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._leave()
+
+    def _leave(self) -> None:
+        for tensor, original in self._originals:
+            tensor.data = original
+
+
+def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> bool:
+    """Whether half of the GPU's memory stays free with ``modules`` on it, which activations and optimizer need."""
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in module.parameters())
+    free, total = torch.cuda.mem_get_info(device)
+    fits = free - num_bytes >= total / 2
+    logger.info(
+        "text encoders (%.1f GB) %s: %.1f of %.1f GB are free (config.speed.offload_text)",
+        num_bytes / 1e9,
+        "stay on the GPU" if fits else "are in main memory between uses",
+        free / 1e9,
+        total / 1e9,
+    )
+    return fits
+
+
+class TensorCache:
+    """Tuples of tensors by key, ``max_bytes`` in total (but at least one entry); the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
+
+    def get(
+        self, key: Hashable, compute: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of ``key``: cached ones, or the result of ``compute``, moved to the CPU."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return self._entries[key]
+        entry = tuple(tensor.cpu() for tensor in compute())
+        self._entries[key] = entry
+        self.num_bytes += sum(tensor.nbytes for tensor in entry)
+        while self.num_bytes > self.max_bytes and len(self._entries) > 1:
+            _, dropped = self._entries.popitem(last=False)
+            self.num_bytes -= sum(tensor.nbytes for tensor in dropped)
+        return entry
+
+
+# The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with bitsandbytes' layers.
+# Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and to leave out the transformer's
+# ``proj_out`` it leaves out those of all blocks (2.7 GB of FLUX.1-dev).
+
+
+def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers inside the blocks of ``module``, by name.
+
+    Embedders and the output projection are small, and their errors would reach every token.
+    """
+    for list_name, blocks in module.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            for name, layer in blocks.named_modules():
+                if type(layer) is nn.Linear:
+                    yield f"{list_name}.{name}", layer
+
+
+def quantize_layers(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Replace every ``quantizable`` layer in place by one in nf4 (4.13 bits a weight), moving one at a time to ``device``.
+
+    ``module`` is frozen, in ``dtype`` (the computing precision) and without adapters; it may still be on the CPU.
+    """
+    for name, layer in list(quantizable(module)):
+        module.set_submodule(name, _quantized(layer, dtype).to(device))
+    module.is_loaded_in_4bit = True  # peft chooses its kind of LoRA layer by it
+
+
+def _quantized(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    import bitsandbytes as bnb
+
+    with torch.device("meta"):  # no second full-size weight
+        quantized = bnb.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            layer.bias is not None,
+            compute_dtype=dtype,
+            quant_type="nf4",
+        )
+    # It would repack the weights at the first forward without gradient.
+    quantized.support_avx512bf16_for_cpu = False
+    quantized.weight = bnb.nn.Params4bit(
+        layer.weight.detach(), requires_grad=False, quant_type="nf4", module=quantized
+    )
+    quantized.bias = layer.bias
+    quantized.register_forward_pre_hook(_cast_input_as_autocast)
+    return quantized.eval()
+
+
+def _cast_input_as_autocast(
+    layer: nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """As autocast casts for a linear layer: bitsandbytes computes in its input's precision."""
+    x = inputs[0]
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return (x, *inputs[1:])

@@ -1,1 +1,0 @@
-"""The same transformer faster or in less memory: compiled blocks, attention backends, quantization, offloading, caches."""

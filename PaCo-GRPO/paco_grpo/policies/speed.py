@@ -1,0 +1,67 @@
+"""The same transformer faster: attention backends and compiled blocks; the numbers are equal up to rounding."""
+
+import torch
+from diffusers import attention_backend
+from torch import nn
+
+from paco_grpo.options import ConfigError
+from paco_grpo.policies.base import Policy
+from paco_grpo.suggest import did_you_mean
+
+# The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the wrapper of a locally
+# built FlashAttention 3 (_flash_3) registers no gradient (the hub's does). *_hub names download a kernel.
+ATTENTION_BACKENDS = (
+    "native", "_native_cudnn", "_native_flash", "_native_efficient", "_native_math", "flex", "flash", "flash_varlen",
+    "flash_hub", "flash_varlen_hub", "_flash_3_hub", "_flash_3_varlen_hub", "xformers",
+)  # fmt: skip
+
+# Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of one or more x mask or
+# not. Beyond dynamo's default of 8, variants would run uncompiled with a warning that is easily missed.
+_MAX_VARIANTS = 64
+
+
+def attention_problem(name: str) -> str | None:
+    """Why the backend ``name`` cannot train, None if it can; needs no device."""
+    if name in ATTENTION_BACKENDS:
+        return None
+    near = did_you_mean(name, ATTENTION_BACKENDS)
+    return f"{name!r} is unknown, or has no backward.{near} Known: {', '.join(ATTENTION_BACKENDS)}"
+
+
+def set_attention(policy: Policy, name: str) -> None:
+    """Compute every attention of the transformer with the backend ``name``.
+
+    Raises:
+        ConfigError: The backend's package is not installed.
+    """
+    try:
+        # diffusers also changes the default of all other models, which the block restores.
+        with attention_backend(name):
+            policy.transformer.set_attention_backend(name)
+    except (RuntimeError, ImportError) as error:
+        raise ConfigError(f"config.speed.attention={name!r}: {error}") from error
+    if "native" in name:
+        return
+    # CUDA's autocast leaves the norms of q and k in float32, and casts the inputs of PyTorch's own attention alone.
+    for module in policy.transformer.modules():
+        for name_of_norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            norm = getattr(module, name_of_norm, None)
+            if isinstance(norm, nn.Module):
+                norm.register_forward_hook(_cast_as_autocast)
+
+
+def _cast_as_autocast(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    device_type = output.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return output
+    return output.to(torch.get_autocast_dtype(device_type))
+
+
+def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
+    """``torch.compile`` each repeated block of the transformer in place (diffusers' regional compilation).
+
+    Blocks of one class share their code. Sizes are symbolic from the start: a new size or batch does not compile again
+    (except a batch of one), and a resumed run uses the same kernels. Names of weights do not change.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
+    policy.transformer.compile_repeated_blocks(dynamic=True, backend=backend)
