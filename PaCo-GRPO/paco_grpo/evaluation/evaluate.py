@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -73,8 +74,8 @@ def evaluate(
         keep_images: A batch whose images are all in ``folder`` is not sampled again.
 
     Returns:
-        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``eval/num_images``,
-        ``eval/missing_share`` and ``category/<category>/<name>_mean``; None when a process was asked to stop.
+        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``_missing`` (share of the images,
+        if any lack it), ``eval/num_images``, ``eval/missing_share`` and ``category/<category>/<name>_mean``; None when a process was asked to stop.
 
     Raises:
         ScoringError: On every process, when a reward raised.
@@ -102,10 +103,11 @@ def evaluate(
             scores = queue.gathered(accelerator, len(chosen), should_stop)
         except Stopped:
             return None
-    if missing := int(np.isnan(scores).any(axis=1).sum()):
+    missing = missing_scores(scores, rewards, chosen)
+    if missing.any():
         logger.warning(
             "%d of %d evaluation images lack a score and are left out of its mean",
-            missing,
+            missing.any(axis=1).sum(),
             len(scores),
         )
     names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
@@ -130,6 +132,10 @@ def evaluate(
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     accelerator.wait_for_everyone()
     metrics = {f"eval/{key}": value for key, value in summarize(scores, names).items()}
+    metrics["eval/missing_share"] = float(missing.any(axis=1).mean())
+    for name, share in zip(names, missing.mean(axis=0).tolist(), strict=True):
+        if share:
+            metrics[f"eval/{name}_missing"] = share
     for category in sorted({*categories} - {None}, key=str):
         found = summarize(scores[[other == category for other in categories]], names)
         metrics |= {
@@ -138,6 +144,20 @@ def evaluate(
             if key.endswith("_mean")
         }
     return metrics
+
+
+def missing_scores(
+    scores: np.ndarray, rewards: Mapping[str, Reward], chosen: Sequence[tuple[Item, int]]
+) -> np.ndarray:
+    """Which of ``scores`` (images, rewards) are missing; a reward that compares images owes a single one nothing."""
+    missing = np.isnan(scores)
+    item_ids = [item.item_id for item, _ in chosen]
+    counts = Counter(item_ids)
+    is_alone = np.array([counts[item_id] == 1 for item_id in item_ids])
+    for column, reward in enumerate(rewards.values()):
+        if getattr(reward, "compares_images", False):
+            missing[is_alone, column] = False
+    return missing
 
 
 def _sample(
