@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.judge import ServerReward, check_references
+from paco_grpo.rewards.judge import ServerReward, check_references, plain_images
 from paco_judge.client import Pair
 from paco_judge.questions import RequestForm
 
@@ -66,6 +66,10 @@ class EditScore(ServerReward):
                 f"edit_score takes one reference image, but item {item.item_id} has {item.num_images}"
             )
 
+    def prove(self, items: Sequence[Item]) -> None:
+        (image,) = plain_images(1)
+        self.client.prove(Pair(image, None, self._quality_prompt), writes=True)
+
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
@@ -77,10 +81,10 @@ class EditScore(ServerReward):
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):
-            answers = self.client.write_blocking(
+            answers = self.client.generate(
                 pairs, _TOKENS, temperature=_TEMPERATURE, seed=_SEED + number
             )
-            scores.append([self._lowest(*answer) for answer in answers])
+            scores.append([self._lowest(answer.text, answer.error) for answer in answers])
         edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)
 

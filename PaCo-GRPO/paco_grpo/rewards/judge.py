@@ -57,13 +57,16 @@ class ServerReward:
             form=self.form(),
         )
         self.check = self.client.check
-        self.parallel_calls = (
-            self.max_concurrency
-        )  # of one image each: the client limits the requests in flight
+        # Calls of one image each: the client limits the requests in flight.
+        self.parallel_calls = self.max_concurrency
 
     def form(self) -> RequestForm:
         """How a question is put to the model."""
         return RequestForm()
+
+    def prove(self, items: Sequence[Item]) -> None:
+        """Ask the first real question of a run about plain images. Raises JudgeError."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -106,6 +109,14 @@ class JudgeReward(ServerReward):
         """The questions on ``images`` of one ``item``: a single image, or all of them where it ``compares_images``."""
         raise NotImplementedError
 
+    def prove(self, items: Sequence[Item]) -> None:
+        images = plain_images(2 if self.compares_images else 1)
+        for item in items:
+            questions, _ = self.ask(images, item)
+            if questions:  # an item that is not open has none
+                self.client.prove(questions[0])
+                return
+
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; all questions of the call are in flight together."""
         groups: dict[int, list[int]] = {}
@@ -114,9 +125,7 @@ class JudgeReward(ServerReward):
         asked = [
             self.ask([images[i] for i in members], items[members[0]]) for members in groups.values()
         ]
-        verdicts = self.client.score_blocking(
-            [question for questions, _ in asked for question in questions]
-        )
+        verdicts = self.client.score([question for questions, _ in asked for question in questions])
         if failed := [verdict.error for verdict in verdicts if not verdict.ok]:
             logger.warning(
                 "%d of %d questions have no score; the first: %s",
@@ -245,6 +254,11 @@ class WinRate(JudgeReward):
             )
 
         return [_pair(text, (*references, images[i], images[j])) for i, j in orders], score
+
+
+def plain_images(count: int) -> list[Image.Image]:
+    """Images for a question whose answer does not matter, of the size of small grids."""
+    return [Image.new("RGB", (512, 512), color) for color in ("gray", "white")[:count]]
 
 
 def mean_over_comparisons(

@@ -160,7 +160,12 @@ class CheckedReward:
             self.function.check()
 
     def check_items(self, items: Sequence[Item]) -> None:
-        """Raises RewardError: An item cannot be scored."""
+        """Look at all items, and let a judge answer one real question.
+
+        Raises:
+            RewardError: An item cannot be scored.
+            JudgeError: The judge gives no score.
+        """
         for item in items if self._check_item else ():
             try:
                 self._check_item(item, self.kwargs)
@@ -168,6 +173,8 @@ class CheckedReward:
                 raise RewardError(
                     f"item {item.item_id} of the prompt set cannot be scored: {error}"
                 ) from error
+        if hasattr(self.function, "prove"):
+            self.function.prove(items)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing. Raises RewardError: Another shape, or a number too large."""

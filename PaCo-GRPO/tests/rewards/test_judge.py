@@ -22,6 +22,7 @@ from paco_grpo.rewards.judge import (
 )
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
+from paco_judge.client import JudgeError
 from paco_judge.questions import (
     editing_texts,
     load_editing_questions,
@@ -316,3 +317,34 @@ def test_a_run_records_what_its_rewards_ask(tmp_path):
         "editing_consistency",
         "editing_instruction",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "item"),
+    [
+        ("consistency_score", Item(0, PROMPT)),
+        ("between_images", Item(0, PROMPT, metadata={"open": True})),
+        ("win_rate", Item(0, PROMPT)),
+        ("consistency_for_editing", Item(0, "make it blue", image=RED)),
+        ("grid_layout", Item(0, PROMPT)),
+    ],
+)
+def test_a_run_begins_with_one_real_question_to_the_judge(name, item):
+    """A server may list its models and answer nothing that a score can be read from."""
+    model = "Qwen2.5-VL-7B-Instruct" if name == "grid_layout" else "PaCo-Reward-7B"
+    with judge_that(lambda parts: 0.5, model) as judge:
+        (reward,) = build_rewards({name: 1.0}, {name: {"base_url": judge.url}}).values()
+        reward.check_items([item, item])
+        assert len(judge.requests) == 1
+    with judge_that(lambda parts: None, model) as judge:
+        (reward,) = build_rewards({name: 1.0}, {name: {"base_url": judge.url}}).values()
+        with pytest.raises(JudgeError, match="neither Yes nor No"):
+            reward.check_items([item])
+
+
+def test_without_an_open_prompt_there_is_nothing_to_ask_between_images():
+    with judge_that(lambda parts: 0.5) as judge:
+        kwargs = {"between_images": {"base_url": judge.url}}
+        (reward,) = build_rewards({"between_images": 1.0}, kwargs).values()
+        reward.check_items([Item(0, PROMPT)])
+    assert not judge.requests

@@ -17,13 +17,13 @@ import pytest
 from fakes import free_port
 from safetensors.numpy import load_file, save_file
 from serving_tools import VLLM_PYTHON, all_ended, option, wait_for
+from vllm_server.plan import LaunchError, LaunchSettings
 
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
 from vllm_server import engines
 from vllm_server.launch import launch
-from vllm_server.plan import LaunchError, LaunchSettings
 from vllm_server.state import Server, end, locked
 
 
@@ -205,7 +205,7 @@ def check_scores(shell, scorer, tiny, tolerance: float) -> None:
     pairs = [
         Pair(tiny.picture(i), tiny.picture(i + 1), f"same fox {i}? Yes or No") for i in range(12)
     ]
-    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score_blocking(pairs)
+    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score(pairs)
     expected = scorer.score(pairs, top=20)
     both = [
         (one.p_yes, other.p_yes)

@@ -49,7 +49,7 @@ def server_engine(url: str, model: str, form: RequestForm, deadline_s: float = 6
     client.check()
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        verdicts = client.score_blocking(pairs)
+        verdicts = client.score(pairs)
         if not any(verdict.ok for verdict in verdicts):
             connect().check()  # raises if the server, not these pairs, is the problem
         return verdicts

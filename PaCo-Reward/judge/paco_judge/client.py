@@ -1,35 +1,85 @@
 """Scoring pairs of images over an OpenAI-compatible server.
 
     judge = JudgeClient("http://127.0.0.1:8000", model="PaCo-Reward-7B")
-    verdicts = judge.score_blocking([Pair(image_a, image_b, question)])
+    verdicts = judge.score([Pair(image_a, image_b, question)])
 
 Probabilities are cached by the whole request.
 """
 
 import asyncio
+import base64
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
 
 from paco_judge import transport
-from paco_judge.images import data_url
+from paco_judge.images import UnreadableImage, encode
 from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
-from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_logprobs
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
 CACHE_ENTRIES = 200_000
-_scores: dict[
-    bytes, float
-] = {}  # of the whole process, by a hash of server, tokens that count, and request
+MODELS_TIMEOUT_S = 10.0
+FIRST_ANSWER_S = 120.0  # for the pair of ``prove``, if ``deadline_s`` is longer
+SCORING = {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
+# Of the whole process, by ``_Request.key``; the oldest entries go first.
+_scores: dict[bytes, float] = {}
 
 
 class JudgeError(RuntimeError):
     """No judge answers, it refuses us, or it does not serve the model."""
+
+
+@dataclass(frozen=True)
+class _SentImage:
+    """An image as requests carry it. It is encoded and hashed once, in however many pairs it is."""
+
+    url: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, image: Image.Image, image_format: str) -> "_SentImage":
+        content = base64.b64encode(encode(image, image_format))
+        url = b"data:image/%s;base64,%s" % (image_format.encode(), content)
+        return cls(url, hashlib.sha256(url).digest())
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request's JSON without its images' URLs, and the images that belong between its parts."""
+
+    parts: list[bytes]
+    images: list[_SentImage]
+
+    @classmethod
+    def of(cls, images: Sequence[_SentImage], fields: dict[str, Any]) -> "_Request":
+        # Quotes inside a JSON text have a backslash before them, so only an empty URL reads so.
+        return cls(json.dumps(fields).encode().split(b'"url": ""'), list(images))
+
+    def key(self, client: "JudgeClient") -> bytes:
+        """A hash of server, tokens that count, and everything that is sent."""
+        digest = hashlib.sha256(f"{client.base_url} {client.form.answer_tokens} ".encode())
+        for part in self.parts:
+            digest.update(hashlib.sha256(part).digest())
+        for image in self.images:
+            digest.update(image.digest)
+        return digest.digest()
+
+    def body(self) -> bytes:
+        """The JSON. URLs are copied as they are, because base64 needs no escaping."""
+        pieces = [self.parts[0]]
+        for image, part in zip(self.images, self.parts[1:], strict=True):
+            pieces += [b'"url": "', image.url, b'"', part]
+        return b"".join(pieces)
 
 
 class JudgeClient:
@@ -39,8 +89,8 @@ class JudgeClient:
         base_url: With or without a trailing ``/v1``.
         model: Served name, in upper or lower case.
         max_concurrency: Requests in flight.
-        deadline_s: Seconds for a whole ``score_blocking``, retries included. Later calls do not wait for a server that
-            has accepted no connection for this long, until it answers again.
+        deadline_s: Seconds for a whole ``score``, retries included. Later calls do not wait again for a
+            server that has answered nothing for so long: they try briefly until it answers.
     """
 
     def __init__(
@@ -60,126 +110,130 @@ class JudgeClient:
                 f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}"
             )
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.model, self.form, self.max_concurrency, self.deadline_s = (
-            model,
-            form,
-            max_concurrency,
-            deadline_s,
-        )
+        self.model = model
+        self.form = form
+        self.max_concurrency = max_concurrency
+        self.deadline_s = deadline_s
         self._headers = transport.json_headers(api_key)
         self._served: str | None = None
-        self._slots: dict[
-            asyncio.AbstractEventLoop, asyncio.Semaphore
-        ] = {}  # a forked process has another loop
+        # By event loop, because a forked process has another one.
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def check(self) -> str:
         """The served name of the model; the server is asked once. Raises JudgeError."""
-        if self._served:
-            return self._served
+        if self._served is None:
+            self._served = self._find_model()
+        return self._served
+
+    def _find_model(self) -> str:
         url = f"{self.base_url}/v1/models"
+        deadline = time.monotonic() + MODELS_TIMEOUT_S
         try:
-            answer = transport.run(
-                transport.request("GET", url, self._headers, time.monotonic() + 10.0)
-            )
+            answer = transport.run(transport.request("GET", url, self._headers, deadline))
             served = [str(row["id"]) for row in parse(answer)["data"]]
         except transport.NoAnswer as error:
-            hint = (
-                ""
-                if error.status
-                else "; start one with `bash vllm_server/launch.sh`, or correct base_url"
-            )
+            hint = "; start one with `bash vllm_server/launch.sh`, or correct base_url"
+            if error.status:
+                hint = ""
             raise JudgeError(f"no judge answers at {url}: {error}{hint}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise JudgeError(
                 f"{url} does not answer like an OpenAI-compatible server: {error!r}"
             ) from error
-        alike = [name for name in served if name.casefold() == self.model.casefold()]
-        if not alike:
-            names = ", ".join(map(repr, served)) or "nothing"
+        if self.model in served:
+            return self.model
+        for name in served:
+            if name.casefold() == self.model.casefold():
+                logger.warning(
+                    "the judge at %s serves %r; using it for %r", self.base_url, name, self.model
+                )
+                return name
+        names = ", ".join(map(repr, served)) or "nothing"
+        raise JudgeError(
+            f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
+        )
+
+    def prove(self, pair: Pair, writes: bool = False) -> None:
+        """Ask one pair before a long run: a server may list its models and answer no question.
+
+        Args:
+            writes: The run reads whole answers: one token must come back, but not Yes or No.
+
+        Raises:
+            JudgeError: No P(Yes) within ``FIRST_ANSWER_S`` or ``deadline_s``, whichever is shorter.
+        """
+        seconds = min(self.deadline_s, FIRST_ANSWER_S)
+        deadline = time.monotonic() + seconds
+        fields = SCORING if not writes else {"temperature": 0, "max_tokens": 1}
+        ((_, error),) = transport.run(self._ask_all(self.check(), [pair], fields, deadline))
+        if error is not None:
             raise JudgeError(
-                f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
+                f"the judge {self.model} at {self.base_url} did not score a pair of images within "
+                f"{seconds:.0f} s ({error}); look at its log, or ask another model"
             )
-        if self.model not in alike:
-            logger.warning(
-                "the judge at %s serves %r; using it for %r", self.base_url, alike[0], self.model
-            )
-        self._served = self.model if self.model in alike else alike[0]
-        return self._served
 
-    def score_blocking(self, pairs: Sequence[Pair]) -> list[Verdict]:
+    def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """One verdict for each pair, in order. Raises JudgeError: The first call found no server, or another model."""
-        return [
-            Verdict(*found) for found in transport.run(self._ask_all(self.check(), pairs, None))
-        ]
+        model = self.check()
+        deadline = time.monotonic() + self.deadline_s
+        answers = transport.run(self._ask_all(model, pairs, SCORING, deadline))
+        return [Verdict(p_yes, error) for p_yes, error in answers]
 
-    def write_blocking(
-        self, pairs: Sequence[Pair], max_tokens: int, **sampling: float
-    ) -> list[tuple[str | None, str | None]]:
-        """Each pair's whole answer and None, or None and why there is none. Raises JudgeError.
+    def generate(self, pairs: Sequence[Pair], max_tokens: int, **sampling: float) -> list[Answer]:
+        """The whole answer to each pair, in order. Raises JudgeError.
 
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
-        sampling = {"temperature": 0, "max_tokens": max_tokens} | sampling
-        return transport.run(self._ask_all(self.check(), pairs, sampling))
+        fields = {"temperature": 0, "max_tokens": max_tokens} | sampling
+        answers = transport.run(self._ask_all(self.check(), pairs, fields, None))
+        return [Answer(text, error) for text, error in answers]
 
     async def _ask_all(
-        self, model: str, pairs: Sequence[Pair], sampling: dict[str, float] | None
-    ) -> list[tuple]:
-        deadline = None if sampling else time.monotonic() + self.deadline_s
-        images = {
-            id(image): image for pair in pairs for image in pair.images
-        }  # each is encoded once
-        encoding = [
-            asyncio.to_thread(data_url, image, self.form.image_format) for image in images.values()
+        self, model: str, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
+    ) -> list[tuple[Any, str | None]]:
+        """What ``fields`` ask for, and why it is missing, for each pair; ``deadline`` None: each has its own."""
+        images = {id(image): image for pair in pairs for image in pair.images}
+        encoding = [self._send(image) for image in images.values()]
+        sent = dict(zip(images, await asyncio.gather(*encoding), strict=True))
+        asking = [
+            self._ask(model, pair.question, [sent[id(i)] for i in pair.images], fields, deadline)
+            for pair in pairs
         ]
-        urls = dict(
-            zip(images, await asyncio.gather(*encoding, return_exceptions=True), strict=True)
-        )
-        asked = [(pair.question, [urls[id(image)] for image in pair.images]) for pair in pairs]
-        return await asyncio.gather(
-            *(self._ask(model, *each, sampling, deadline) for each in asked)
-        )
+        return await asyncio.gather(*asking)
+
+    async def _send(self, image: Image.Image) -> _SentImage | UnreadableImage:
+        try:
+            return await asyncio.to_thread(_SentImage.of, image, self.form.image_format)
+        except UnreadableImage as error:
+            return error
 
     async def _ask(
         self,
         model: str,
         question: str,
-        urls: list[str | Exception],
-        sampling: dict | None,
+        images: list[_SentImage | UnreadableImage],
+        fields: dict[str, Any],
         deadline: float | None,
     ) -> tuple[float | str | None, str | None]:
-        """The answer's text, or P(Yes) if ``sampling`` is None; and why there is none."""
-        if unreadable := next((url for url in urls if not isinstance(url, str)), None):
-            return None, str(unreadable)
-        fields = sampling or {
-            "temperature": 0,
-            "max_tokens": 1,
-            "logprobs": True,
-            "top_logprobs": TOP_LOGPROBS,
-        }
-        async with self._slots.setdefault(
-            asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency)
-        ):
-            request = {
-                "model": model,
-                "messages": build_messages(urls, question, self.form),
-            } | fields
-            body = json.dumps(request).encode()
-            key = hashlib.sha256(
-                f"{self.base_url} {self.form.answer_tokens} ".encode() + body
-            ).digest()
-            if key in _scores:
-                return _scores[key], None
+        for image in images:
+            if isinstance(image, UnreadableImage):
+                return None, str(image)
+        messages = build_messages([""] * len(images), question, self.form)
+        request = _Request.of(images, {"model": model, "messages": messages} | fields)
+        key = request.key(self)
+        if key in _scores:
+            return _scores[key], None
+        loop = asyncio.get_running_loop()
+        async with self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrency)):
+            url = f"{self.base_url}/v1/chat/completions"
             end = deadline or time.monotonic() + self.deadline_s
             try:
-                answer = await transport.post(
-                    f"{self.base_url}/v1/chat/completions", self._headers, body, end
-                )
+                answer = await transport.post(url, self._headers, request.body(), end)
             except transport.NoAnswer as error:
                 return None, f"judge at {self.base_url}: {error}"
         try:
             choice = parse(answer)["choices"][0]
-            if sampling:
+            if fields is not SCORING:
                 return choice["message"]["content"] or "", None
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             tokens = [str(entry["token"]) for entry in top]
@@ -187,11 +241,9 @@ class JudgeClient:
         except (ValueError, LookupError, TypeError) as error:
             return None, f"the judge's answer cannot be read ({error!r}): {answer[:200]!r}"
         if p_yes is None:
-            return (
-                None,
-                f"neither Yes nor No is among the judge's top {len(tokens)} tokens (first: {tokens[:5]})",
-            )
+            shown = f"top {len(tokens)} tokens (first: {tokens[:5]})"
+            return None, f"neither Yes nor No is among the judge's {shown}"
         _scores[key] = p_yes
         if len(_scores) > CACHE_ENTRIES:
-            del _scores[next(iter(_scores))]  # the oldest
+            del _scores[next(iter(_scores))]
         return p_yes, None

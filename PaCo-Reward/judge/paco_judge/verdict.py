@@ -45,6 +45,14 @@ class Verdict:
         return self.error is None
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A model's whole answer to one pair: a text or an error."""
+
+    text: str | None
+    error: str | None = None
+
+
 def p_yes_from_top_logprobs(
     top: Mapping[str, float] | Iterable[Mapping[str, object]], answer_tokens: str = "exact"
 ) -> float | None:

@@ -2,7 +2,9 @@
 
 import base64
 import io
+import json
 import multiprocessing
+import threading
 import time
 import zlib
 
@@ -11,10 +13,12 @@ import pytest
 from fakes import fake_judge
 from PIL import Image
 
-from paco_judge.client import JudgeClient, JudgeError, Pair
+from paco_judge import transport
+from paco_judge.client import FIRST_ANSWER_S, JudgeClient, JudgeError
 from paco_judge.grid import pairs, split_image
 from paco_judge.images import UnreadableImage, as_received, data_url
-from paco_judge.questions import RequestForm, build_messages, theme_question
+from paco_judge.questions import Pair, RequestForm, build_messages, theme_question
+from paco_judge.verdict import Answer
 
 FakeJudge, answer = fake_judge.FakeJudge, fake_judge.answer
 
@@ -23,6 +27,12 @@ def picture(seed: int, size: int = 16) -> Image.Image:
     return Image.fromarray(
         np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
     )
+
+
+def jpeg_url(image: Image.Image) -> str:
+    """As the published script sends images: a JPEG of quality 75, Pillow's default."""
+    image.save(file := io.BytesIO(), "JPEG", quality=75)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def batch(count: int, question: str) -> list[Pair]:
@@ -40,7 +50,7 @@ def client(judge: FakeJudge, **settings) -> JudgeClient:
 def test_the_request_follows_the_protocol():
     with FakeJudge() as judge:
         image_a, image_b, question = picture(1), picture(2), 'a "quoted" thème\n\x00'
-        (verdict,) = client(judge).score_blocking([Pair(image_a, image_b, question)])
+        (verdict,) = client(judge).score([Pair(image_a, image_b, question)])
     (request,) = judge.requests
     assert verdict.p_yes == pytest.approx(0.75)
     assert request.pop("messages") == build_messages(
@@ -56,11 +66,9 @@ def test_one_grid_costs_six_requests():
     asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
     with FakeJudge() as judge:
         scorer = client(judge)
-        assert [verdict.ok for verdict in scorer.score_blocking(asked)] == [True] * 6
-        scorer.score_blocking(asked)
-        client(judge).score_blocking(
-            [Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked]
-        )
+        assert [verdict.ok for verdict in scorer.score(asked)] == [True] * 6
+        scorer.score(asked)
+        client(judge).score([Pair(p.image_a.copy(), p.image_b.copy(), p.question) for p in asked])
         assert len(judge.requests) == 6, (
             "neither the second call nor another client makes a request"
         )
@@ -70,15 +78,15 @@ def test_one_grid_costs_six_requests():
 def test_the_cache_distinguishes_question_model_server_and_form():
     pair, form = Pair(picture(7), picture(8), "q"), RequestForm("<img{n}>: ", "jpeg")
     with FakeJudge(models=("a", "b")) as judge, FakeJudge(models=("a", "b")) as other:
-        client(judge).score_blocking([pair])
-        client(judge).score_blocking([Pair(pair.image_a, pair.image_b, "q2")])
-        client(judge, model="b").score_blocking([pair])
-        client(other).score_blocking([pair])
+        client(judge).score([pair])
+        client(judge).score([Pair(pair.image_a, pair.image_b, "q2")])
+        client(judge, model="b").score([pair])
+        client(other).score([pair])
         assert (len(judge.requests), len(other.requests)) == (3, 1)
         for _ in range(2):
-            client(judge, form=form).score_blocking([pair])
+            client(judge, form=form).score([pair])
     assert len(judge.requests) == 4
-    urls = [data_url(image, "jpeg") for image in pair.images]
+    urls = [jpeg_url(image) for image in pair.images]
     assert judge.requests[3]["messages"] == build_messages(urls, "q", form)
     sent = Image.open(io.BytesIO(base64.b64decode(urls[0].removeprefix("data:image/jpeg;base64,"))))
     np.testing.assert_array_equal(np.asarray(as_received(pair.image_a, "jpeg")), np.asarray(sent))
@@ -91,7 +99,7 @@ def test_verdicts_are_in_the_order_of_the_pairs_and_few_requests_in_flight():
     chances = [round(0.05 * (7 * i % 19 + 1), 2) for i in range(19)]
     with FakeJudge(respond, delay_s=0.01) as judge:
         asked = [Pair(picture(9), picture(10), str(chance)) for chance in chances]
-        verdicts = client(judge, max_concurrency=5).score_blocking(asked)
+        verdicts = client(judge, max_concurrency=5).score(asked)
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(chances)
     assert 1 < judge.max_in_flight <= 5
 
@@ -101,14 +109,15 @@ def test_temporary_faults_are_retried(fault):
     with FakeJudge(
         lambda number, request: fault if number <= 2 else (200, answer(0.6), {})
     ) as judge:
-        (verdict,) = client(judge).score_blocking(batch(1, f"fault {fault}"))
+        (verdict,) = client(judge).score(batch(1, f"fault {fault}"))
     assert verdict.p_yes == pytest.approx(0.6) and len(judge.requests) == 3
 
 
 @pytest.mark.parametrize(("status", "attempts"), [(400, 1), (404, 1), (500, 3)])
-def test_an_error_is_not_retried_forever(status, attempts):
+def test_an_error_is_not_retried_forever(status, attempts, monkeypatch):
+    monkeypatch.setattr(transport, "FAILURE_PAUSES_S", (0.01, 0.02))
     with FakeJudge(lambda number, request: (status, b"no such\x1bthing", {})) as judge:
-        (verdict,) = client(judge, deadline_s=600).score_blocking(batch(1, f"always {status}"))
+        (verdict,) = client(judge, deadline_s=600).score(batch(1, f"always {status}"))
         assert (
             verdict.p_yes is None
             and f"HTTP {status}: " in verdict.error
@@ -120,10 +129,140 @@ def test_an_error_is_not_retried_forever(status, attempts):
 def test_each_written_answer_has_its_own_deadline():
     text = {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}
     with FakeJudge(lambda number, request: (200, text, {}), delay_s=0.4) as judge:
-        written = client(judge, deadline_s=1.0, max_concurrency=1).write_blocking(
+        answers = client(judge, deadline_s=1.0, max_concurrency=1).generate(
             batch(4, "long answers"), 8
         )
-    assert written == [("Yes. Both show a fox.", None)] * 4
+    assert answers == [Answer("Yes. Both show a fox.")] * 4
+
+
+def test_a_judge_that_fails_for_some_seconds_costs_no_score(monkeypatch):
+    first, second = transport.FAILURE_PAUSES_S
+    assert first + second >= 4
+    monkeypatch.setattr(transport, "FAILURE_PAUSES_S", (first / 10, second / 10))
+    start = time.monotonic()
+
+    def fail_for_a_while(number, request):
+        if time.monotonic() - start < (first + second) / 10 * 0.7:
+            return 500, {}, {}
+        return 200, answer(0.6), {}
+
+    with FakeJudge(fail_for_a_while) as judge:
+        verdicts = client(judge).score(batch(8, "restarting"))
+    assert all(verdict.ok for verdict in verdicts)
+
+
+@pytest.mark.parametrize("question", ['"url": ""', '{"url": ""}', '\\"url": ""', "é\u2028"])
+@pytest.mark.parametrize("form", [RequestForm(), RequestForm('"url": "" {n}', "jpeg")])
+def test_a_body_is_what_json_makes_of_the_request(question, form, monkeypatch):
+    """It is put together around the images' URLs, without escaping them."""
+    bodies = []
+
+    async def post(url, headers, body, deadline):
+        bodies.append(body)
+        raise transport.NoAnswer("not sent")
+
+    pair = Pair(picture(11), picture(12), question)
+    with FakeJudge() as judge:
+        monkeypatch.setattr(transport, "post", post)
+        client(judge, form=form).score([pair])
+    urls = [data_url(image, form.image_format) for image in pair.images]
+    expected = {
+        "model": "Paco-Reward-7B",
+        "messages": build_messages(urls, question, form),
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    assert bodies == [json.dumps(expected).encode()]
+
+
+def test_a_full_cache_forgets_its_oldest_answer(monkeypatch):
+    first, second, third = (batch(1, f"cache {number}") for number in range(3))
+    with FakeJudge() as judge:
+        scorer = client(judge)
+        monkeypatch.setattr("paco_judge.client._scores", {})
+        monkeypatch.setattr("paco_judge.client.CACHE_ENTRIES", 2)
+        for pair in (first, second, third):
+            scorer.score(pair)
+        scorer.score([*second, *third])
+        assert len(judge.requests) == 3
+        scorer.score(first)
+        assert len(judge.requests) == 4
+
+
+class SilentJudge(FakeJudge):
+    """A server that lists its models, accepts questions, and answers none until ``wakes`` is set."""
+
+    def __init__(self):
+        self.wakes = threading.Event()
+        super().__init__(self.wait)
+
+    def wait(self, number, request):
+        self.wakes.wait(30)
+        return 200, answer(0.75), {}
+
+    def __exit__(self, *error):
+        self.wakes.set()
+        super().__exit__(*error)
+
+
+def test_a_server_that_answers_no_question_fails_the_proof_in_a_stated_time():
+    with SilentJudge() as judge:
+        silent = client(judge, deadline_s=1.0)
+        assert silent.check() == judge.models[0]
+        start = time.monotonic()
+        with pytest.raises(JudgeError, match=r"did not score a pair of images within 1 s"):
+            silent.prove(*batch(1, "proof"))
+        assert time.monotonic() - start < 3
+    assert FIRST_ANSWER_S <= 120  # the limit with the default deadline of 600 s
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"choices": [{"message": {"content": "Yes"}, "logprobs": None}]}, "cannot be read"),
+        (b"<html>", "cannot be read"),
+    ],
+)
+def test_a_server_without_log_probabilities_fails_the_proof(body, problem):
+    with FakeJudge(lambda number, request: (200, body, {})) as judge:
+        with pytest.raises(JudgeError, match=problem):
+            client(judge).prove(*batch(1, "no logprobs"))
+        judge.respond = lambda number, request: (200, answer(0.5), {})
+        client(judge).prove(*batch(1, "with logprobs"))
+
+
+def test_a_proof_of_written_answers_needs_no_yes_or_no():
+    text = {"choices": [{"message": {"content": "The"}}]}
+    with FakeJudge(lambda number, request: (200, text, {})) as judge:
+        client(judge).prove(*batch(1, "written"), writes=True)
+
+
+def test_after_one_deadline_without_an_answer_later_calls_fail_fast(monkeypatch):
+    monkeypatch.setattr(transport, "SILENCE_S", 0.3)
+    with SilentJudge() as judge:
+        scorer = client(judge, deadline_s=2.0, max_concurrency=4)
+        assert not any(verdict.ok for verdict in scorer.score(batch(4, "silent 1")))
+        for call, pause in (("at once", 0.0), ("later", 1.2)):
+            time.sleep(pause)
+            start = time.monotonic()
+            verdicts = scorer.score(batch(40, f"silent {call}"))
+            assert not any(verdict.ok for verdict in verdicts)
+            assert time.monotonic() - start < 1.5
+        judge.wakes.set()
+        time.sleep(1.0)
+        assert all(verdict.ok for verdict in scorer.score(batch(8, "awake")))
+
+
+def test_a_slow_server_is_not_a_silent_one(monkeypatch):
+    """Some questions of a call time out, others are answered: the next call has its whole deadline."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.01)
+    with FakeJudge(delay_s=0.4) as judge:
+        scorer = client(judge, deadline_s=1.0, max_concurrency=1)
+        verdicts = scorer.score(batch(4, "too many"))
+        assert 0 < sum(verdict.ok for verdict in verdicts) < 4
+        assert scorer.score(batch(1, "one"))[0].ok
 
 
 BODIES = (
@@ -140,12 +279,12 @@ def test_unreadable_answers_are_errors_and_not_cached(body):
     packed = {"content-encoding": "deflate"} if body[:1] == b"x" else {}
     with FakeJudge(lambda number, request: (200, body, packed)) as judge:
         scorer, asked = client(judge), batch(1, "garbage")
-        assert problem in scorer.score_blocking(asked)[0].error
+        assert problem in scorer.score(asked)[0].error
         assert len(judge.requests) == 1 and judge.headers[0]["accept-encoding"] == "identity", (
             "none is unpacked"
         )
         judge.respond = lambda number, request: (200, answer(0.5), {})
-        assert scorer.score_blocking(asked)[0].ok
+        assert scorer.score(asked)[0].ok
 
 
 def test_neither_yes_nor_no_is_no_score():
@@ -154,9 +293,9 @@ def test_neither_yes_nor_no_is_no_score():
         entry["token"] = entry["token"].lower()
     with FakeJudge(lambda number, request: (200, reply, {})) as judge:
         asked = batch(1, "neither")
-        (verdict,) = client(judge).score_blocking(asked)
+        (verdict,) = client(judge).score(asked)
         assert verdict.p_yes is None and "neither Yes nor No" in verdict.error
-        (verdict,) = client(judge, form=RequestForm(answer_tokens="variants")).score_blocking(asked)
+        (verdict,) = client(judge, form=RequestForm(answer_tokens="variants")).score(asked)
         assert verdict.p_yes == pytest.approx(0.5)
 
 
@@ -165,36 +304,34 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
         scorer = client(judge, deadline_s=2.0)
         scorer.check()
     start = time.monotonic()
-    assert not any(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 1")))
+    assert not any(verdict.ok for verdict in scorer.score(batch(8, "down 1")))
     assert 1.0 < time.monotonic() - start < 4.0
     time.sleep(max(0.0, 2.1 - (time.monotonic() - start)))
     start = time.monotonic()
-    assert not any(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 2")))
+    assert not any(verdict.ok for verdict in scorer.score(batch(8, "down 2")))
     assert time.monotonic() - start < 0.5, "the server has been down for longer than the deadline"
     with FakeJudge(port=judge.port):
-        assert all(verdict.ok for verdict in scorer.score_blocking(batch(8, "down 3"))), (
-            "it is back"
-        )
+        assert all(verdict.ok for verdict in scorer.score(batch(8, "down 3"))), "it is back"
 
 
 def test_a_forked_process_has_connections_of_its_own():
     with FakeJudge(delay_s=0.01) as judge:
         scorer = client(judge, max_concurrency=1)
-        scorer.score_blocking(batch(4, "parent"))
+        scorer.score(batch(4, "parent"))
         child = multiprocessing.get_context("fork").Process(
-            target=scorer.score_blocking, args=(batch(4, "child"),)
+            target=scorer.score, args=(batch(4, "child"),)
         )
         child.start()
         child.join(20)
         hangs = child.is_alive()
         child.kill()
         assert not hangs and child.exitcode == 0 and len(judge.requests) == 8
-        assert scorer.score_blocking(batch(1, "parent again"))[0].ok
+        assert scorer.score(batch(1, "parent again"))[0].ok
 
 
 def test_the_model_is_looked_up_whatever_its_case(caplog):
     with FakeJudge(models=("Paco-Reward-7B", "other")) as judge:
-        assert client(judge, model="PaCo-Reward-7B").score_blocking(batch(1, "case"))[0].ok
+        assert client(judge, model="PaCo-Reward-7B").score(batch(1, "case"))[0].ok
         assert judge.requests[0]["model"] == "Paco-Reward-7B" and "'Paco-Reward-7B'" in caplog.text
         with pytest.raises(JudgeError, match="'Paco-Reward-7B', 'other'"):
             client(judge, model="Qwen").check()
@@ -205,9 +342,9 @@ def test_the_api_key_is_sent_and_a_wrong_one_is_reported():
         with pytest.raises(JudgeError, match="a valid API key is needed"):
             client(judge, api_key="wrong").check()
         scorer = client(judge, api_key="right")
-        assert scorer.score_blocking(batch(1, "key"))[0].ok
+        assert scorer.score(batch(1, "key"))[0].ok
         judge.key = "changed"
-        (verdict,) = scorer.score_blocking(batch(1, "key changed"))
+        (verdict,) = scorer.score(batch(1, "key changed"))
         assert "HTTP 401" in verdict.error and len(judge.requests) == 2, "not retried"
 
 
@@ -217,7 +354,7 @@ def test_an_unreadable_image_costs_only_its_own_pairs(tmp_path):
     path.write_bytes(path.read_bytes()[:3000])
     broken = Image.open(path)
     with FakeJudge() as judge:
-        bad, good = client(judge).score_blocking(
+        bad, good = client(judge).score(
             [Pair(broken, picture(35), "q"), Pair(picture(36), picture(37), "q")]
         )
     assert "half.png cannot be read" in bad.error and good.ok

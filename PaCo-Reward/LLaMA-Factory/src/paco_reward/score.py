@@ -146,10 +146,10 @@ def judge_named(args: argparse.Namespace) -> Judge:
     client = client_of(args, args.model or DEFAULT_MODEL, form_of(args))
 
     def explain(pairs: Sequence[Pair]) -> list[str]:
-        answers = client.write_blocking(pairs, args.reason_tokens)
-        return [f"no answer: {error}" if text is None else text for text, error in answers]
+        answers = client.generate(pairs, args.reason_tokens)
+        return [answer.text or f"no answer: {answer.error}" for answer in answers]
 
-    return Judge(f"{client.model} at {client.base_url}", client.score_blocking, explain)
+    return Judge(f"{client.model} at {client.base_url}", client.score, explain)
 
 
 Cell = tuple[

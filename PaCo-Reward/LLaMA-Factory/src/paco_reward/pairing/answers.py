@@ -59,9 +59,9 @@ def ask(
                 for first, second, text in own
             ]
             if texts:
-                found = judge.write_blocking(pairs, REASON_TOKENS)
+                found = [(a.text, a.error) for a in judge.generate(pairs, REASON_TOKENS)]
             else:
-                found = [(verdict.p_yes, verdict.error) for verdict in judge.score_blocking(pairs)]
+                found = [(verdict.p_yes, verdict.error) for verdict in judge.score(pairs)]
             for one, (value, error) in zip(own, found, strict=True):
                 if error is None:
                     known[keys[one]] = value
