@@ -4,6 +4,7 @@ A missing score is ``None`` with a cause, never a number.
 """
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,16 @@ class Answer:
 
     text: str | None
     error: str | None = None
+
+
+def verdict_of(answer: str) -> bool | None:
+    """Whether an answer begins with the word Yes (True) or No (False); None: with neither.
+
+    The judge is trained and asked for exactly these words, so "yes", " Yes", "Not sure", "Nothing",
+    "No-one" and "Yesterday" are neither.
+    """
+    word = re.match(r"(Yes|No)(?![\w'’-])", answer)
+    return None if word is None else word[0] == "Yes"
 
 
 def p_yes_from_top_logprobs(

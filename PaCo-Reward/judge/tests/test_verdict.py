@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge import verdict
-from paco_judge.verdict import Verdict, p_yes_from_logits, p_yes_from_top_logprobs
+from paco_judge.verdict import (
+    Verdict,
+    p_yes_from_logits,
+    p_yes_from_top_logprobs,
+    verdict_of,
+)
 
 logprobs = st.floats(-700, 0)
 
@@ -90,3 +95,16 @@ def test_scores_of_images():
     assert verdict.editing_score(Verdict(0.25), Verdict(None, "gone")) is None
     assert verdict.mean_over_dimensions({"a": [0.0, 1.0, 1.0, 1.0], "b": [0.25]}) == 0.5
     assert verdict.mean_over_dimensions({"a": [0.0], "b": [None]}) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        *((text, True) for text in ("Yes", "Yes.", "Yes, both", "Yes\n", "Yes because", "Yes: 1")),
+        *((text, False) for text in ("No", "No.", "No, one differs", "No\n", "No; never")),
+        *((text, None) for text in ("Not sure", "None of it", "Nothing", "Nope", "No-one", "Noël")),
+        *((text, None) for text in ("Yesterday", "Yes1", "yes.", "NO", " Yes.", "The answer", "")),
+    ],
+)
+def test_an_answer_begins_with_the_word_yes_or_no_or_is_no_label(answer, verdict):
+    assert verdict_of(answer) is verdict
