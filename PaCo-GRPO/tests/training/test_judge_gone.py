@@ -10,6 +10,7 @@ from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.training.trainer import TrainingStopped
 
 PAIRS = 8  # of an epoch: 8 images of two panels
+PROOF = 1  # the question that a run begins with
 DEADLINE = 1.5
 
 
@@ -19,7 +20,7 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
     def respond(number, request):
         """Half of the second epoch is answered, then connections are closed without a word until the judge is back."""
         asked.append(number)
-        gone = PAIRS + PAIRS // 2 < len(asked) and not back
+        gone = PROOF + PAIRS + PAIRS // 2 < len(asked) and not back
         return None if gone else (200, fake_judge.answer(0.1 + 0.8 * (len(asked) % 7) / 7), {})
 
     with fake_judge.FakeJudge(respond) as judge:
