@@ -24,6 +24,10 @@ setup(
         "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
         "scipy>=1.11",
+        # LLaMA-Factory imports torchaudio, whose newest release (2.11) is built for CUDA 13.0, as torch is up to 2.14.
+        # torch 2.15 is built for CUDA 13.2, and torchaudio refuses to be imported beside it.
+        "torch>=2.6,<2.15",
+        "torchvision>=0.21,<0.30",
         "transformers>=5.2,!=5.6.0,<6",
     ]
 )

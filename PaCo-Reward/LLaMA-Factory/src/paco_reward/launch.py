@@ -10,12 +10,14 @@ import torch
 from paco_reward import overlay
 from paco_reward.config import check_combinations, load_config, with_accumulation
 from paco_reward.datasets import check_data
+from paco_reward.environment import check_torchaudio
 from paco_reward.families import with_template
 
 
 def run(config_path: str, overrides: list[str], environment: dict[str, str]) -> int:
     """Check a training configuration, then run it here or let torchrun replace this process; returns the exit status."""
     config = load_config(config_path, overrides)
+    check_torchaudio()
     check_data(config)
     config = with_template(config)
     check_combinations(config)
