@@ -160,6 +160,7 @@ class DiffusersPolicy(Policy):
         for encoder in self.text_encoders():
             # Weights that never leave main memory stay parts of mapped files, which processes share.
             _place(encoder, torch.device("cpu") if on_gpu else self.device, dtype)
+        self.offloads_text_encoders = on_gpu
         self._offloaded_text = Offloaded(self.text_encoders() if on_gpu else (), self.device)
         self._offloaded_vae = Offloaded((), self.device)
 

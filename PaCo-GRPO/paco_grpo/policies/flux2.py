@@ -22,17 +22,26 @@ from paco_grpo.types import Item
 _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this area
 
 
+def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
+    """``image`` at the smallest size in its shape that has at least these sides."""
+    scale = max(width / image.width, height / image.height)
+    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
+
+
 class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     """FLUX.2-dev and everything saved as a ``Flux2Pipeline``; its guidance is embedded.
 
-    A reference image is never enlarged or distorted: if it is larger, it is scaled down to the area of the generated image
-    (the pipelines: to a megapixel), and its edges are cut to whole tokens.
+    A reference image that has the generated image's shape gets its size: it is scaled until it covers that, and what is
+    left over is cut. Others are never enlarged: a larger one is scaled down to the area of the generated image (the
+    pipelines: to a megapixel), and its edges are cut to whole tokens.
     """
 
     pipeline_class = Flux2Pipeline
     family = "FLUX.2"
     needs_image = False
     several_images = True
+    largest_reference = _MEGAPIXEL
     # The output layer is ``attn.to_out`` in single blocks and ``attn.to_out.0`` in double blocks.
     lora_targets = lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")) + (
         "attn.to_qkv_mlp_proj", "attn.to_out",
@@ -80,7 +89,9 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return self._whole(math.sqrt(area / aspect)), self._whole(math.sqrt(area * aspect))
 
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
-        """As in ``ReferenceImagePolicy``: scaled down at most, then both sides down to the multiple."""
+        """As in ``ReferenceImagePolicy``; of another shape: scaled down at most, then both sides down to the multiple."""
+        if self.has_its_shape(image, item):
+            return item.height, item.width
         width, height = self._scaled(image, item)
         return self._whole(height), self._whole(width)
 
@@ -91,14 +102,21 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return int(image.width * scale), int(image.height * scale)
 
     def _resize(self, image: Image.Image, item: Item) -> Image.Image:
-        (height, width), scaled = self.reference_size(image, item), self._scaled(image, item)
+        height, width = self.reference_size(image, item)
+        if self.has_its_shape(image, item):
+            return self._cropped(_covering(image, width, height), width, height)
+        scaled = self._scaled(image, item)
         if min(scaled) < self.size_multiple:
             raise ValueError(
                 f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides must be at "
                 f"least {self.size_multiple} after it is scaled down (config.train.resolution)"
             )
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
-        return self.pipeline.image_processor._resize_and_crop(small, width=width, height=height)
+        return self._cropped(small, width, height)
+
+    def _cropped(self, image: Image.Image, width: int, height: int) -> Image.Image:
+        """The middle of ``image``, as the pipeline cuts it."""
+        return self.pipeline.image_processor._resize_and_crop(image, width=width, height=height)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
         return compute_empirical_mu(tokens, num_steps)

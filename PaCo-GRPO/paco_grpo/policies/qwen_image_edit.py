@@ -35,6 +35,7 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options
     ) -> None:
         super().__init__(pipeline, **options)
+        self.size_step = _ROUNDED_TO
         if image_positions == "mrope":
             pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
             self.pipeline_setup = (

@@ -1,5 +1,6 @@
 """Reference images of the policies that edit: their size, their latents, and which samples may share a forward."""
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
@@ -55,12 +56,15 @@ class ReferenceImagePolicy(DiffusersPolicy):
     """
 
     edits_images = needs_image = True
-    shape_from: ClassVar[int] = (
-        0  # index of the reference image that gives an edited image its shape
-    )
+    # Index of the reference image that gives an edited image its shape.
+    shape_from: ClassVar[int] = 0
+    size_step: int  # pixels; sides of an edited image are multiples of it
+    # The pipeline scales larger references down to this number of pixels.
+    largest_reference: ClassVar[float] = math.inf
 
     def __init__(self, pipeline, **options) -> None:
         super().__init__(pipeline, **options)
+        self.size_step = self.size_multiple
         self._latents = TensorCache(CACHE_BYTES)
 
     @abstractmethod
@@ -76,20 +80,55 @@ class ReferenceImagePolicy(DiffusersPolicy):
         height, width = item.height, item.width
         if height is None or width is None:
             width, height = item.images[self.shape_from].size
-        return self.fit_area(resolution**2, width / height)
+        size = self._nearest_size(resolution, width / height)
+        if resolution**2 <= self.largest_reference:
+            while math.prod(size) > self.largest_reference:  # the reference could not have this size
+                resolution -= 1
+                size = self._nearest_size(resolution, width / height)
+        return size
+
+    def _nearest_size(self, resolution: int, aspect: float) -> tuple[int, int]:
+        """Of the sizes around the exact one, the nearest in aspect, then in area."""
+        heights = self._steps_around(resolution / math.sqrt(aspect))
+        widths = self._steps_around(resolution * math.sqrt(aspect))
+
+        def distance(size: tuple[int, int]) -> tuple[float, float]:
+            return _distortion(size, aspect), abs(math.log(math.prod(size) / resolution**2))
+
+        return min(itertools.product(heights, widths), key=distance)
+
+    def _steps_around(self, side: float) -> tuple[int, int]:
+        """``side`` rounded down and up to ``size_step``, at least one step."""
+        lower = max(int(side) // self.size_step, 1) * self.size_step
+        return lower, lower + self.size_step
+
+    def has_its_shape(self, image: Image.Image, item: Item) -> bool:
+        """Whether ``_nearest_size`` may have made the size of ``item`` from the shape of ``image``.
+
+        Then both have the same grid of tokens: otherwise the edit would be shifted or stretched against the image.
+        """
+        if item.height is None or item.width is None:
+            return False
+        size = item.height, item.width
+        if math.prod(size) > self.largest_reference:
+            return False
+        shorter = max(min(size) - self.size_step, self.size_step)
+        half_a_step = 0.5 * math.log(min(size) / shorter)
+        return _distortion(size, image.width / image.height) <= half_a_step + 1e-9
 
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
         """Height and width at which ``image``, a reference image of ``item``, is encoded.
 
-        The item's area in the shape of the image, rounded; but the item's own size where that distorts the image no more
-        than rounding does. For an item without a size, the image's own area.
+        The item's own size if it has the image's shape; else its area in the image's shape, rounded as in the pipeline.
+        For an item without a size, the image's own area.
         """
-        own = item.height, item.width
-        aspect = image.width / image.height
-        if None in own:
-            return self.fit_area(image.width * image.height, aspect)
-        fitted = self.fit_area(own[0] * own[1], aspect)
-        return min(own, fitted, key=lambda size: abs(math.log(size[1] / size[0] / aspect)))
+        if self.has_its_shape(image, item):
+            return item.height, item.width
+        if item.height is None or item.width is None:
+            area = image.height * image.width
+        else:
+            area = item.height * item.width
+        return self.fit_area(area, image.width / image.height)
 
     def batch_key(self, item: Item) -> Hashable:
         """The size of the generated image and the sizes of the references, in order."""
@@ -178,3 +217,9 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels (1, 3, H, W) in the shape that the VAE takes."""
         return pixels
+
+
+def _distortion(size: tuple[int, int], aspect: float) -> float:
+    """How far ``size`` (height, width) is from width / height = ``aspect``, as a logarithm."""
+    height, width = size
+    return abs(math.log(width / height / aspect))

@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_pipelines import build_tiny_flux2
 from tiny_policies import items, load, picture
@@ -25,7 +27,7 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
     for shape, area in (
         ((1000, 1500), (1024, 1024)),
         ((1000, 1500), (2048, 2048)),
-        ((70, 69), (1024, 1024)),
+        ((70, 69), (1024, 512)),
     ):
         image = picture(0, *shape)
         item = Item(0, "x", *area, image=image)
@@ -51,11 +53,22 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
 def test_the_first_reference_gives_an_edit_its_shape(klein):
     edit = Item(0, "x", image=picture(0, 150, 100), more_images=(picture(1, 64, 64),))
     sized = at_size(edit, 96, "aspect", klein)
-    assert (sized.height, sized.width) == (112, 72)  # 117.6 x 78.4
-    assert klein.reference_size(sized.image, sized) == (
-        104,
-        72,
-    )  # of the generated area, 8064, in its shape
+    assert (sized.height, sized.width) == (120, 80)  # 117.6 x 78.4 before
+    assert klein.reference_size(sized.image, sized) == (120, 80)
+    (reference, other) = klein._read(sized)
+    assert reference.size == (120, 80)  # 150 x 100 scaled
+    assert other.size == (64, 64)  # of another shape: as it is
+
+
+def test_a_reference_of_the_generated_shape_covers_it(klein):
+    """Its middle is kept, and nothing is stretched."""
+    image = Image.new("RGB", (101, 149))
+    image.paste((255, 0, 0), (50, 0, 51, 149))  # a line in the middle
+    (reference,) = klein._read(Item(0, "x", 120, 80, image=image))
+    pixels = np.asarray(reference.image)[..., 0]
+    assert pixels.shape == (120, 80) and pixels.argmax(axis=1).tolist() == [40] * 120
+    small = Item(0, "x", 240, 160, image=image)  # enlarged, for the same grid of tokens
+    assert klein._read(small)[0].size == (240, 160)
 
 
 @pytest.mark.parametrize("name", ["flux2", KLEIN])

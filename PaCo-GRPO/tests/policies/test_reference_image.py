@@ -1,7 +1,12 @@
 """Sizes, grouping, encoding and errors of the policies that edit images."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tiny_policies import EDITORS, items, load, picture
 
 from paco_grpo.policies import PolicyLoadError, load_policy
@@ -26,21 +31,56 @@ def size_of(item, resolution, mode, policy):
 
 
 @BY_NAME
-def test_sizes_are_rounded_as_in_the_pipelines(policy, name):
-    # FluxKontextPipeline: round(sqrt(area·ratio)), then down; QwenImageEditPipeline: to the nearest multiple of 32
+def test_sizes_are_the_nearest_in_shape(policy, name):
+    # In multiples of 8 (Kontext's tokens here), or of 32, to which QwenImageEditPipeline rounds references.
     kontext = name == "flux_kontext"
     for mode in ("aspect", "exact"):
-        assert size_of(edit(150, 100), 100, mode, policy) == ((80, 120) if kontext else (96, 128))
-    assert size_of(edit(160, 96), 100, "exact", policy) == ((72, 128) if kontext else (64, 128))
+        assert size_of(edit(150, 100), 100, mode, policy) == ((80, 120) if kontext else (64, 96))
+    assert size_of(edit(160, 96), 100, "exact", policy) == ((80, 136) if kontext else (96, 160))
     assert size_of(edit(150, 100, (47, 70)), 100, "exact", policy) == (
         40,
         64,
     )  # its own size, as both pipelines round
     assert size_of(edit(150, 100, (40, 80)), 100, "aspect", policy) == (
-        (64, 136) if kontext else (64, 128)
+        (72, 144) if kontext else (64, 128)
     )
+    # References of another shape: FluxKontextPipeline rounds down, QwenImageEditPipeline to the nearest multiple.
     assert policy.fit_area(1024**2, 3 / 2) == (832, 1248)  # 836 and 1254 before rounding
     assert policy.fit_area(16, 1.0) == ((8, 8) if kontext else (32, 32))  # at least one multiple
+
+
+@pytest.fixture(scope="module")
+def at_published_size(tiny_folder):
+    """Editors whose tokens have the published models' 16 x 16 pixels."""
+    policies = {}
+    for name in (*EDITORS, "qwen_image_edit_plus", "flux2"):
+        policies[name] = load(name, tiny_folder(name))
+        policies[name].size_multiple = 16
+        policies[name].size_step = max(policies[name].size_step, 16)
+    return policies
+
+
+@pytest.mark.parametrize("name", [*EDITORS, "qwen_image_edit_plus", "flux2"])
+@settings(max_examples=300)
+@given(st.integers(200, 5000), st.floats(1 / 3, 3), st.integers(256, 1024))
+@example(832, 1216 / 832, 384)
+def test_an_edit_has_the_shape_and_the_tokens_of_its_reference(
+    at_published_size, name, height, aspect, resolution
+):
+    """Else it would be shifted or stretched against the reference, which a reward for keeping the rest sees."""
+    policy = at_published_size[name]
+    image = SimpleNamespace(height=height, width=round(aspect * height))
+    image.size = image.width, image.height
+    unsized = SimpleNamespace(height=None, width=None, images=(image,))
+    size = policy.size_like(unsized, resolution)
+    sized = SimpleNamespace(height=size[0], width=size[1], images=(image,))
+    assert policy.reference_size(image, sized) == size
+    assert not any(side % policy.size_step for side in size)
+    step = math.log(min(size) / (min(size) - policy.size_step))
+    assert abs(math.log(size[1] / size[0] / (image.width / image.height))) <= step / 2 + 1e-6
+    assert abs(math.log(size[0] * size[1] / resolution**2)) <= 2 * step
+    if name == "flux2":
+        assert size[0] * size[1] <= 1024**2  # the pipeline would scale the reference down
 
 
 @BY_NAME
