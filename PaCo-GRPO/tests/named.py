@@ -1,7 +1,10 @@
 """Named configurations of config/grpo.py, with overrides, for tests."""
 
+import inspect
 import runpy
 from pathlib import Path
+
+from ml_collections import ConfigDict
 
 from paco_grpo.options import load_options
 
@@ -12,7 +15,12 @@ SIZED = [
     for name in ("t2is", "kontext_editing", "sd3_t2is", "z_image_t2is")
     for suffix in _FILE["SUFFIXES"]
 ]
-NAMES = sorted({*_FILE["CONFIGS"], *SIZED})
+FUNCTIONS = [
+    name
+    for name, value in _FILE.items()
+    if inspect.isfunction(value) and inspect.signature(value).return_annotation is ConfigDict
+]
+NAMES = sorted({*FUNCTIONS, *SIZED} - {"config_dict", "editing"})
 
 
 def load(name="toy_t2is", *overrides):

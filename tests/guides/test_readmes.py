@@ -64,15 +64,25 @@ EDITORS = (
 )
 TOY_CONFIG = """
 
-def _toy(found):
-    for arguments in found.train.reward_fn_kwargs.values():
-        arguments["port"] = PORT
-    if "subfig_clipT" in found.train.reward_fn:
-        found.train.reward_fn_kwargs["subfig_clipT"] = {"model": "OPEN_CLIP", "pretrained": None}
-    return lambda: _changed(found, SIZES)
+def _toy(configuration):
+    def small():
+        config = configuration()
+        for arguments in config.train.reward_fn_kwargs.values():
+            arguments["port"] = PORT
+        if "subfig_clipT" in config.train.reward_fn:
+            clip = {"model": "OPEN_CLIP", "pretrained": None}
+            config.train.reward_fn_kwargs["subfig_clipT"] = clip
+        for name, value in SIZES.items():
+            group, _, option = name.rpartition(".")
+            (config[group] if group else config)[option] = value
+        return config
+
+    return small
 
 
-t2is, kontext_editing, qwen_editing = [_toy(get_config(name)) for name in ("t2is", "kontext_editing", "qwen_editing")]
+t2is = _toy(t2is)
+kontext_editing = _toy(kontext_editing)
+qwen_editing = _toy(qwen_editing)
 """
 
 

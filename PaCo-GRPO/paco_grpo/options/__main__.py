@@ -77,8 +77,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if hasattr(bound, name)
     ]
     kind = "names" if parts[:1] == (str,) and origin is tuple else _TYPES[origin or annotation]
-    # Limits of 2^31 only catch typing errors.
-    return " ".join([kind, *(f"{sign} {limit:g}" for sign, limit in limits if limit < 2**31)])
+    # Large limits only catch typing errors.
+    return " ".join([kind, *(f"{sign} {limit:g}" for sign, limit in limits if limit < 100_000)])
 
 
 if __name__ == "__main__":

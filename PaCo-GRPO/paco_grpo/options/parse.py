@@ -4,13 +4,14 @@ A command line has the form of ml_collections flags, ``--config SOURCE --config.
 tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and no YAML files.
 """
 
-import ast
 import dataclasses
 import difflib
+import inspect
+import logging
 import runpy
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ import yaml
 from ml_collections import ConfigDict
 from pydantic import TypeAdapter, ValidationError
 
+from paco_grpo.options.literals import RepeatedKey, read_literal, read_yaml, write_yaml
+from paco_grpo.options.published import PUBLISHED, PUBLISHED_VALUES
 from paco_grpo.options.schema import OPTIONS, RunOptions
+from paco_grpo.suggest import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 _RUN_OPTIONS = TypeAdapter(RunOptions)
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
@@ -46,22 +52,29 @@ def config_dict() -> ConfigDict:
     return _Config(dataclasses.asdict(RunOptions()))
 
 
+# --- the command line ----------------------------------------------------------------------------
+
+
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
     """The options that a command line gives, and the name of their configuration; see ``load_options``."""
     source, overrides = parse_command_line(arguments)
-    return load_options(source, overrides), source.partition(":")[2] or Path(source).stem
+    name = source.partition(":")[2] or Path(source).stem
+    return load_options(source, overrides), name
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     """Split ``--config SOURCE --config.key=value …`` into the source and its overrides, in order."""
-    source, overrides, rest = None, [], list(arguments)
+    source = None
+    overrides = []
+    rest = list(arguments)
     while rest:
         argument, equals, value = rest.pop(0).partition("=")
         name = argument.lstrip("-")
         if argument.startswith("--noconfig."):
             overrides.append((name.removeprefix("noconfig."), "false"))
             continue
-        if not argument.startswith("-") or name != "config" and not name.startswith("config."):
+        is_option = name == "config" or name.startswith("config.")
+        if not argument.startswith("-") or not is_option:
             raise ConfigError(
                 f"unknown argument {argument!r}. Options are given as --config FILE[:NAME] and --config.a.b=value"
             )
@@ -78,12 +91,14 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, s
     return source, overrides
 
 
+# --- configuration files -------------------------------------------------------------------------
+
+
 def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunOptions:
     """The options in a file.
 
     Args:
-        source: ``FILE.py:NAME`` or a ``config.yaml`` saved by an earlier run. NAME is a public function of the file
-            that returns a ``ConfigDict``, or what the file's ``get_config`` knows.
+        source: ``FILE.py:NAME`` (see ``named_configuration``) or a ``config.yaml`` saved by an earlier run.
         overrides: Pairs of dotted name and text, as on the command line, of an option or of an entry of a table.
     """
     file, _, name = str(source).partition(":")
@@ -93,57 +108,124 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
             f"configuration {file!r} is not a .py or .yaml file (current folder: {Path.cwd()})"
         )
     if path.suffix == ".py":
-        return make_options(_load_python(path, name), overrides)
+        values = _read_python(path, name)
+    else:
+        values = _read_yaml_file(path)
+    return make_options(values, overrides, source=str(path))
+
+
+def _read_yaml_file(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = read_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"configuration file {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"configuration file {path} cannot be read: {reason}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"configuration file {path} is a {type(values).__name__}, not options with their values"
         )
-    return make_options(values, overrides)
+    return values
 
 
-def _load_python(path: Path, name: str) -> ConfigDict:
+def _read_python(path: Path, name: str) -> ConfigDict:
     names = runpy.run_path(str(path), run_name=_MODULE)
-    function, arguments = names.get(name), []
-    if (
-        getattr(function, "__module__", "") != _MODULE
-        or name.startswith("_")
-        or name == "get_config"
-    ):
-        function, arguments = names.get("get_config"), [name] if name else []
-    if function is None:
-        raise ConfigError(f"configuration file {path} has no function {name or 'get_config'}")
     try:
-        found = function(*arguments)
-    except (
-        AttributeError,
-        KeyError,
-    ) as error:  # ConfigDict puts its KeyError into an AttributeError
-        words = getattr(error.args[0], "args", error.args)[0]
-        raise ConfigError(f"{path}: {' '.join(str(words).split())}") from error
-    if not isinstance(found, ConfigDict):
+        config = named_configuration(names, name)
+    except (AttributeError, KeyError) as error:
+        # ConfigDict puts its KeyError into an AttributeError.
+        inner = error.args[0] if error.args else error
+        reason = getattr(inner, "args", error.args)[0]
+        raise ConfigError(f"{path}: {' '.join(str(reason).split())}") from error
+    if not isinstance(config, ConfigDict):
         raise ConfigError(
-            f"{path}: {name or 'get_config'} returns {type(found).__name__}, not a ConfigDict"
+            f"{path}: {name or 'get_config'} returns {type(config).__name__}, not a ConfigDict"
         )
-    return found
+    return config
+
+
+def named_configuration(names: Mapping[str, Any], name: str) -> Any:
+    """The configuration that a file, which defines ``names``, calls ``name``.
+
+    It is what the public function ``name`` returns. ``name`` may end in keys of the file's table ``SUFFIXES``, in any
+    order; their functions then change the configuration, unless the file has a function for the name with that suffix.
+    A file may instead have a function ``get_config``, which gets ``name``, or nothing where no name is given.
+
+    Raises:
+        KeyError: There is no such configuration.
+    """
+    functions = _configurations(names)
+    changes = names.get("SUFFIXES", {})
+    base = name
+    suffixes: list[str] = []
+    while base not in functions:
+        suffix = next((suffix for suffix in changes if base.endswith(suffix)), None)
+        if suffix is None:
+            break
+        base = base.removesuffix(suffix)
+        suffixes.insert(0, suffix)
+    if base not in functions:
+        if "get_config" in names:
+            return names["get_config"](*([name] if name else []))
+        raise KeyError(_no_configuration(name, functions, changes))
+    for suffix in list(suffixes):
+        if base + suffix in functions:
+            base += suffix
+            suffixes.remove(suffix)
+    config = functions[base]()
+    for suffix in suffixes:
+        changes[suffix](config)
+    return config
+
+
+def _configurations(names: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """The public functions that a file defines itself and that can be called without arguments."""
+    functions = {}
+    for name, value in names.items():
+        if name.startswith("_") or name == "get_config":
+            continue
+        if not inspect.isfunction(value) or value.__module__ != _MODULE:
+            continue
+        parameters = inspect.signature(value).parameters.values()
+        if all(parameter.default is not parameter.empty for parameter in parameters):
+            functions[name] = value
+    return functions
+
+
+def _no_configuration(name: str, known: Iterable[str], suffixes: Iterable[str]) -> str:
+    message = f"there is no configuration {name!r}." if name else "name a configuration."
+    message += f"{did_you_mean(name, known)} Known: {', '.join(sorted(known)) or 'none'}"
+    return f"{message}, each also with {', '.join(suffixes)}" if suffixes else message
+
+
+# --- values --------------------------------------------------------------------------------------
 
 
 def make_options(
-    values: Mapping[str, Any] | ConfigDict, overrides: Iterable[tuple[str, str]] = ()
+    values: Mapping[str, Any] | ConfigDict,
+    overrides: Iterable[tuple[str, str]] = (),
+    source: str | None = None,
 ) -> RunOptions:
-    """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem."""
+    """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem.
+
+    Args:
+        source: The file that ``values`` come from, for messages.
+    """
     values = _plain(values)
+    overrides = list(overrides)
+    rewards_of_file = _reward_names(values)
     for name, text in overrides:
         _override(values, name, text)
+    _drop_arguments_of_replaced_rewards(values, rewards_of_file, overrides)
+    changed = {_option_of(name) for name, _ in overrides}
     try:
         return _RUN_OPTIONS.validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(map(_problem, error.errors())))) from error
+        problems = []
+        for detail in error.errors():
+            option, problem = _problem(detail)
+            is_of_file = source is not None and option not in changed
+            problems.append(f"{source}: {problem}" if is_of_file else problem)
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
 def _plain(value: Any) -> Any:
@@ -155,83 +237,142 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _problem(error: Mapping[str, Any]) -> str:
-    """One line on one error of pydantic; it begins with the option's name."""
+def _problem(error: Mapping[str, Any]) -> tuple[str, str]:
+    """The option that an error of pydantic is about, and one line on it."""
     words = [str(word) for word in error["loc"]]
     depth = next((n for n in (1, 2) if ".".join(words[:n]) in OPTIONS), len(words))
     option = ".".join(words[:depth])
     if option not in OPTIONS:
-        return (
-            _unknown(option)
-            if error["type"] == "unexpected_keyword_argument"
-            else f"config.{option}: {error['msg']}"
-        )
-    entry = (
-        words[depth:] if option.endswith(("reward_fn", "kwargs")) else []
-    )  # else the alternatives of a union
-    return f"config.{'.'.join([option, *entry])}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+        if error["type"] == "unexpected_keyword_argument":
+            return option, _unknown(option)
+        return option, f"config.{option}: {error['msg']}"
+    is_table = option.endswith(("reward_fn", "kwargs"))
+    entry = words[depth:] if is_table else []  # else the alternatives of a union
+    value = error["input"]
+    message = error["msg"].removeprefix("Value error, ")
+    if isinstance(value, str) and (option, value) in PUBLISHED_VALUES:
+        message += f"; the published code's {value}: {PUBLISHED_VALUES[option, value]}"
+    return option, f"config.{'.'.join([option, *entry])}={value!r}: {message}"
 
 
 def _unknown(name: str) -> str:
-    same = [
-        option for option in OPTIONS if option.rpartition(".")[2] == name.rpartition(".")[2]
-    ]  # in another group
-    nearest = [
-        f"config.{option}"
-        for option in same or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)
-    ]
-    hint = f"Did you mean {' or '.join(nearest)}?"
-    elsewhere = "All are in docs/configuration.md, the published code's in docs/real-weights.md"
-    return f"unknown option config.{name}. {hint if nearest else elsewhere}"
+    if name in PUBLISHED:
+        return f"config.{name} is an option of the published code. Here: {PUBLISHED[name]}"
+    field = name.rpartition(".")[2]
+    nearest = [option for option in OPTIONS if option.rpartition(".")[2] == field]
+    if not nearest:
+        nearest = difflib.get_close_matches(name, OPTIONS, cutoff=0.7)
+    if not nearest:
+        return (
+            f"unknown option config.{name}. All are in docs/configuration.md, "
+            "the published code's in docs/real-weights.md"
+        )
+    hint = " or ".join(f"config.{option}" for option in nearest)
+    return f"unknown option config.{name}. Did you mean {hint}?"
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def _option_of(name: str) -> str:
+    """The option that ``name`` names, or of whose table it names an entry."""
+    if name in OPTIONS:
+        return name
+    for option in OPTIONS:
+        if name.startswith(f"{option}."):
+            return option
+    raise ConfigError(_unknown(name))
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
     """Set the option or the entry of a table that the command line calls ``name``."""
-    option = (
-        name
-        if name in OPTIONS
-        else next((known for known in OPTIONS if name.startswith(f"{known}.")), None)
-    )
-    if option is None:
-        raise ConfigError(_unknown(name))
+    option = _option_of(name)
     group, _, field = option.rpartition(".")
-    place = values.setdefault(group, {}) if group else values
-    if name == option:
-        place[field] = _value(text, OPTIONS[option].annotation)
-        return
+    place = _table(values, group, group) if group else values
+    try:
+        if name == option:
+            place[field] = _value(text, OPTIONS[option].annotation)
+            return
+        value = _plain(read_literal(text))
+    except RepeatedKey as error:
+        raise ConfigError(f"config.{name}: {error}") from error
+    entry = name.removeprefix(f"{option}.")
     if OPTIONS[option].default_factory is not dict:
-        raise ConfigError(
-            f"config.{option} is a value, it has no field {name.removeprefix(f'{option}.')!r}"
-        )
-    entry, table = name.removeprefix(f"{option}."), place.setdefault(field, {})
+        raise ConfigError(f"config.{option} is a value, it has no field {entry!r}")
+    table = _table(place, field, option)
     if option.endswith("reward_fn_kwargs"):
         # The reward's name may be an import path with dots; an argument's name follows the factory.
         module, colon, rest = entry.rpartition(":")
         factory, dot, argument = rest.partition(".")
         entry = module + colon + factory
         if dot:
-            table, entry = table.setdefault(entry, {}), argument
-    table[entry] = _plain(_literal(text))
+            table = _table(table, entry, f"{option}.{entry}")
+            entry = argument
+    table[entry] = value
+
+
+def _table(parent: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    """The table ``key`` of ``parent``; it is made where nothing is there."""
+    if parent.get(key) in (None, ""):
+        parent[key] = {}
+    if not isinstance(parent[key], dict):
+        raise ConfigError(f"config.{name}={parent[key]!r} is a value, it has no fields")
+    return parent[key]
 
 
 def _value(text: str, annotation: Any) -> Any:
     """What ``text`` means for an option of this type: a text stays as it is."""
-    several = typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Literal)
-    kinds = typing.get_args(annotation) if several else (annotation,)
+    has_alternatives = typing.get_origin(annotation) in (
+        typing.Union,
+        types.UnionType,
+        typing.Literal,
+    )
+    kinds = typing.get_args(annotation) if has_alternatives else (annotation,)
     if type(None) in kinds and text.lower() in ("none", "null", ""):
         return None
     takes_text = any(kind is str or isinstance(kind, str) for kind in kinds)
-    return text if takes_text and text[:1] not in ("[", "{") else _plain(_literal(text.strip()))
+    if takes_text and text[:1] not in ("[", "{"):
+        return text
+    return _plain(read_literal(text.strip()))
 
 
-def _literal(text: str) -> Any:
-    """A Python or YAML value, else the text itself."""
-    for read in (ast.literal_eval, yaml.safe_load):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError):
+def _reward_names(values: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The names of the rewards of training and of evaluation, where they are tables."""
+    names = {}
+    for split in ("train", "test"):
+        group = values.get(split)
+        rewards = group.get("reward_fn") if isinstance(group, Mapping) else None
+        names[split] = set(rewards) if isinstance(rewards, Mapping) else set()
+    return names
+
+
+def _drop_arguments_of_replaced_rewards(
+    values: dict[str, Any],
+    rewards_of_file: Mapping[str, set[str]],
+    overrides: Sequence[tuple[str, str]],
+) -> None:
+    """Drop a file's arguments of rewards that the command line replaced; others that fit no reward stay an error."""
+    before = rewards_of_file["train"] | rewards_of_file["test"]
+    now = _reward_names(values)
+    replaced = before - now["train"] - now["test"]
+    for split in ("train", "test"):
+        option = f"{split}.reward_fn_kwargs"
+        group = values.get(split)
+        arguments = group.get("reward_fn_kwargs") if isinstance(group, dict) else None
+        if not isinstance(arguments, dict):
             continue
-    return text
+        if any(name == option for name, _ in overrides):
+            continue  # the command line gives the whole table
+        for reward in sorted(replaced & set(arguments)):
+            path = f"{option}.{reward}"
+            if any(name == path or name.startswith(f"{path}.") for name, _ in overrides):
+                continue
+            del arguments[reward]
+            logger.info("config.%s is dropped: %s was replaced and is no reward of this run",
+                        path, reward)  # fmt: skip
+
+
+# --- saving --------------------------------------------------------------------------------------
 
 
 def options_to_dict(options: RunOptions) -> dict[str, Any]:
@@ -243,4 +384,5 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
 
 
 def options_to_yaml(options: RunOptions) -> str:
-    return yaml.safe_dump(options_to_dict(options), sort_keys=True)
+    """The text of a run's config.yaml."""
+    return write_yaml(options_to_dict(options))

@@ -14,17 +14,29 @@ from pydantic.fields import FieldInfo
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Whole = Annotated[int, Field(ge=0, lt=2**31)]
-Pixels = Annotated[int, Field(ge=1, le=16384)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+
+def _no_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")  # noqa: TRY004 - pydantic
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_truth_value)]
+Float = Annotated[float, BeforeValidator(_no_truth_value)]
+Count = Annotated[Int, Field(ge=1, lt=2**31)]
+Amount = Annotated[Int, Field(ge=1, le=100_000)]  # of what takes memory or time
+Whole = Annotated[Int, Field(ge=0, lt=2**31)]
+Pixels = Annotated[Int, Field(ge=1, le=16384)]
+Seed = Annotated[Int, Field(ge=0, lt=2**63)]
+Positive = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Decay = Annotated[Float, Field(ge=0, lt=1)]
 
 
 def _as_steps(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value  # which is no list of numbers
     return [value] if isinstance(value, int) else value or ()
 
 
@@ -45,7 +57,7 @@ def _folder_name(name: str) -> str:
 Steps = Annotated[tuple[Whole, ...], BeforeValidator(_as_steps)]
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 Table = BeforeValidator(lambda value: value or {})  # YAML reads an empty table as None
-Weights = Annotated[dict[str, float], Table]
+Weights = Annotated[dict[str, Float], Table]
 Arguments = Annotated[dict[str, JsonValue], Table]
 
 
@@ -72,9 +84,9 @@ class PretrainedOptions:
 class SampleOptions:
     """How training images are sampled, and how many."""
 
-    num_steps: Count = option(10, "denoising steps")
+    num_steps: Amount = option(10, "denoising steps")
     noise_steps: Steps = option((1,), "step indices at which noise is injected, from 0")
-    num_noise_steps: Count | None = option(
+    num_noise_steps: Amount | None = option(
         None, "number of noise steps drawn at random each epoch; None: all"
     )
     noise_level: NonNegative = option(0.7, "noise a of Flow-SDE or Flow-CPS")
@@ -84,15 +96,15 @@ class SampleOptions:
         None, "negative prompt of true CFG (a space is enough); None: no true CFG"
     )
     same_latent: bool = option(False, "shared initial noise of a prompt's images")
-    latents_per_prompt: Count = option(1, "different initial noises per prompt, with same_latent")
+    latents_per_prompt: Amount = option(1, "different initial noises per prompt, with same_latent")
     global_std: bool = option(False, "advantages divided by the standard deviation over all images")
-    batch_size: Count = option(1, "images per process and forward")
-    num_images_per_prompt: Count = option(16, "k, images of each prompt (size of a group)")
-    unique_sample_num_per_epoch: Count = option(
+    batch_size: Amount = option(1, "images per process and forward")
+    num_images_per_prompt: Amount = option(16, "k, images of each prompt (size of a group)")
+    unique_sample_num_per_epoch: Amount = option(
         42, "m, prompts per epoch; raised until m·k divides evenly"
     )
-    reward_batch_size: Count | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Count | None = option(
+    reward_batch_size: Amount | None = option(None, "images per call of a local reward; None = 8")
+    tail_steps: Amount | None = option(
         None, "second-order steps after the last noise step; None: the schedule's"
     )
 
@@ -104,7 +116,7 @@ class TrainOptions:
     resolution: Pixels = option(
         512, "side in pixels of a square training image; other shapes keep its area"
     )
-    batch_size: Count = option(1, "images per process and forward; does not change the numbers")
+    batch_size: Amount = option(1, "images per process and forward; does not change the numbers")
     loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
     adam_beta1: Decay = option(0.9, "AdamW decay of the first moment")
@@ -114,14 +126,14 @@ class TrainOptions:
     use_8bit_adam: bool = option(False, "AdamW state in 8 bits (bitsandbytes)")
     sharding: Literal["fsdp2"] | None = option(None, "transformer sharded over processes")
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
-    num_inner_epochs: Count = option(1, "passes over the samples of an epoch")
-    gradient_step_per_epoch: Count | None = option(
+    num_inner_epochs: Amount = option(1, "passes over the samples of an epoch")
+    gradient_step_per_epoch: Amount | None = option(
         None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)"
     )
     timesteps: Steps | None = option(
         None, "step indices to train on; None: the epoch's noise steps"
     )
-    num_sigmas: Count | None = option(
+    num_sigmas: Amount | None = option(
         None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps"
     )
     sigma_fraction: Annotated[Positive, Field(le=1)] = option(
@@ -132,7 +144,9 @@ class TrainOptions:
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
     beta: NonNegative = option(0.0, "weight of the KL term against the base model")
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
-    decay_type: Literal[0, 1, 2] | None = option(None, "schedule of nft's old adapter; None: 1")
+    decay_type: Annotated[Literal[0, 1, 2] | None, BeforeValidator(_no_truth_value)] = option(
+        None, "schedule of nft's old adapter; None: 1"
+    )
     awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = option(
         1.0, "weight of awm's distance to a slow copy of the adapter"
@@ -158,7 +172,7 @@ class TrainOptions:
     )
     ema_decay: Decay = option(0.9, "decay of the average: min((1+s)/(10+s), this) at step s")
     ema_update_interval: Count = option(8, "optimizer steps between updates of the average")
-    lora_rank: Count = option(64, "rank of the adapter")
+    lora_rank: Amount = option(64, "rank of the adapter")
     lora_alpha: Count = option(128, "scale of the adapter: lora_alpha / lora_rank")
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(
         "default", "layers with a LoRA: default, attention, names or a regular expression"
@@ -202,8 +216,8 @@ class TestOptions:
     resolution: Pixels = option(
         1024, "side in pixels of a square image; other shapes keep its area"
     )
-    batch_size: Count = option(1, "images per process and forward")
-    num_steps: Count = option(20, "denoising steps")
+    batch_size: Amount = option(1, "images per process and forward")
+    num_steps: Amount = option(20, "denoising steps")
     num_images: Count | None = option(None, "number of test items; None: all")
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")

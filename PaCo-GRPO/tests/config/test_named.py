@@ -3,6 +3,9 @@
 import pytest
 from named import load
 
+from paco_grpo.options import OPTIONS
+from paco_grpo.training.plan import make_plan
+
 FLUX = "black-forest-labs/FLUX.1-dev"
 PUBLISHED = {
     "pretrained.model": FLUX, "train.resolution": 512, "test.resolution": 1024, "sample.num_steps": 10,
@@ -47,6 +50,14 @@ AUTHORS = {
 }  # fmt: skip
 
 
+FOR_80GB = {"speed.compile": True, "sample.batch_size": 6, "sample.unique_sample_num_per_epoch": 42}
+# What the memory of a GPU may change.
+OF_MEMORY = {
+    "enable_gradient_checkpointing", "pretrained.quantize", "sample.batch_size", "speed.compile",
+    "speed.offload_vae", "test.batch_size", "train.batch_size", "train.reward_fn_kwargs",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -69,6 +80,12 @@ AUTHORS = {
             "qwen_editing_no_cfg",
             QWEN | {"sample.guidance_scale": 1.0, "sample.negative_prompt": None},
         ),
+        ("t2is_80gb_fast", FOR_80GB | {"sample.tail_steps": 4}),
+        ("t2is_fast_80gb", FOR_80GB | {"sample.tail_steps": 4}),
+        ("t2is_80gb", FOR_80GB | {"sample.tail_steps": None}),
+        ("t2is_fast_nft", {"train.loss_type": "nft", "sample.tail_steps": 4}),
+        ("editing", {"test.num_images": 256}),
+        ("sd3_ocr", {"test.num_images": 256}),
         ("ocr", ONE_IMAGE | {"sample.noise_level": 0.8, "train.reward_fn": {"ocr": 1.0}}),
         (
             "pickscore",
@@ -81,3 +98,37 @@ def test_named_configuration_is_the_published_table(name, expected):
     for option, value in expected.items():
         group, _, field = option.rpartition(".")
         assert getattr(getattr(options, group) if group else options, field) == value, option
+
+
+@pytest.mark.parametrize("suffix", ["_24gb", "_48gb", "_80gb"])
+@pytest.mark.parametrize(
+    "name", ["t2is", "t2is_nft", "kontext_editing", "qwen_editing", "sd3_t2is"]
+)
+def test_a_suffix_of_memory_changes_memory_and_speed_alone(name, suffix):
+    plain = flat(load(name))
+    sized = flat(load(name + suffix))
+    changed = {option for option in plain if plain[option] != sized[option]}
+    assert changed and changed <= OF_MEMORY
+    for arguments in sized["train.reward_fn_kwargs"].values():
+        assert set(arguments) <= {"model", "device", "dtype"}
+
+
+def flat(options):
+    """Dotted name → value of every option."""
+    values = {}
+    for name in OPTIONS:
+        group, _, field = name.rpartition(".")
+        values[name] = getattr(getattr(options, group) if group else options, field)
+    return values
+
+
+def test_the_order_of_suffixes_does_not_matter():
+    assert load("t2is_24gb_fast") == load("t2is_fast_24gb")
+    assert load("qwen_editing_48gb_nft") == load("qwen_editing_nft_48gb")
+    assert load("sd3_ocr_24gb_dgpo_fast") == load("sd3_ocr_fast_dgpo_24gb")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 7, 8])
+def test_the_recipe_for_80_gb_keeps_42_prompts(processes):
+    plan = make_plan(load("t2is_80gb"), processes, gradient_steps=2)
+    assert (plan.prompts, plan.sample_batch_size) == (42, 6)

@@ -1,5 +1,7 @@
 """Options from configuration files, the command line and saved runs."""
 
+import logging
+import re
 import shutil
 import textwrap
 from dataclasses import replace
@@ -11,7 +13,10 @@ from named import CONFIG, load
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.options import ConfigError, RunOptions, load_options, make_options, options_to_yaml
+from paco_grpo.options.literals import read_yaml
 from paco_grpo.options.parse import parse_command_line
+from paco_grpo.options.published import PUBLISHED
+from paco_grpo.training.checks import contradictions
 
 
 @pytest.fixture
@@ -109,6 +114,119 @@ def test_tables_in_a_file(load_file):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [("010", 10), ("1e-3", 0.001), ("1:30", "1:30"), ("2026-01-02", "2026-01-02"), ("no", False)],
+)
+def test_numbers_are_those_that_a_person_reads(tmp_path, text, value):
+    """YAML 1.1 reads 8, a text, 90, a date and False; so do saved runs and the command line."""
+    (tmp_path / "config.yaml").write_text(f"train: {{reward_fn_kwargs: {{ocr: {{x: {text}}}}}}}")
+    in_file = load_options(str(tmp_path / "config.yaml"))
+    on_command_line = make_options({}, [("train.reward_fn_kwargs.ocr.x", text)])
+    assert in_file.train.reward_fn_kwargs == {"ocr": {"x": value}}
+    assert on_command_line.train.reward_fn_kwargs == in_file.train.reward_fn_kwargs
+
+
+@pytest.mark.parametrize("text", ["010", "1e-3", "1:30", "2026-01-02", "no", "0x10", "1_0", ".5"])
+def test_a_saved_text_stays_a_text(text):
+    options = make_options({"run_name": text, "train": {"reward_fn_kwargs": {"a": {"x": text}}}})
+    assert make_options(read_yaml(options_to_yaml(options))) == options
+    assert yaml.safe_load(options_to_yaml(options))["run_name"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("num_epochs", "True"),
+        ("train.learning_rate", "True"),
+        ("train.decay_type", "True"),
+        ("sample.noise_steps", "True"),
+        ("train.reward_fn.ocr", "True"),
+        ("seed", "1:30"),
+        ("sample.num_images_per_prompt", "2000000000"),
+        ("test.num_steps", "2000000000"),
+        ("train.lora_rank", "2000000000"),
+    ],
+)
+def test_what_is_no_number_or_too_large_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"config.{name}="):
+        make_options({}, [(name, text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.reward_fn", "{'ocr': 1, 'ocr': 2}"),
+        ("train.reward_fn", "{ocr: 1, ocr: 2}"),
+        ("train.reward_fn_kwargs.ocr", "{'a': {'b': 1, 'b': 2}}"),
+        ("train.aggregate_fn", "{'name': 'a', 'name': 'b'}"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(name, text):
+    with pytest.raises(ConfigError, match=f"config.{name}: .* is given twice"):
+        make_options({}, [(name, text)])
+
+
+def test_a_key_that_a_saved_run_gives_twice_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\ntrain: {beta: 1, beta: 2}\n")
+    with pytest.raises(ConfigError, match=r"config.yaml cannot be read: 'beta' is given twice"):
+        load_options(str(tmp_path / "config.yaml"))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_entries_of_a_table_that_was_emptied_before(split):
+    table = f"{split}.reward_fn_kwargs"
+    for first in ((table, ""), (table, "None"), (f"{table}.ocr", ""), (f"{table}.ocr", "None")):
+        options = make_options({}, [first, (f"{table}.ocr.x", "1")])
+        assert getattr(options, split).reward_fn_kwargs == {"ocr": {"x": 1}}
+    options = make_options({split: None}, [(f"{table}.ocr.x", "1")])
+    assert getattr(options, split).reward_fn_kwargs == {"ocr": {"x": 1}}
+    for name in (table, f"{table}.ocr", f"{split}.reward_fn"):
+        with pytest.raises(ConfigError, match=f"config.{name}=3 is a value"):
+            make_options({}, [(name, "3"), (f"{name}.a.x", "1")])
+    with pytest.raises(ConfigError, match=f"config.{split}=3 is a value"):
+        make_options({split: 3}, [(f"{table}.ocr.x", "1")])
+
+
+def test_arguments_of_a_replaced_reward_are_dropped(caplog):
+    caplog.set_level(logging.INFO)
+    mine = ("train.reward_fn", "{'my_rewards:brightness': 1.0}")
+    options = load("t2is", mine)
+    assert options.train.reward_fn_kwargs == {} and contradictions(options) == []
+    assert "consistency_score was replaced" in caplog.text
+    # Added beside the judge, whose arguments stay.
+    beside = load("t2is", ("train.reward_fn.my_rewards:brightness", "0.5"))
+    assert beside.train.reward_fn["consistency_score"] == 0.2
+    assert beside.train.reward_fn_kwargs == load("t2is").train.reward_fn_kwargs
+    # Still a reward of the evaluation.
+    kept = load("t2is", mine, ("test.reward_fn", "{'consistency_score': 1}"))
+    assert kept.train.reward_fn_kwargs == load("t2is").train.reward_fn_kwargs
+    # Given on the command line, or misspelt in the file: no replaced reward's arguments.
+    for given in ("consistency_score", "consistency_scor"):
+        options = load("t2is", mine, (f"train.reward_fn_kwargs.{given}.port", "8001"))
+        (problem,) = contradictions(options)
+        assert f"has '{given}', which is not a reward of this run" in problem
+    values = {"train": {"reward_fn": {"ocr": 1}, "reward_fn_kwargs": {"ocrr": {}}}, "dataset": "x"}
+    (problem,) = contradictions(make_options(values, [("train.reward_fn", "{'ocr': 2}")]))
+    assert "'ocrr'" in problem
+
+
+def test_published_names_are_answered_with_what_they_are_here():
+    page = (CONFIG.parents[1] / "docs" / "real-weights.md").read_text()
+    (table,) = re.findall(r"\| published \| here \|\n((?:\|.*\n)+)", page)
+    names = [
+        name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])
+    ]
+    names = [name for name in names if "=" not in name]
+    assert set(names) == set(PUBLISHED)
+    for name in names:
+        with pytest.raises(ConfigError) as caught:
+            make_options({}, [(name, "1")])
+        assert PUBLISHED[name] in str(caught.value) and "Did you mean" not in str(caught.value)
+    with pytest.raises(ConfigError, match="geneval_image or arrow_editing$"):
+        make_options({}, [("prompt_fn", "general_editing")])
+
+
+@pytest.mark.parametrize(
     ("line", "named"),
     [
         (
@@ -155,7 +273,7 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
         "a": -1
     }
     assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
-    for wrong in ("np", "did_you_mean", "_changed", "get_config", "my_sett"):
+    for wrong in ("np", "config_dict", "_MODULE", "get_config", "negated", "for_24gb", "my_sett"):
         with pytest.raises(ConfigError):
             load_options(f"{tmp_path}/grpo.py:{wrong}")
 
@@ -173,7 +291,12 @@ def test_a_saved_run_loads_to_equal_options(tmp_path):
         )
     (tmp_path / "config.yaml").write_text("train: {reward_fn: }")
     assert load_options(source) == RunOptions()
-    for text, named in (("- 3", "config"), ("train: {ema: maybe}", "config.train.ema")):
+    for text, named in (
+        ("- 3", "config"),
+        ("train: {ema: maybe}", "config.yaml: config.train.ema"),
+        ("train: {emma: 1}", "config.yaml: unknown option config.train.emma"),
+        ("logdir: x", "config.yaml: config.logdir is an option of the published code"),
+    ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ConfigError, match=named):
             load_options(source)

@@ -122,7 +122,7 @@ def negated(**rewards):
 
 
 def mine():
-    config = get_config("toy_t2is")
+    config = toy_t2is()
     config.train.aggregate_fn = negated
     return config
 """
