@@ -41,7 +41,8 @@ from torch.utils.flop_counter import flop_registry
 
 from paco_grpo.architectures import judge_of, pipeline_of
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.objectives import Step, get_objective
+from paco_grpo.objectives import Objective, Step, get_objective
+from paco_grpo.objectives.dgpo import Dgpo
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy, PolicyLoadError
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, lora_parameters
@@ -340,9 +341,8 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
             add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets)
         else:
             policy.transformer.float().requires_grad_(True)
-        snapshots = [
-            snapshot.name for snapshot in get_objective(train.loss_type).for_run(train).snapshots
-        ]
+        objective = get_objective(train.loss_type)(train)
+        snapshots = [snapshot.name for snapshot in objective.snapshots]
         for snapshot in [START] * (train.reference == "start") + snapshots:
             add_snapshot(policy, snapshot)
     if options.enable_gradient_checkpointing:
@@ -371,7 +371,7 @@ def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
 def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     """Run every kind of work once on fake tensors, and scale it to an epoch."""
     sample, train, test = options.sample, options.train, options.test
-    objective = get_objective(train.loss_type).for_run(train)
+    objective = get_objective(train.loss_type)(train)
     plan = make_plan(options, processes, objective.gradient_steps)
     device = FakeDevice("cuda")
     policy = build_policy(options, device, "cuda:0")
@@ -380,7 +380,8 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         policy.edits_images and options.prompt_fn in ("geneval_image", "arrow_editing")
     )
     noisy = bool(sample.noise_steps and sample.noise_level)
-    few = dataclasses.replace(train, timesteps=(0,), num_sigmas=None)
+    one_step = dataclasses.replace(train, timesteps=(0,), num_sigmas=None)
+    objective_of_one_step = get_objective(train.loss_type)(one_step)
 
     def sampled(side: int, count: int, **more: Any) -> list[Measured]:
         """Encoding of a text, two steps for ``count`` images, their decoding."""
@@ -405,7 +406,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         encode, denoise, decode = sampled(train.resolution, batch, **noise)
         images = denoise.result
         trained = images.select([0] * min(train.batch_size, plan.samples_per_process))
-        objective(_step(trained, objective, few), policy, few)
+        objective_of_one_step.loss(_step(trained, objective_of_one_step), policy)
         _, show, decode_test = sampled(test.resolution, test.batch_size)
     device = FakeDevice("cpu")
     policy = build_policy(options, device, "cpu")
@@ -414,14 +415,20 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
             lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, FakeTensor) else t,
             trained,
         )
-    step = _step(on_cpu, objective, few)
+    step = _step(on_cpu, objective_of_one_step)
     with fake_cpu(device):
         _add_gradients(policy.transformer)
         first = measured(
             device,
-            lambda: objective.first_pass and objective.first_pass(step, policy, few).detach(),
+            lambda: (
+                objective_of_one_step.error_change(step, policy)
+                if isinstance(objective_of_one_step, Dgpo)
+                else None
+            ),
         )
-        update = measured(device, lambda: objective(step, policy, few).loss.sum().backward())
+        update = measured(
+            device, lambda: objective_of_one_step.loss(step, policy).loss.sum().backward()
+        )
 
     # from these pieces to an epoch
     noise_steps = (sample.num_noise_steps or len(sample.noise_steps)) if noisy else 0
@@ -436,7 +443,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
         images, sigmas=range(sample.num_steps + 1),
         noise_steps=[dataclasses.replace(images.noise_steps[0], index=i) for i in sample.noise_steps[:noise_steps]],
     )  # fmt: skip
-    steps = len(objective.steps(train, schedule, np.random.default_rng(0))) * train.num_inner_epochs
+    steps = len(objective.steps(schedule, np.random.default_rng(0))) * train.num_inner_epochs
     work = [
         Work("encode", min(plan.prompts, plan.samples_per_process), encode.flops),
         Work("denoise", plan.rollout_batches * forwards, denoise.flops / 2),
@@ -498,10 +505,10 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     return Estimate(title, {"an epoch": work, "an evaluation": evaluation}, resident, adds, plan)
 
 
-def _step(sampled: Any, objective: Any, train: Any) -> Step:
-    (index,) = objective.steps(train, sampled, np.random.default_rng(0))
+def _step(sampled: Any, objective: Objective) -> Step:
+    (index,) = objective.steps(sampled, np.random.default_rng(0))
     ones = torch.ones(len(sampled), device=sampled.clean_latents.device)
-    return Step(sampled, index, ones, group_weights=ones if objective.group_weights else None)
+    return Step(sampled, index, ones, group_weights=ones)
 
 
 def _add_gradients(module: nn.Module) -> None:
@@ -606,7 +613,7 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
     """Training on pairs of the largest images. The language model runs on fake tensors, the tower is computed."""
-    from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
+    from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 
     model, arguments = build_judge(config)
     rows = config.get("per_device_train_batch_size", 8)
@@ -648,7 +655,8 @@ def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimat
                 with answer_positions_only(
                     model.get_output_embeddings(), find_answers(labels).mask
                 ):
-                    loss = first_token_loss(model(**given).logits.float(), labels, weight, scheme)
+                    outputs = {"logits": model(**given).logits.float()}
+                loss = first_token_loss_func(outputs, labels, weight=weight, scheme=scheme)
         loss.backward()
 
     with fake_cpu(device):

@@ -8,6 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from paco_grpo.objectives import MicroBatch
 from paco_grpo.objectives.forward import Noised
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Sampling, rollout
@@ -109,6 +110,20 @@ def numpy_step(x, v, sigma, following, first, a, cps=False):
     s, dt = a * np.sqrt(sigma / (1 - (first if sigma == 1 else sigma))), following - sigma
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, s, s * np.sqrt(-dt)
+
+
+def set_group_weights(objective, steps, policy):
+    """What ``prepare`` of dgpo does, in the precision of the advantages."""
+    micro_batch = MicroBatch(
+        positions=np.arange(len(steps[0].rollout)),
+        item_ids=steps[0].rollout.item_ids.numpy(),
+        advantages=steps[0].advantages.double().numpy(),
+        is_dummy=False,
+        make_steps=lambda: steps,
+    )
+    objective.prepare([micro_batch], policy)
+    for step, weights in zip(steps, micro_batch.group_weights, strict=True):
+        step.group_weights = weights.to(step.advantages.dtype)
 
 
 def joint_dgpo(step, policy, train):

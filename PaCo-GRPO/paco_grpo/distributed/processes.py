@@ -105,25 +105,34 @@ class Replicated:
     ) -> Iterator[tuple[Batch, bool]]:
         """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with the most has.
 
-        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped. ``should_stop`` is asked
-        before each batch. If it is true anywhere, every process raises ``Stopped``: in lockstep at the same batch, otherwise
-        when it has finished its own.
+        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped. ``should_stop`` is as in
+        ``unless_stopped``.
         """
-        count, stop = len(batches), False
+        count = len(batches)
         if self.lockstep:
-            count = int(
-                self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max()
-            )
-        for entry in [(batch, False) for batch in batches] + [(dummy, True)] * (
-            count - len(batches)
-        ):
+            counts = torch.tensor([count], device=self.accelerator.device)
+            count = int(self.accelerator.gather(counts).max())
+        entries = [(batch, False) for batch in batches]
+        entries += [(dummy, True)] * (count - len(batches))
+        yield from self.unless_stopped(entries, should_stop)
+
+    def unless_stopped(
+        self, batches: Sequence[Batch], should_stop: Callable[[], bool] | None
+    ) -> Iterator[Batch]:
+        """``batches``, of which every process has equally many in lockstep.
+
+        ``should_stop`` is asked before each batch. If it is true anywhere, every process raises ``Stopped``: in lockstep
+        at the same batch, otherwise when it has finished its own.
+        """
+        stop = False
+        for batch in batches:
             if should_stop is not None:
-                stop = (
-                    any_process(self.accelerator, should_stop()) if self.lockstep else should_stop()
-                )
+                stop = should_stop()
+                if self.lockstep:
+                    stop = any_process(self.accelerator, stop)
             if stop:
                 break
-            yield entry
+            yield batch
         if should_stop is not None and any_process(self.accelerator, stop):
             raise Stopped
 

@@ -9,88 +9,138 @@
 | KL weight              | train.beta                                               |
 
 The loss of a group, (1/β)·softplus(s) with s = (β/K)·Σ A_i·(e_i − e_i(ref)), has the gradient mean of sigmoid(s)·A_i·∇e_i.
-So a first pass without gradient computes sigmoid(s)·A_i, and the second one trains sample by sample.
+So ``prepare`` computes sigmoid(s)·A_i without gradient, and ``loss`` trains sample by sample.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from paco_grpo.objectives.awm import slow_decay
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective, with_kl
-from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
+from paco_grpo.objectives.base import LossOutput, MicroBatch, Snapshot, Step, mean_square
+from paco_grpo.objectives.forward import ForwardObjective, Noised
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 
-_SIGMAS = 4  # default: σ an epoch
+
+class _SampleChange(NamedTuple):
+    """What the weights of a group need of one sample."""
+
+    position: int
+    item_id: int
+    advantage: float
+    changes: list[float]  # e − e(ref) at each step
 
 
-def error_change(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
-    """e − e(ref) (B,), with one noise for all samples of a group."""
-    noised = Noised(step, policy, shared=True)
-    reference = noised.velocity("slow") if train.dgpo_reference == "slow" else noised.reference
-    return noised.error(noised.velocity()) - noised.error(reference)
+class Dgpo(ForwardObjective):
+    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.
+
+    Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
+    """
+
+    default_sigmas = 4
+    whole_groups = True
+
+    def __init__(self, train: TrainOptions) -> None:
+        super().__init__(train)
+        if train.dgpo_clip_range is not None or train.dgpo_reference == "slow":
+            self.snapshots = (Snapshot("slow", slow_decay, samples_from=200, every_step=True),)
+
+    @classmethod
+    def check(cls, options: RunOptions) -> Iterator[str]:
+        """As in ``Objective``."""
+        yield from super().check(options)
+        if not options.use_lora:
+            yield "use_lora=False cannot be used with train.loss_type='dgpo': its reference is the model without its adapter"
+        if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
+            yield (
+                "train.loss_type='dgpo' compares images of one prompt: it needs per_prompt_stat_tracking=True "
+                "and at least 2 sample.num_images_per_prompt"
+            )
+
+    def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:
+        """Set sigmoid(s)·A of every sample and step, over the groups of all processes."""
+        local: list[_SampleChange] = []
+        for micro_batch in micro_batches:
+            columns = [self.error_change(step, policy).tolist() for step in micro_batch.steps]
+            if micro_batch.is_dummy:
+                continue
+            positions = micro_batch.positions.tolist()
+            item_ids = micro_batch.item_ids.tolist()
+            advantages = micro_batch.advantages.tolist()
+            changes = map(list, zip(*columns, strict=True))
+            rows = zip(positions, item_ids, advantages, changes, strict=True)
+            local += [_SampleChange(*row) for row in rows]
+        # Sorted, so that sums over a group do not depend on the number of processes.
+        samples = sorted(_SampleChange(*row) for row in gather_object(local))
+        weights = group_weights(
+            np.array([sample.changes for sample in samples]),
+            np.array([sample.item_id for sample in samples]),
+            np.array([sample.advantage for sample in samples]),
+            self.train,
+        )
+        row_of = {sample.position: row for row, sample in enumerate(samples)}
+        for micro_batch in micro_batches:
+            if micro_batch.is_dummy:
+                continue
+            rows = [row_of[position] for position in micro_batch.positions.tolist()]
+            micro_batch.group_weights = torch.tensor(weights[rows].T, dtype=torch.float32)
+
+    def loss(self, step: Step, policy: Policy) -> LossOutput:
+        """As in the class. A dummy, which has no group, gets the weight 0."""
+        train = self.train
+        weight = step.group_weights
+        if weight is None:
+            weight = torch.zeros_like(step.advantages)
+        noised = Noised(step, policy, shared=True)
+        velocity = noised.velocity()
+        error = noised.error(velocity)
+        metrics = {"matching_error": error}
+        trained = error
+        if train.dgpo_clip_range is not None:
+            slow = noised.velocity("slow")
+            ratio = (noised.error(slow) - error.detach()).exp()
+            above = ratio > 1 + train.dgpo_clip_range
+            below = ratio < 1 - train.dgpo_clip_range
+            beyond = torch.where(weight > 0, above, below)
+            trained = torch.where(beyond, error.detach(), error)
+            metrics["masked_share"] = beyond.float()
+            metrics["slow_distance"] = mean_square(velocity - slow)
+        loss = weight * trained
+        metrics["policy_loss"] = loss
+        if train.beta != 0:
+            metrics["kl"] = mean_square(velocity - noised.reference)
+            loss = loss + train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)
+
+    @torch.no_grad()
+    def error_change(self, step: Step, policy: Policy) -> torch.Tensor:
+        """e − e(ref) (B,), with one noise for all samples of a group."""
+        noised = Noised(step, policy, shared=True)
+        slow = self.train.dgpo_reference == "slow"
+        reference = noised.velocity("slow") if slow else noised.reference
+        return noised.error(noised.velocity()) - noised.error(reference)
 
 
 def group_weights(
     changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions
 ) -> np.ndarray:
-    """sigmoid(s)·A_i (n, steps), A centered again, since clipping and left-out samples shift it."""
+    """sigmoid(s)·A_i (n, steps), A centered again, since clipping and left-out samples shift it.
+
+    Args:
+        changes: e − e(ref), (n, steps).
+        item_ids: (n,) samples with equal ids are a group.
+        advantages: (n,) not clipped.
+        train: For ``dgpo_beta`` and ``adv_clip_max``.
+    """
     weights = np.zeros_like(changes)
     clipped = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
-    for item in np.unique(item_ids):
-        group = item_ids == item
+    for item_id in np.unique(item_ids):
+        group = item_ids == item_id
         centered = (clipped[group] - clipped[group].mean())[:, None]
         total = train.dgpo_beta * (centered * changes[group]).mean(axis=0)
         weights[group] = centered / 2 * (1 + np.tanh(total / 2))  # sigmoid, without overflow
     return weights
-
-
-def _keeps_slow(train: TrainOptions) -> bool:
-    return train.dgpo_clip_range is not None or train.dgpo_reference == "slow"
-
-
-def _check(options: RunOptions) -> Iterator[str]:
-    yield from check_forward_steps(options, _SIGMAS)
-    if not options.use_lora:
-        yield "use_lora=False cannot be used with train.loss_type='dgpo': its reference is the model without its adapter"
-    if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
-        yield (
-            "train.loss_type='dgpo' compares images of one prompt: it needs per_prompt_stat_tracking=True and at least 2 "
-            "sample.num_images_per_prompt"
-        )
-
-
-@objective(
-    needs_noise_steps=False,
-    steps=forward_steps(default=_SIGMAS),
-    snapshots=(
-        Snapshot("slow", slow_decay, samples_from=200, every_step=True, needed=_keeps_slow),
-    ),
-    gradient_steps=1,
-    check=_check,
-    first_pass=error_change,
-    group_weights=group_weights,
-)
-def dgpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
-    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.
-
-    Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
-    """
-    noised = Noised(step, policy, shared=True)
-    velocity = noised.velocity()
-    error, weight = noised.error(velocity), step.group_weights
-    metrics = {"matching_error": error}
-    trained = error
-    if train.dgpo_clip_range is not None:
-        slow = noised.velocity("slow")
-        ratio = (noised.error(slow) - error.detach()).exp()
-        beyond = torch.where(
-            weight > 0, ratio > 1 + train.dgpo_clip_range, ratio < 1 - train.dgpo_clip_range
-        )
-        trained = torch.where(beyond, error.detach(), error)
-        metrics |= {"masked_share": beyond.float(), "slow_distance": mean_square(velocity - slow)}
-    loss = weight * trained
-    metrics["policy_loss"] = loss
-    return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))

@@ -12,41 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
-from paco_grpo.objectives.base import (
-    LossOutput,
-    Step,
-    check_recorded_steps,
-    mean_square,
-    objective,
-    with_kl,
-)
-from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.sde import Transition
 
 
-def _check(options: RunOptions) -> Iterator[str]:
-    sample, train = options.sample, options.train
-    yield from check_recorded_steps(options)
-    if sample.cps and sample.num_steps - 1 in (
-        sample.noise_steps if train.timesteps is None else train.timesteps
-    ):
-        yield f"sample.noise_steps: Flow-CPS adds no noise at the last step {sample.num_steps - 1}; leave it out"
-
-
-def _first_divergence(step: Step, policy: Policy, train: TrainOptions) -> torch.Tensor:
-    """D (B,) before the first update, where it should be 0, in units of τ/10."""
-    transition = step.transition(policy)
-    return _divergence(transition.mean - step.noise.mean, transition.std) / (
-        train.dppo_divergence / 10
-    )
-
-
-def _divergence(change: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    return mean_square(change) / (2 * std.square())
-
-
-@objective(check=_check, first_deviation=_first_divergence)
-def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
+class FlowDppo(Objective):
     """−A·ratio, or 0 where D ≥ τ and the ratio has moved in the direction of A, + β·KL.
 
     The ratio compares Gaussian densities, for Flow-CPS too, although its recorded log-probability has no normalizer.
@@ -54,25 +26,51 @@ def flow_dppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
     Metrics: divergence_mean, divergence_max, beyond_share (D ≥ τ), masked_positive and masked_negative (masked samples by
     the sign of A), ratio_mean, ratio_deviation, policy_loss and, with β ≠ 0, kl.
     """
-    transition, noise, advantages = step.transition(policy), step.noise, step.advantages
-    divergence = _divergence(transition.mean.detach() - noise.mean, transition.std)
-    old, new = (
-        mean_square(noise.next_latents - noise.mean),
-        mean_square(noise.next_latents - transition.mean),
-    )
-    ratio = ((old - new) / (2 * transition.std.square())).exp()
-    beyond = divergence >= train.dppo_divergence
-    positive = beyond & (ratio > 1) & (advantages > 0)
-    negative = beyond & (ratio < 1) & (advantages < 0)
-    loss = torch.where(positive | negative, 0.0, -advantages * ratio)
-    metrics = {
-        "divergence_mean": divergence,
-        "divergence_max": divergence,
-        "beyond_share": beyond.float(),
-        "masked_positive": positive.float(),
-        "masked_negative": negative.float(),
-        "ratio_mean": ratio,
-        "ratio_deviation": (ratio.detach() - 1).abs(),
-        "policy_loss": loss,
-    }
-    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))
+
+    @classmethod
+    def check(cls, options: RunOptions) -> Iterator[str]:
+        """As in ``Objective``."""
+        yield from super().check(options)
+        sample, train = options.sample, options.train
+        trained = sample.noise_steps if train.timesteps is None else train.timesteps
+        last = sample.num_steps - 1
+        if sample.cps and last in trained:
+            yield f"sample.noise_steps: Flow-CPS adds no noise at the last step {last}; leave it out"
+
+    def loss(self, step: Step, policy: Policy) -> LossOutput:
+        """As in the class."""
+        train, noise, advantages = self.train, step.noise, step.advantages
+        transition = step.transition(policy)
+        divergence = _divergence(transition.mean.detach(), noise.mean, transition)
+        distance_to_old = mean_square(noise.next_latents - noise.mean)
+        distance_to_new = mean_square(noise.next_latents - transition.mean)
+        log_ratio = (distance_to_old - distance_to_new) / (2 * transition.std.square())
+        ratio = log_ratio.exp()
+        beyond = divergence >= train.dppo_divergence
+        masked_positive = beyond & (ratio > 1) & (advantages > 0)
+        masked_negative = beyond & (ratio < 1) & (advantages < 0)
+        loss = torch.where(masked_positive | masked_negative, 0.0, -advantages * ratio)
+        metrics = {
+            "divergence_mean": divergence,
+            "divergence_max": divergence,
+            "beyond_share": beyond.float(),
+            "masked_positive": masked_positive.float(),
+            "masked_negative": masked_negative.float(),
+            "ratio_mean": ratio,
+            "ratio_deviation": (ratio.detach() - 1).abs(),
+            "policy_loss": loss,
+        }
+        if train.beta != 0:
+            metrics["kl"] = step.reference_kl(policy, transition)
+            loss = loss + train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)
+
+    def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
+        """D (B,) before the first update, where it should be 0, in units of τ/10."""
+        transition = step.transition(policy)
+        divergence = _divergence(transition.mean, step.noise.mean, transition)
+        return divergence / (self.train.dppo_divergence / 10)
+
+
+def _divergence(mean: torch.Tensor, old_mean: torch.Tensor, transition: Transition) -> torch.Tensor:
+    return mean_square(mean - old_mean) / (2 * transition.std.square())

@@ -1,22 +1,66 @@
 """What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and velocities at x_σ."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from paco_grpo.objectives.base import Step, mean_square
-from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.objectives.base import Objective, Step, mean_square
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-FRESH = (
-    1 << 20
-)  # times (n + 1): offset of the noise of inner epoch n, away from the rollout's and other epochs'
+# Training noise of inner epoch n uses step numbers from FRESH·(n + 1), which rollouts never reach.
+FRESH = 1 << 20
+
+
+class ForwardObjective(Objective):
+    """Trains on noised clean latents at sampled σ; sampling needs no noise steps.
+
+    Attributes:
+        default_sigmas: σ an epoch where ``train.num_sigmas`` is None; None = one for each noise step of the rollout.
+    """
+
+    needs_noise_steps = False
+    gradient_steps = 1
+    default_sigmas: int | None = None
+
+    def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
+        """``train.timesteps``, or ``train.num_sigmas`` sampled positions of the schedule."""
+        train = self.train
+        if train.timesteps is not None:
+            return train.timesteps
+        count = train.num_sigmas or self.default_sigmas
+        if count is None:
+            return [noise_step.index for noise_step in rollout.noise_steps]
+        num_steps = len(rollout.sigmas) - 1
+        return sample_sigmas(num_steps, count, train.sigma_fraction, train.sigma_one, rng)
+
+    @classmethod
+    def check(cls, options: RunOptions) -> Iterator[str]:
+        """As in ``Objective``."""
+        sample, train = options.sample, options.train
+        for index in train.timesteps or ():
+            if not 0 <= index < sample.num_steps:
+                yield f"train.timesteps has step {index}, but sample.num_steps={sample.num_steps}"
+        if train.timesteps is not None:
+            return
+        count = train.num_sigmas or cls.default_sigmas
+        if count is None:
+            if not (sample.noise_steps and sample.noise_level):
+                yield "train.timesteps and train.num_sigmas are None and sampling has no noise step: set one of them"
+            return
+        first, end = _sigma_range(sample.num_steps, train.sigma_fraction, train.sigma_one)
+        if count > end - first:
+            yield (
+                f"train.num_sigmas={count} is more than the {max(0, end - first)} steps to sample from "
+                f"(sample.num_steps={sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, "
+                f"train.sigma_one={train.sigma_one})"
+            )
 
 
 class Noised:
@@ -31,37 +75,45 @@ class Noised:
 
     def __init__(self, step: Step, policy: Policy, shared: bool = False) -> None:
         """``shared``: one ε for all samples of an item, not of each sample's own seed."""
-        rollout, clean, time = step.rollout, step.rollout.clean_latents, step.sigma.view(-1, 1, 1)
-        own, items = rollout.seeds.tolist(), rollout.item_ids.tolist()
-        seeds = [(step.epoch_seed << 32) + item for item in items] if shared else own
-        place = step.index if isinstance(step.index, int) else int(step.index * FRESH)
-        noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + place, clean)
-        self.latents, self.target = (1 - time) * clean + time * noise, noise - clean
+        rollout = step.rollout
+        clean = rollout.clean_latents
+        seeds = rollout.seeds.tolist()
+        if shared:
+            seeds = [(step.epoch_seed << 32) + item_id for item_id in rollout.item_ids.tolist()]
+        noise = step_noise(seeds, (1 + step.inner_epoch) * FRESH + step.index, clean)
+        time = step.sigma.view(-1, 1, 1)
+        self.latents = (1 - time) * clean + time * noise
+        self.target = noise - clean
         self._policy = policy
-        self._arguments = (
-            self.latents,
-            step.sigma,
-            rollout.conditioning,
-            rollout.height,
-            rollout.width,
-        )
+        self._step = step
 
     def velocity(self, snapshot: str | None = None) -> torch.Tensor:
         """v (B, N, C) of the trained weights, or, without gradient, of a snapshot."""
         if snapshot is None:
-            return self._policy.velocity(*self._arguments, guided=False)
+            return self._predict()
         with torch.no_grad(), lora.snapshot(self._policy, snapshot):
-            return self._policy.velocity(*self._arguments, guided=False)
+            return self._predict()
 
     @cached_property
     def reference(self) -> torch.Tensor:
         """v (B, N, C) of the reference policy, without gradient."""
         with torch.no_grad(), lora.reference(self._policy):
-            return self._policy.velocity(*self._arguments, guided=False)
+            return self._predict()
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
         """Matching error e (B,) = mean((v − u)²)."""
         return mean_square(velocity - self.target)
+
+    def _predict(self) -> torch.Tensor:
+        rollout = self._step.rollout
+        return self._policy.velocity(
+            self.latents,
+            self._step.sigma,
+            rollout.conditioning,
+            rollout.height,
+            rollout.width,
+            guided=False,
+        )
 
 
 def sample_sigmas(
@@ -71,46 +123,13 @@ def sample_sigmas(
 
     The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else 1.
     """
-    first, end = 1 - with_one, int(num_steps * fraction + 1e-9)
+    first, end = _sigma_range(num_steps, fraction, with_one)
     bounds = [first + i * (end - first) // count for i in range(count + 1)]
     return [int(rng.integers(low, high)) for low, high in pairwise(bounds)]
 
 
-def forward_steps(
-    default: int | None,
-) -> Callable[[TrainOptions, Rollout, np.random.Generator], Sequence[int]]:
-    """``Objective.steps``: ``train.timesteps``, or ``train.num_sigmas`` sampled ones (default None: the noise steps)."""
-
-    def steps(train: TrainOptions, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
-        if train.timesteps is not None:
-            return train.timesteps
-        count = train.num_sigmas or default
-        if count is None:
-            return [step.index for step in rollout.noise_steps]
-        return sample_sigmas(
-            len(rollout.sigmas) - 1, count, train.sigma_fraction, train.sigma_one, rng
-        )
-
-    return steps
-
-
-def check_forward_steps(options: RunOptions, default: int | None) -> Iterator[str]:
-    """``Objective.check`` for ``forward_steps``."""
-    sample, train = options.sample, options.train
-    for index in train.timesteps or ():
-        if not 0 <= index < sample.num_steps:
-            yield f"train.timesteps has step {index}, but sample.num_steps={sample.num_steps}"
-    if train.timesteps is not None:
-        return
-    count = train.num_sigmas or default
-    if count is None:
-        if not (sample.noise_steps and sample.noise_level):
-            yield "train.timesteps and train.num_sigmas are None and sampling has no noise step: set one of them"
-        return
-    if count > (
-        steps := int(sample.num_steps * train.sigma_fraction + 1e-9) - (not train.sigma_one)
-    ):
-        yield (
-            f"train.num_sigmas={count} is more than the {max(0, steps)} steps to sample from (sample.num_steps="
-            f"{sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, train.sigma_one={train.sigma_one})"
-        )
+def _sigma_range(num_steps: int, fraction: float, with_one: bool) -> tuple[int, int]:
+    """First step to sample from, and the step after the last one."""
+    first = 0 if with_one else 1
+    end = int(num_steps * fraction + 1e-9)
+    return first, end

@@ -9,40 +9,39 @@
 
 from collections.abc import Iterator
 
-from paco_grpo.objectives.base import (
-    LossOutput,
-    Step,
-    check_recorded_steps,
-    mean_square,
-    objective,
-    with_kl,
-)
+from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
-from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 
 
-def _check(options: RunOptions) -> Iterator[str]:
-    yield from check_recorded_steps(options)
-    if options.sample.cps:
-        yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
-
-
-@objective(check=_check)
-def guard_grpo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
+class GuardGrpo(Objective):
     """Clipped policy loss of the guarded ratio, divided by −dt, + β·KL.
 
     Everything is per sample (the published code averages b, s and dt over the batch). μ_old is the recorded mean.
-    Metrics as in :func:`paco_grpo.objectives.ppo.ppo`, plus guard_bias.
+    Metrics as in :class:`paco_grpo.objectives.ppo.Ppo`, plus guard_bias.
     """
-    transition = step.transition(policy)
-    log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
-    bias = mean_square(transition.mean - step.noise.mean) / (2 * transition.std.square())
-    guarded = (log_ratio + bias) * transition.std
-    ratio = guarded.exp()
-    loss = clipped_loss(ratio, step.advantages, train.clip_range) / step.minus_dt
-    metrics = ratio_metrics(ratio, guarded, train.clip_range) | {
-        "policy_loss": loss,
-        "guard_bias": bias,
-    }
-    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))
+
+    @classmethod
+    def check(cls, options: RunOptions) -> Iterator[str]:
+        """As in ``Objective``."""
+        yield from super().check(options)
+        if options.sample.cps:
+            yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
+
+    def loss(self, step: Step, policy: Policy) -> LossOutput:
+        """As in the class."""
+        train = self.train
+        transition = step.transition(policy)
+        log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
+        bias = mean_square(transition.mean - step.noise.mean) / (2 * transition.std.square())
+        guarded = (log_ratio + bias) * transition.std
+        ratio = guarded.exp()
+        loss = clipped_loss(ratio, step.advantages, train.clip_range) / step.minus_dt
+        metrics = ratio_metrics(ratio, guarded, train.clip_range)
+        metrics["policy_loss"] = loss
+        metrics["guard_bias"] = bias
+        if train.beta != 0:
+            metrics["kl"] = step.reference_kl(policy, transition)
+            loss = loss + train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)

@@ -9,58 +9,65 @@
 | KL weight   | train.beta                              |
 """
 
-from functools import partial
-
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square, objective, with_kl
-from paco_grpo.objectives.forward import Noised, check_forward_steps, forward_steps
+from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
+from paco_grpo.objectives.forward import ForwardObjective, Noised
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
-# decay_type: flat, rate, hold
+# train.decay_type → (flat, rate, hold) of the old policy
 _DECAYS = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 
 
-def old_decay(step: int, train: TrainOptions) -> float:
-    """Decay of the old policy after ``step`` optimizer steps: min(max(step − flat, 0)·rate, hold).
-
-    ``train.decay_type`` 0: always 0. 1 (default): flat 0, rate 0.001, hold 0.5. 2: flat 75, rate 0.0075, hold 0.999.
-    """
-    flat, rate, hold = _DECAYS[1 if train.decay_type is None else train.decay_type]
-    return min(max(step - flat, 0) * rate, hold)
-
-
-@objective(
-    needs_noise_steps=False,
-    steps=forward_steps(default=None),
-    snapshots=(Snapshot("old", old_decay, samples_from=0),),
-    gradient_steps=1,
-    check=partial(check_forward_steps, default=None),
-)
-def nft(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
+class Nft(ForwardObjective):
     """adv_clip_max/β · (r·e⁺/w⁺ + (1 − r)·e⁻/w⁻) + KL weight · mean((v − v_ref)²) at one σ.
 
         v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±;  e± = mean((x̂0± − x_0)²)
         w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
 
-    Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and, with a KL weight, kl.
+    Images are sampled with the old policy. Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and,
+    with a KL weight, kl.
     """
-    preference = (step.advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)
-    noised = Noised(step, policy)
-    old, velocity = noised.velocity("old"), noised.velocity()
-    time, beta = step.sigma.view(-1, 1, 1), train.nft_beta
 
-    def normalized_error(mixed: torch.Tensor) -> torch.Tensor:
-        error = noised.latents - time * mixed - step.rollout.clean_latents
-        return mean_square(error) / error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+    def __init__(self, train: TrainOptions) -> None:
+        super().__init__(train)
+        self.snapshots = (Snapshot("old", self.old_decay, samples_from=0),)
 
-    positive = normalized_error(beta * velocity + (1 - beta) * old)
-    negative = normalized_error((1 + beta) * old - beta * velocity)
-    loss = (preference * positive + (1 - preference) * negative) / beta * train.adv_clip_max
-    metrics = {
-        "policy_loss": loss,
-        "preference_mean": preference,
-        "old_distance": mean_square(velocity - old),
-    }
-    return with_kl(loss, metrics, train.beta, lambda: mean_square(velocity - noised.reference))
+    def old_decay(self, step: int) -> float:
+        """Decay of the old policy after ``step`` optimizer steps: min(max(step − flat, 0)·rate, hold).
+
+        ``train.decay_type`` 0: always 0. 1 (default): flat 0, rate 0.001, hold 0.5. 2: flat 75, rate 0.0075, hold 0.999.
+        """
+        decay_type = 1 if self.train.decay_type is None else self.train.decay_type
+        flat, rate, hold = _DECAYS[decay_type]
+        return min(max(step - flat, 0) * rate, hold)
+
+    def loss(self, step: Step, policy: Policy) -> LossOutput:
+        """As in the class."""
+        train = self.train
+        beta = train.nft_beta
+        preference = (step.advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)
+        noised = Noised(step, policy)
+        old = noised.velocity("old")
+        velocity = noised.velocity()
+        positive = _normalized_error(beta * velocity + (1 - beta) * old, noised, step)
+        negative = _normalized_error((1 + beta) * old - beta * velocity, noised, step)
+        loss = (preference * positive + (1 - preference) * negative) / beta * train.adv_clip_max
+        metrics = {
+            "policy_loss": loss,
+            "preference_mean": preference,
+            "old_distance": mean_square(velocity - old),
+        }
+        if train.beta != 0:
+            metrics["kl"] = mean_square(velocity - noised.reference)
+            loss = loss + train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)
+
+
+def _normalized_error(velocity: torch.Tensor, noised: Noised, step: Step) -> torch.Tensor:
+    """e/w (B,) of the clean latents that ``velocity`` predicts."""
+    time = step.sigma.view(-1, 1, 1)
+    error = noised.latents - time * velocity - step.rollout.clean_latents
+    normalizer = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+    return mean_square(error) / normalizer

@@ -11,23 +11,29 @@
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Step, objective, with_kl
-from paco_grpo.options.schema import TrainOptions
+from paco_grpo.objectives.base import LossOutput, Objective, Step
 from paco_grpo.policies.base import Policy
 
 
-@objective()
-def ppo(step: Step, policy: Policy, train: TrainOptions) -> LossOutput:
+class Ppo(Objective):
     """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL.
 
     Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with β ≠ 0, kl.
     """
-    transition = step.transition(policy)
-    log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
-    ratio = log_ratio.exp()
-    loss = clipped_loss(ratio, step.advantages, train.clip_range)
-    metrics = ratio_metrics(ratio, log_ratio, train.clip_range) | {"policy_loss": loss}
-    return with_kl(loss, metrics, train.beta, lambda: step.reference_kl(policy, transition))
+
+    def loss(self, step: Step, policy: Policy) -> LossOutput:
+        """As in the class."""
+        train = self.train
+        transition = step.transition(policy)
+        log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
+        ratio = log_ratio.exp()
+        loss = clipped_loss(ratio, step.advantages, train.clip_range)
+        metrics = ratio_metrics(ratio, log_ratio, train.clip_range)
+        metrics["policy_loss"] = loss
+        if train.beta != 0:  # the KL term costs a forward of the reference
+            metrics["kl"] = step.reference_kl(policy, transition)
+            loss = loss + train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

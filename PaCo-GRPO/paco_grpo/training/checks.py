@@ -54,8 +54,9 @@ def check_run(options: RunOptions) -> Objective:
         problems.append(f"speed.attention={problem}")
     try:
         describe(train.aggregate_fn)
-        objective = get_objective(train.loss_type).for_run(train)
-        problems += objective.check(options)
+        objective_class = get_objective(train.loss_type)
+        problems += objective_class.check(options)
+        objective = objective_class(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     if objective and objective.snapshots and not options.use_lora:

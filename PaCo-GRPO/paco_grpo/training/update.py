@@ -3,28 +3,28 @@
 import dataclasses
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.checkpoint.state import TrainState
 from paco_grpo.distributed.processes import any_process
-from paco_grpo.objectives import Objective, Step
+from paco_grpo.objectives import MicroBatch, Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
 from paco_grpo.training.sample import Rollouts
+from paco_grpo.checkpoint.state import TrainState
 from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)
 
 _ORDER, _STEPS, _SHARED = 15, 16, 17  # first words of random streams
-_MAX = "_max"  # metrics of which the largest is reported, not the mean
+_MAX = "_max"  # metrics with this suffix are reduced by max instead of mean
 
 
 class NonFiniteError(RuntimeError):
@@ -35,14 +35,34 @@ class NonFiniteError(RuntimeError):
         self.weights_changed = weights_changed
 
 
+class Meter:
+    """Metrics of one optimizer step on this process, as 0-dim float64 tensors on the device.
+
+    The sums over processes of what is added are means over all samples and steps, since the weights add up to 1.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, torch.Tensor] = {}
+
+    def add(self, metrics: Mapping[str, torch.Tensor], weight: float) -> None:
+        """Add per-sample values (B,), each counting with ``weight``."""
+        for name, values in metrics.items():
+            values = values.detach().double()
+            if name.endswith(_MAX):
+                largest = values.max()
+                self.totals[name] = torch.maximum(self.totals.get(name, largest), largest)
+            else:
+                self.totals[name] = self.totals.get(name, 0.0) + values.sum() * weight
+
+
 @dataclass(frozen=True)
-class Pass:
+class EpochPass:
     """One pass over an epoch's samples."""
 
     rollouts: Rollouts
     advantages: np.ndarray  # (N,) over all processes, by global position
     epoch: int
-    inner: int = 0  # passes over these samples before this one
+    inner_epoch: int = 0  # passes over these samples before this one
 
 
 @dataclass
@@ -53,52 +73,6 @@ class Updater:
     objective: Objective
     options: RunOptions
     gradient_steps: int  # optimizer steps per pass over the samples
-
-    def prepare(self, rollouts: Rollouts) -> None:
-        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1."""
-        state, mode, size = (
-            self.state,
-            self.options.train.old_log_prob,
-            self.options.train.batch_size,
-        )
-        if not self.objective.needs_noise_steps or mode == "rollout":
-            return
-        batches = rollouts.batches(range(len(rollouts.samples)), size)
-        if state.recompute_old is None:
-            state.recompute_old = mode == "recompute" or self._deviates(rollouts, batches[0])
-        if not state.recompute_old:
-            return
-        for numbers, is_dummy in state.strategy.synced_batches(batches, np.array([0])):
-            recomputed = recompute_old(
-                state.policy, rollouts.stack(numbers), self.options.speed.compile
-            )
-            for place, number in enumerate([] if is_dummy else numbers):
-                steps = [step.select(slice(place, place + 1)) for step in recomputed.noise_steps]
-                rollouts.samples[number] = dataclasses.replace(
-                    rollouts.samples[number], noise_steps=steps
-                )
-
-    def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether log-probabilities recomputed for the micro-batch ``numbers`` are off by more than the objective's limit."""
-        policy, options = self.state.policy, self.options
-        if policy.dtype == torch.float32 and not options.speed.compile:
-            return False
-        steps = self._steps(Pass(rollouts, np.zeros(len(rollouts.item_ids)), epoch=0), numbers)
-        with torch.set_grad_enabled(options.speed.compile):  # as in ``recompute_old``
-            each = [
-                self.objective.first_deviation(step, policy, options.train).detach()
-                for step in steps
-            ]
-        deviation = torch.stack(each, dim=1).mean().item()
-        off = any_process(
-            self.state.strategy.accelerator, deviation > 1 or not math.isfinite(deviation)
-        )
-        if off:
-            logger.warning(
-                "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
-                "those of the first samples are off by %.1e times the limit", deviation,
-            )  # fmt: skip
-        return off
 
     def run(
         self,
@@ -117,162 +91,157 @@ class Updater:
             epoch: For random streams.
             should_stop: Asked before each micro-batch of the first optimizer step; later the epoch is finished.
         """
-        local = {int(position): number for number, position in enumerate(rollouts.positions)}
-        collected: list[dict[str, float]] = []
-        for inner in range(self.options.train.num_inner_epochs):
-            data = Pass(rollouts, advantages, epoch, inner)
-            for chunk in self._chunks(rollouts.item_ids, epoch, inner):
-                if chosen := chunk[kept[chunk]].tolist():
-                    mine = [local[position] for position in chosen if position in local]
-                    batches = rollouts.batches(mine, self.options.train.batch_size)
-                    sums = self._backward(
-                        data, batches, len(chosen), None if collected else should_stop
-                    )
-                    collected.append(self._optimizer_step(sums, epoch))
+        policy = self.state.policy
+        records: list[dict[str, float]] = []
+        for inner_epoch in range(self.options.train.num_inner_epochs):
+            epoch_pass = EpochPass(rollouts, advantages, epoch, inner_epoch)
+            for chunk in self._chunks(rollouts.item_ids, epoch, inner_epoch):
+                kept_positions = chunk[kept[chunk]]
+                if len(kept_positions) == 0:
+                    continue
+                micro_batches = self._micro_batches(epoch_pass, kept_positions)
+                self.objective.prepare(micro_batches, policy)
+                meter = Meter()
+                may_stop = None if records else should_stop
+                for micro_batch in self.state.strategy.unless_stopped(micro_batches, may_stop):
+                    for step in micro_batch.steps:
+                        loss, metrics = self.objective.loss(step, policy)
+                        (loss * step.weight).sum().backward()
+                        if not micro_batch.is_dummy:
+                            meter.add({"loss": loss, **metrics}, step.weight)
+                records.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         self._follow(every_step=False)
-        totals: dict[str, list[float]] = defaultdict(list)
-        for sums in gather_object(collected):
-            for name, value in sums.items():
-                totals[name].append(value)
-        return {
-            n: max(each) if n.endswith(_MAX) else sum(each) / len(collected)
-            for n, each in totals.items()
-        }
+        return _epoch_metrics(records)
 
-    def _follow(self, every_step: bool) -> None:
-        for snapshot in self.objective.snapshots:
-            if snapshot.every_step == every_step:
-                lora.blend_snapshot(
-                    self.state.policy,
-                    snapshot.name,
-                    snapshot.decay(self.state.step, self.options.train),
+    def prepare(self, rollouts: Rollouts) -> None:
+        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1."""
+        state = self.state
+        mode = self.options.train.old_log_prob
+        if not self.objective.needs_noise_steps or mode == "rollout":
+            return
+        everything = range(len(rollouts.samples))
+        batches = rollouts.batches(everything, self.options.train.batch_size)
+        if mode == "recompute":
+            state.recompute_old = True
+        elif state.recompute_old is None:
+            state.recompute_old = self._deviates(rollouts, batches[0])
+        if not state.recompute_old:
+            return
+        compiled = self.options.speed.compile
+        for numbers, is_dummy in state.strategy.synced_batches(batches, np.array([0])):
+            recomputed = recompute_old(state.policy, rollouts.stack(numbers), compiled)
+            if is_dummy:
+                continue
+            for row, number in enumerate(numbers):
+                noise_steps = [
+                    noise_step.select(slice(row, row + 1)) for noise_step in recomputed.noise_steps
+                ]
+                rollouts.samples[number] = dataclasses.replace(
+                    rollouts.samples[number], noise_steps=noise_steps
                 )
 
-    def _check_weights(self) -> None:
-        """Raise unless all weights are finite: moments of the optimizer can spoil them after a finite gradient."""
-        local = [
-            p.to_local() if isinstance(p, DTensor) else p for p in self.state.parameters.values()
-        ]
-        finite = torch.stack([tensor.isfinite().all() for tensor in local]).all().item()
-        if any_process(self.state.strategy.accelerator, not finite):
-            message = f"trained weights are not finite after optimizer step {self.state.step}; this epoch is not saved"
-            raise NonFiniteError(message, weights_changed=True)
+    def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
+        """Whether log-probabilities recomputed for the samples ``numbers`` are off by more than the objective's limit."""
+        policy = self.state.policy
+        compiled = self.options.speed.compile
+        if policy.dtype == torch.float32 and not compiled:
+            return False
+        advantages = np.zeros(len(rollouts.item_ids))
+        steps = self._steps(EpochPass(rollouts, advantages, epoch=0), numbers, weight=1.0)
+        with torch.set_grad_enabled(compiled):  # as in ``recompute_old``
+            deviations = [self.objective.first_deviation(step, policy).detach() for step in steps]
+        deviation = torch.stack(deviations, dim=1).mean().item()
+        too_large = deviation > 1 or not math.isfinite(deviation)
+        too_large = any_process(self.state.strategy.accelerator, too_large)
+        if too_large:
+            logger.warning(
+                "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
+                "those of the first samples are off by %.1e times the limit",
+                deviation,
+            )
+        return too_large
 
-    def _chunks(self, item_ids: np.ndarray, epoch: int, inner: int) -> list[np.ndarray]:
+    def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
 
         The epoch's order is shuffled; the first pass takes it as it is, so that every process has an equal share.
         """
         order = np.arange(len(item_ids))
-        if inner > 0:
-            order = np.random.default_rng([_ORDER, self.options.seed, epoch, inner]).permutation(
-                len(item_ids)
-            )
-        if self.objective.group_weights is None:
+        if inner_epoch > 0:
+            words = [_ORDER, self.options.seed, epoch, inner_epoch]
+            order = np.random.default_rng(words).permutation(len(item_ids))
+        if not self.objective.whole_groups:
             return np.array_split(order, self.gradient_steps)
-        items = list(dict.fromkeys(item_ids[order].tolist()))  # a group's samples stay together
-        return [
-            order[np.isin(item_ids[order], part)]
-            for part in np.array_split(items, self.gradient_steps)
-        ]
+        items = list(dict.fromkeys(item_ids[order].tolist()))
+        parts = np.array_split(items, self.gradient_steps)
+        return [order[np.isin(item_ids[order], part)] for part in parts]
 
-    def _steps(self, data: Pass, numbers: np.ndarray) -> list[Step]:
-        """The training steps of the micro-batch ``numbers``; each inner epoch draws σ and noise again, as in DGPO."""
-        rollout, train = data.rollouts.stack(numbers), self.options.train
-        values = torch.as_tensor(
-            data.advantages[data.rollouts.positions[numbers]], dtype=torch.float32
-        )
-        clipped = to_device(values, rollout.clean_latents.device).clamp(
-            -train.adv_clip_max, train.adv_clip_max
-        )
-        words = [self.options.seed, data.epoch, *([data.inner] if data.inner else [])]
-        rng = np.random.default_rng([_STEPS, *words])
-        shared = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
-        return [
-            Step(rollout, index, clipped, epoch_seed=shared, inner_epoch=data.inner)
-            for index in self.objective.steps(train, rollout, rng)
-        ]
+    def _micro_batches(self, epoch_pass: EpochPass, positions: np.ndarray) -> list[MicroBatch]:
+        """This process's samples among the global ``positions``.
 
-    def _backward(
-        self,
-        data: Pass,
-        batches: list[np.ndarray],
-        kept: int,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Gradients of all micro-batches, one step of the schedule at a time; ``kept`` is the global number of samples.
-
-        Returns this process's part of the means of loss and metrics (maxima of ``*_max``), 0-dim each.
+        Where a forward is a collective operation, dummies make the number of micro-batches the same on every process.
         """
-        sums: dict[str, torch.Tensor] = {}
-        weights = self._group_weights(data, batches) if self.objective.group_weights else {}
-        for numbers, is_dummy in self.state.strategy.synced_batches(
-            batches, np.array([0]), should_stop
-        ):
-            steps = self._steps(data, numbers)
-            for place, step in enumerate(steps):
-                if self.objective.group_weights is not None:
-                    values = [
-                        0.0 if is_dummy else weights[int(number)][place] for number in numbers
-                    ]
-                    step.group_weights = to_device(
-                        torch.tensor(values, dtype=torch.float32), step.advantages.device
-                    )
-                output, total = (
-                    self.objective(step, self.state.policy, self.options.train),
-                    len(steps) * kept,
-                )
-                # A dummy takes part in collective backwards with a loss that has no gradient.
-                active = torch.full_like(output.loss, not is_dummy, dtype=torch.bool)
-                loss = torch.where(active, output.loss, 0.0).sum() / total
-                loss.backward()
-                if is_dummy:
-                    continue
-                sums["loss"] = sums.get("loss", 0.0) + loss.detach().double()
-                for name, each in output.metrics.items():
-                    each = each.detach()
-                    if name.endswith(_MAX):
-                        sums[name] = torch.maximum(
-                            sums.get(name, each.max().double()), each.max().double()
-                        )
-                    else:
-                        sums[name] = sums.get(name, 0.0) + each.mean().double() * len(each) / total
-        return sums
-
-    def _group_weights(self, data: Pass, batches: list[np.ndarray]) -> dict[int, np.ndarray]:
-        """Sample → (steps,) weights, from a first pass without gradient over the samples of all processes."""
-        rollouts, train, rows = data.rollouts, self.options.train, []
-        with torch.no_grad():
-            for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
-                steps = self._steps(data, numbers)
-                values = torch.stack(
-                    [self.objective.first_pass(s, self.state.policy, train) for s in steps], dim=1
-                )
-                if not is_dummy:
-                    rows += zip(rollouts.positions[numbers].tolist(), values.tolist(), strict=True)
-        rows = sorted(gather_object(rows))
-        positions, values = (np.array(column) for column in zip(*rows, strict=True))
-        weights = self.objective.group_weights(
-            values, rollouts.item_ids[positions], data.advantages[positions], train
-        )
-        by_position = dict(zip(positions.tolist(), weights, strict=True))
-        return {
-            int(n): by_position[int(rollouts.positions[n])] for numbers in batches for n in numbers
+        rollouts = epoch_pass.rollouts
+        number_of = {
+            position: number for number, position in enumerate(rollouts.positions.tolist())
         }
+        local = [number_of[position] for position in positions.tolist() if position in number_of]
+        batches = rollouts.batches(local, self.options.train.batch_size)
+        micro_batches = []
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
+            batch_positions = rollouts.positions[numbers]
+            weight = 0.0 if is_dummy else 1 / len(positions)
+            micro_batch = MicroBatch(
+                positions=batch_positions,
+                item_ids=rollouts.item_ids[batch_positions],
+                advantages=epoch_pass.advantages[batch_positions],
+                is_dummy=is_dummy,
+                make_steps=partial(self._steps, epoch_pass, numbers, weight),
+            )
+            micro_batches.append(micro_batch)
+        return micro_batches
 
-    def _optimizer_step(self, sums: Mapping[str, torch.Tensor], epoch: int) -> dict[str, float]:
-        """Step, unless the gradient is not finite; returns this process's ``sums`` and the norm of the gradient."""
-        state, train, strategy = self.state, self.options.train, self.state.strategy
-        norm = strategy.finish_gradients(list(state.parameters.values()), train.max_grad_norm)
-        # one transfer from the device
-        *values, norm = torch.stack(
-            [*(value.to(norm.device) for value in sums.values()), norm.double()]
-        ).tolist()
-        found = dict(zip(sums, values, strict=True))
+    def _steps(self, epoch_pass: EpochPass, numbers: np.ndarray, weight: float) -> list[Step]:
+        """The training steps of the samples ``numbers``; each inner epoch draws σ and noise again, as in DGPO.
+
+        ``weight`` of a sample is divided over its steps.
+        """
+        train = self.options.train
+        rollouts = epoch_pass.rollouts
+        rollout = rollouts.stack(numbers)
+        sample_advantages = epoch_pass.advantages[rollouts.positions[numbers]]
+        advantages = torch.as_tensor(sample_advantages, dtype=torch.float32)
+        advantages = to_device(advantages, rollout.clean_latents.device)
+        advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+        words = [self.options.seed, epoch_pass.epoch, epoch_pass.inner_epoch]
+        indices = self.objective.steps(rollout, np.random.default_rng([_STEPS, *words]))
+        epoch_seed = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
+        return [
+            Step(
+                rollout,
+                index,
+                advantages,
+                weight=weight / len(indices),
+                epoch_seed=epoch_seed,
+                inner_epoch=epoch_pass.inner_epoch,
+            )
+            for index in indices
+        ]
+
+    def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
+        """Step, unless the gradient is not finite; returns this process's metrics and the norm of the gradient."""
+        state = self.state
+        strategy = state.strategy
+        parameters = list(state.parameters.values())
+        norm = strategy.finish_gradients(parameters, self.options.train.max_grad_norm).double()
+        totals = [total.to(norm.device) for total in meter.totals.values()]
+        values = torch.stack([*totals, norm]).tolist()  # one transfer from the device
+        norm = values.pop()
+        metrics = dict(zip(meter.totals, values, strict=True))
         if not math.isfinite(norm):  # also after a loss that is not finite
             state.optimizer.zero_grad(set_to_none=True)
-            loss = found.get("loss", 0.0)
+            loss = metrics.get("loss", 0.0)
             what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise NonFiniteError(
                 f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
@@ -284,4 +253,35 @@ class Updater:
         if state.ema:
             state.ema.update(state.step)
         self._follow(every_step=True)
-        return found | {"grad_norm": norm / strategy.accelerator.num_processes}
+        return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
+
+    def _follow(self, every_step: bool) -> None:
+        """Let the snapshots that follow now follow the trained weights."""
+        for snapshot in self.objective.snapshots:
+            if snapshot.every_step == every_step:
+                decay = snapshot.decay(self.state.step)
+                lora.blend_snapshot(self.state.policy, snapshot.name, decay)
+
+    def _check_weights(self) -> None:
+        """Raise unless all weights are finite: moments of the optimizer can spoil them after a finite gradient."""
+        flags = []
+        for parameter in self.state.parameters.values():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            flags.append(local.isfinite().all())
+        finite = torch.stack(flags).all().item()
+        if any_process(self.state.strategy.accelerator, not finite):
+            message = f"trained weights are not finite after optimizer step {self.state.step}; this epoch is not saved"
+            raise NonFiniteError(message, weights_changed=True)
+
+
+def _epoch_metrics(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of an epoch from the records of its optimizer steps on every process."""
+    values: dict[str, list[float]] = {}
+    for record in gather_object(list(records)):
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    metrics = {}
+    for name, parts in values.items():
+        # Each process has its part of a mean, so the parts of all processes are added.
+        metrics[name] = max(parts) if name.endswith(_MAX) else sum(parts) / len(records)
+    return metrics

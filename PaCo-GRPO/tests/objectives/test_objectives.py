@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from named import load as load_named
-from toy_policy import ToyPolicy, numpy_step, sample
+from toy_policy import ToyPolicy, numpy_step, sample, set_group_weights
 
 from paco_grpo.objectives import OBJECTIVES, Step, get_objective
-from paco_grpo.objectives.nft import old_decay
 from paco_grpo.options import TrainOptions
 from paco_grpo.sampling.denoise import step_noise
 
@@ -32,23 +31,18 @@ def train_options(**changes):
 
 def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     """Losses (B, steps) and metrics (B, steps) over the objective's own steps."""
-    objective = get_objective(name)
+    objective = get_objective(name)(train)
     values = torch.tensor(advantages[: len(result)], dtype=result.clean_latents.dtype)
-    indices = objective.steps(train, result, np.random.default_rng(0))
+    indices = objective.steps(result, np.random.default_rng(0))
     steps = [Step(result, index, values, epoch_seed=5) for index in indices]
-    if objective.first_pass:
-        with torch.no_grad():
-            first = torch.stack(
-                [objective.first_pass(step, policy, train) for step in steps], dim=1
-            )
-        weights = objective.group_weights(
-            first.numpy(), result.item_ids.numpy(), values.double().numpy(), train
-        )
-        for step, column in zip(steps, torch.from_numpy(weights).to(values.dtype).T, strict=True):
-            step.group_weights = column
-    terms = [objective(step, policy, train) for step in steps]
-    metrics = {key: torch.stack([t.metrics[key] for t in terms], dim=1) for key in terms[0].metrics}
-    return torch.stack([t.loss for t in terms], dim=1), metrics
+    if name == "dgpo":
+        set_group_weights(objective, steps, policy)
+    outputs = [objective.loss(step, policy) for step in steps]
+    metrics = {
+        key: torch.stack([output.metrics[key] for output in outputs], dim=1)
+        for key in outputs[0].metrics
+    }
+    return torch.stack([output.loss for output in outputs], dim=1), metrics
 
 
 def numpy_loss(name, policy, result, train):
@@ -256,13 +250,15 @@ def test_ratio_metrics():
 def test_trained_steps():
     result, rng = sample(ToyPolicy()), np.random.default_rng(0)
     plain = sample(ToyPolicy(), noise_steps=())
+
+    def steps(name, timesteps, rollout):
+        objective = get_objective(name)(train_options(timesteps=timesteps))
+        return list(objective.steps(rollout, rng))
+
     for name in ("ppo", "guard_grpo", "flow_dppo", "nft"):
-        assert list(get_objective(name).steps(train_options(timesteps=None), result, rng)) == [0, 2]
-        assert list(get_objective(name).steps(train_options(timesteps=(2,)), result, rng)) == [2]
-    assert list(get_objective("nft").steps(train_options(timesteps=(1, 3)), plain, rng)) == [
-        1,
-        3,
-    ]  # needs no noise step
+        assert steps(name, None, result) == [0, 2]
+        assert steps(name, (2,), result) == [2]
+    assert steps("nft", (1, 3), plain) == [1, 3]  # it needs no noise step
 
 
 @pytest.mark.parametrize(
@@ -292,9 +288,10 @@ def test_decay_of_the_old_policy():
         (1, 0.1, 0.5),
         (2, 0.1875, 0.999),
     ):
-        train = train_options(decay_type=decay_type)
-        assert (old_decay(0, train), old_decay(100, train)) == (0, pytest.approx(expected))
-        assert old_decay(10**6, train) == limit
+        (snapshot,) = get_objective("nft")(train_options(decay_type=decay_type)).snapshots
+        assert snapshot.decay(0) == 0
+        assert snapshot.decay(100) == pytest.approx(expected)
+        assert snapshot.decay(10**6) == limit
 
 
 def test_unknown_objectives():

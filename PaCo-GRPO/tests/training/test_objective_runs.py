@@ -10,7 +10,7 @@ from tiny_run import rows_of, sampled, tiny_options, train
 from toy_policy import joint_dgpo
 
 from paco_grpo.training.build import build_run
-from paco_grpo.training.update import Pass
+from paco_grpo.training.update import EpochPass
 
 SIGMAS = {
     "sample__num_steps": 5,
@@ -93,9 +93,9 @@ def dgpo_run(tiny_flux_dir, tmp_path):
 
 
 def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
-    """With σ between the steps of the schedule."""
     run = dgpo_run
-    run.updater.objective = dataclasses.replace(run.updater.objective, steps=lambda *_: [0.3, 0.8])
+    objective = run.updater.objective
+    objective.steps = lambda rollout, rng: [1, 3]
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
@@ -107,7 +107,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
     )
     run.updater.run(rollouts, advantages, np.ones(8, bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
-    steps = run.updater._steps(Pass(rollouts, advantages, epoch=0), np.arange(8))
+    steps = run.updater._steps(EpochPass(rollouts, advantages, epoch=0), np.arange(8), weight=1.0)
     (sum(joint_dgpo(step, run.state.policy, run.options.train) for step in steps) / 16).backward()
     scale = max(float(p.grad.abs().max()) for p in run.state.parameters.values())
     assert scale > 0
@@ -119,14 +119,15 @@ def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_ru
     updater, item_ids = dgpo_run.updater, np.array([0, 1, 2, 0, 1, 2, 2, 0])
     updater.gradient_steps = 2
     for inner in (0, 1):
-        chunks = updater._chunks(item_ids, epoch=3, inner=inner)
+        chunks = updater._chunks(item_ids, epoch=3, inner_epoch=inner)
         assert sorted(np.concatenate(chunks)) == list(range(8))
         assert not set(item_ids[chunks[0]]) & set(item_ids[chunks[1]])
-    updater.objective = dataclasses.replace(updater.objective, group_weights=None)
+    updater.objective.whole_groups = False
     assert [len(chunk) for chunk in updater._chunks(item_ids, 3, 0)] == [4, 4]
     rollouts = sampled(dgpo_run)[0]
     passes = [
-        updater._steps(Pass(rollouts, np.zeros(8), 0, inner), np.arange(2)) for inner in range(16)
+        updater._steps(EpochPass(rollouts, np.zeros(8), 0, inner), np.arange(2), weight=1.0)
+        for inner in range(16)
     ]
     assert len({step.epoch_seed for steps in passes for step in steps}) == 16
     assert [steps[0].inner_epoch for steps in passes] == list(range(16))
