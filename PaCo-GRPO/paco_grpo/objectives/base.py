@@ -10,8 +10,9 @@ only one step's activations exist at a time.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ class LossOutput(NamedTuple):
 
     loss: torch.Tensor  # (B,) float32, per sample
     # Name → (B,), logged as the mean over samples and steps. Of names that end in _max, the largest value is logged.
-    metrics: dict[str, torch.Tensor] = {}
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass
