@@ -82,7 +82,7 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
     assert int(inputs["image_grid_thw"].prod(-1).max()) * patch**2 <= LIMIT
     for index, row in enumerate(rows):
         first = next(position for position, label in enumerate(row["labels"]) if label != -100)
-        assert row["labels"][first] == (scorer.yes_id if labels[index] else scorer.no_id)
+        assert row["labels"][first] == (scorer.yes_ids if labels[index] else scorer.no_ids)[0]
         real = inputs["attention_mask"][index].bool()
         assert row["input_ids"][:first] == inputs["input_ids"][index][real].tolist()
     pixels = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)(
@@ -95,7 +95,8 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
 @pytest.mark.slow
 def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
     """``train`` with an evaluation, ``export``, and the scorer: one P(Yes)."""
-    evaluated, statistics = [], overlay.answer_statistics
+    evaluated = []
+    statistics = overlay.answer_statistics
 
     def recorded(*args, **kwargs):
         evaluated.append(statistics(*args, **kwargs))

@@ -50,20 +50,84 @@ def put(
 
 
 def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_path, capfd):
-    """transformers' new names; folders, like the published ones of Qwen2.5-VL, have those of old."""
-    assert any(name.startswith("visual.") for name in load_file(judge_dir / MODEL))
+    """As transformers saves them; as in the published folders of Qwen2.5-VL; and by the new names alone."""
+    published_names = renamed((r"^model\.visual\.", "visual."))
+    published = changed(judge_dir, tmp_path / "published", MODEL, published_names)
+    new_names = renamed((r"^model\.(?!visual)", "model.language_model."))
+    new = changed(judge_dir, tmp_path / "new", MODEL, new_names)
+    for folder in (judge_dir, published, new):
+        assert main(str(folder)) == 0
+    assert capfd.readouterr().out == ""
     old_names = renamed(
         ("model.language_model.", "model."), ("model.model.visual.", "model.visual.")
     )
     old_adapter = changed(adapter_dir, tmp_path / "tuned", ADAPTER, old_names)
-    new_names = renamed((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))
-    new = changed(judge_dir, tmp_path / "new", MODEL, new_names)
-    assert main(str(judge_dir)) == main(str(new)) == 0
-    assert capfd.readouterr().out == ""
-    for base, adapter in ((judge_dir, old_adapter), (new, adapter_dir)):
-        load_adapter(
-            AutoModelForImageTextToText.from_pretrained(base), adapter
-        )  # raises unless all of it is used
+    for base, adapter in ((judge_dir, old_adapter), (published, old_adapter), (new, adapter_dir)):
+        load_adapter(AutoModelForImageTextToText.from_pretrained(base), adapter)
+
+
+def test_an_adapter_says_how_much_of_the_model_it_changes(judge_dir, adapter_dir, caplog):
+    caplog.set_level("INFO", "paco_judge")
+    load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), adapter_dir)
+    config = json.loads((adapter_dir / "adapter_config.json").read_text())
+    tensors = load_file(adapter_dir / ADAPTER)
+    layers = len(tensors) // 2
+    scale = config["lora_alpha"] / config["r"]
+    (line,) = caplog.messages
+    assert line == (
+        f"adapter {adapter_dir}: {layers} of {layers} layers, {len(tensors)} tensors, "
+        f"rank {config['r']}, scale {scale:g}"
+    )
+
+
+def test_an_adapter_that_changes_nothing_is_named(judge_dir, adapter_dir, tmp_path, caplog):
+    zero_b = lambda weights: {
+        name: tensor * 0 if ".lora_B" in name else tensor for name, tensor in weights.items()
+    }
+    base = AutoModelForImageTextToText.from_pretrained(judge_dir)
+    load_adapter(base, changed(adapter_dir, tmp_path / "zero", ADAPTER, zero_b))
+    assert "changes nothing" in caplog.text
+    empty = changed(adapter_dir, tmp_path / "empty", ADAPTER, lambda weights: {})
+    with pytest.raises(WrongWeights, match="has no tensors"):
+        load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), empty)
+
+
+def test_an_adapter_of_another_format_is_named(judge_dir, tmp_path):
+    tensors = {"transformer.blocks.0.attn.to_q.lora_A.weight": torch.ones(4, 8)}
+    save_file(tensors, tmp_path / "pytorch_lora_weights.safetensors")
+    with pytest.raises(WrongWeights, match="PEFT's format"):
+        load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), tmp_path)
+
+
+def test_an_adapter_on_another_base_or_on_itself_is_a_warning(
+    judge_dir, adapter_dir, tmp_path, caplog
+):
+    """A merged judge with its own adapter: each change counts twice."""
+
+    def warning_with(base: Path, trained_on: str) -> bool:
+        folder = tmp_path / "adapter"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(adapter_dir, folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = trained_on
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        caplog.clear()
+        load_adapter(AutoModelForImageTextToText.from_pretrained(base), folder)
+        return "was trained on" in caplog.text
+
+    merged = shutil.copytree(judge_dir, tmp_path / "merged")
+    snapshot = tmp_path / "models--org--Judge-7B/snapshots/abc"
+    shutil.copytree(judge_dir, snapshot)
+    assert warning_with(merged, str(judge_dir))
+    assert warning_with(judge_dir, "Qwen/Qwen3-VL-8B-Instruct")
+    for base, trained_on in (
+        (judge_dir, str(judge_dir)),
+        (judge_dir, f"{judge_dir}/"),
+        (judge_dir, f"Org/{judge_dir.name}"),  # downloaded from the hub
+        (snapshot, "org/Judge-7B"),  # in the hub's cache
+        (judge_dir, ""),  # unknown
+    ):
+        assert not warning_with(base, trained_on)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +141,11 @@ def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_
         ),
         (ADAPTER, put("q_proj.lora_B", None), "q_proj.lora_B"),
         (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9)), "2, 9"),
-        (ADAPTER, put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"), "that its base lacks"),
+        (
+            ADAPTER,
+            put("q_proj.lora_A", torch.ones(2, 9), "x.lora_A"),
+            "1 tensors for layers that its base lacks: base_model",
+        ),
     ],
 )
 def test_a_tensor_that_is_missing_or_does_not_fit_is_named(

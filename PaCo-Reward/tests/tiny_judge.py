@@ -8,6 +8,16 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
@@ -114,6 +124,59 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
     return folder
 
 
+_OTHER_CHAT = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}\n{% endfor %}assistant: "
+)
+
+
+def save_other_judge(folder: Path, family: str, seed: int = 0) -> Path:
+    """A model folder of another maker's architecture: ``llava`` or ``idefics3``, 28 px images."""
+    tokenizer = make_processor().tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    if family == "llava":
+        pixels = {"height": 28, "width": 28}
+        images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=pixels)
+        processor = LlavaProcessor(
+            images,
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            chat_template=_OTHER_CHAT,
+            num_additional_image_tokens=1,
+        )
+        kind, config = LlavaForConditionalGeneration, LlavaConfig
+        vision = {"vision_config": CLIPVisionConfig(**vision)}
+    else:
+        pixels = {"longest_edge": 28}
+        images = Idefics3ImageProcessor(
+            size=pixels, max_image_size=pixels, do_image_splitting=False
+        )
+        processor = Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=_OTHER_CHAT)
+        kind, config = Idefics3ForConditionalGeneration, Idefics3Config
+        vision = {"vision_config": vision, "scale_factor": 2}
+    text = LlamaConfig(
+        vocab_size=len(processor.tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.06,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    torch.manual_seed(seed)
+    model = kind(config(text_config=text, image_token_id=image_id, **vision)).eval()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 def save_judge(folder: Path, seed: int = 0) -> Path:
     """A complete model folder."""
     processor = make_processor()
@@ -183,7 +246,7 @@ def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
     states = torch.cat(states)
     towards = states.mean(0)
     head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
-    head.data[[judge.yes_id, judge.no_id]] += towards * least / (states @ towards).min()
+    head.data[[*judge.yes_ids, *judge.no_ids]] += towards * least / (states @ towards).min()
     judge.model.lm_head.weight = head
     judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
     judge.model.save_pretrained(folder)

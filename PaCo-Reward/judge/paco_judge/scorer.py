@@ -8,7 +8,6 @@ Shapes: B chats, L tokens, V vocabulary.
 """
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,15 @@ import numpy as np
 import torch
 from PIL import Image
 
+from paco_judge.adapters import CONFIG, load_adapter, local_folder
+from paco_judge.hub import hub_options
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
-from paco_judge.weights import WrongWeights, from_pretrained_strict
+from paco_judge.weights import from_pretrained_strict
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
-# Adapters that were trained with transformers before 4.52 name the layers as the published folders do.
-_NEW_NAMES = {
-    "^visual": "model.visual",
-    r"^model(?!\.(language_model|visual))": "model.language_model",
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,11 @@ class Chat:
 
 
 class JudgeScorer:
-    """A Qwen2.5-VL, Qwen3-VL or Qwen3.5 judge. ``batch_size``: pairs per forward pass."""
+    """A judge in this process. ``batch_size``: pairs per forward pass.
+
+    Any vision-language model of transformers whose processor takes chats with images can be asked.
+    Tested are Qwen2.5-VL, Qwen3-VL, Qwen3.5, Idefics3 and LLaVA.
+    """
 
     def __init__(
         self,
@@ -52,20 +52,13 @@ class JudgeScorer:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.model, self.processor, self.batch_size, self.form = (
-            model.eval(),
-            processor,
-            batch_size,
-            form,
-        )
+        self.model = model.eval()
+        self.processor = processor
+        self.batch_size = batch_size
+        self.form = form
         # With left padding every answer begins at the last position.
-        self.processor.tokenizer.padding_side = "left"
-        self.yes_id, self.no_id = option_ids(processor.tokenizer)
-        encode = lambda word: processor.tokenizer.encode(word, add_special_tokens=False)
-        self._answer_ids = [
-            sorted({encode(word)[0] for word in words if len(encode(word)) == 1})
-            for words in ANSWER_TOKENS[form.answer_tokens]
-        ]
+        processor.tokenizer.padding_side = "left"
+        self.yes_ids, self.no_ids = answer_ids(processor.tokenizer, form.answer_tokens)
 
     @classmethod
     def from_pretrained(
@@ -77,27 +70,34 @@ class JudgeScorer:
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
     ) -> "JudgeScorer":
-        """Load a judge on the first GPU, or on the CPU. Raises OSError, ValueError, WrongWeights.
+        """Load a judge on the first GPU, or on the CPU.
 
         Args:
             model, adapter: Folder or hub name. Images are limited as in the adapter's training.
             dtype: Default: as stored on a GPU, float32 on a CPU.
+
+        Raises:
+            OSError: The model or the adapter is missing.
+            ValueError: It is no judge: without a chat template, or without tokens for Yes and No.
+            WrongWeights: Weights are damaged, incomplete or do not fit.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
+        on_hub = hub_options(model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = dtype or ("auto" if device == "cuda" else torch.float32)
-        processor = AutoProcessor.from_pretrained(model)
+        processor = AutoProcessor.from_pretrained(model, **on_hub)
         if not getattr(processor, "chat_template", None):
             raise ValueError(
                 f"model {model} has no chat template; copy chat_template.jinja from its base model"
             )
-        loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
+        loaded = from_pretrained_strict(
+            AutoModelForImageTextToText, model, dtype=dtype, **on_hub
+        ).to(device)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
             if limits := trained_limits(adapter):
                 set_limits(processor, limits)
-        see_images_once(loaded)
         return cls(loaded, processor, batch_size, form)
 
     def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
@@ -115,22 +115,28 @@ class JudgeScorer:
                     verdicts[index] = Verdict(None, str(error))
             if chats:
                 logits = self.first_token_logits(list(chats.values()))
-                for index, row, p_yes in zip(
-                    chats, logits, p_yes_from_logits(logits, *self._answer_ids, top), strict=True
-                ):
-                    if not np.isfinite(row[[self.yes_id, self.no_id]]).all():
-                        verdicts[index] = Verdict(None, "the model's logits are not finite")
-                    elif np.isnan(p_yes):
-                        verdicts[index] = Verdict(
-                            None, f"neither Yes nor No is among the judge's top {top} tokens"
-                        )
-                    else:
-                        verdicts[index] = Verdict(float(p_yes))
+                verdicts |= zip(chats, self._verdicts(logits, top), strict=True)
         return [verdicts[index] for index in range(len(pairs))]
+
+    def _verdicts(self, logits: np.ndarray, top: int | None) -> list[Verdict]:
+        """A verdict for each row of ``first_token_logits``."""
+        verdicts = []
+        scores = p_yes_from_logits(logits, self.yes_ids, self.no_ids, top)
+        for answers, p_yes in zip(logits[:, [*self.yes_ids, *self.no_ids]], scores, strict=True):
+            if not np.isfinite(answers).all():
+                verdicts.append(Verdict(None, "the model's logits are not finite"))
+            elif np.isnan(p_yes):
+                verdicts.append(
+                    Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
+                )
+            else:
+                verdicts.append(Verdict(float(p_yes)))
+        return verdicts
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
         """The whole greedy answer to each pair. Raises ValueError: The model cannot take a text or an image."""
-        chats, answers = [self.chat(pair) for pair in pairs], []
+        chats = [self.chat(pair) for pair in pairs]
+        answers = []
         for start in range(0, len(chats), self.batch_size):
             ids = self.generate(chats[start : start + self.batch_size], max_new_tokens)
             answers += self.processor.batch_decode(ids, skip_special_tokens=True)
@@ -138,46 +144,51 @@ class JudgeScorer:
 
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it. Raises ValueError."""
-        message = build_messages([""] * len(pair.images), pair.question, self.form)[0]
+        (message,) = build_messages([""] * len(pair.images), pair.question, self.form)
         content = [
             {"type": "image"} if part["type"] == "image_url" else part
             for part in message["content"]
         ]
-        chat = Chat(
-            [message | {"content": content}],
-            [as_received(i, self.form.image_format) for i in pair.images],
-        )
+        images = [as_received(image, self.form.image_format) for image in pair.images]
+        chat = Chat([message | {"content": content}], images)
         self.check(chat)
         return chat
 
-    def check(self, chat: Chat) -> int:
-        """The number of a chat's image tokens; no image is decoded. Raises ValueError."""
-        reserved = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
-        for text in (
-            part["text"]
-            for message in chat.messages
-            for part in message["content"]
-            if "text" in part
-        ):
-            if held := [token for token in reserved if token and token in text]:
-                raise ValueError(
-                    f"a text holds {held[0]}, which stands for an image in this model; remove it"
-                )
+    def check(self, chat: Chat) -> None:
+        """Look at texts and sizes of images, which are not decoded. Raises ValueError: The model cannot take one."""
+        kinds = ("image_token", "video_token")
+        reserved = [getattr(self.processor, kind, None) for kind in kinds]
+        for message in chat.messages:
+            for part in message["content"]:
+                for token in reserved:
+                    if token and token in part.get("text", ""):
+                        raise ValueError(
+                            f"a text holds {token}, which stands for an image in this model; "
+                            "remove it"
+                        )
+        if self._counts_patches:
+            for image in chat.images:
+                self._num_image_tokens(image)
+
+    @property
+    def _counts_patches(self) -> bool:
+        """Whether the processor is one of Qwen's, which know an image's tokens from its size."""
+        return hasattr(self.processor.image_processor, "merge_size")
+
+    def _num_image_tokens(self, image: Image.Image) -> int:
         images = self.processor.image_processor
-        patches = [
-            images.get_number_of_image_patches(image.height, image.width, {})
-            for image in chat.images
-        ]
-        return sum(patches) // images.merge_size**2
+        patches = images.get_number_of_image_patches(image.height, image.width, {})
+        return patches // images.merge_size**2
 
     def length(self, chat: Chat) -> int:
         """The number of tokens of a chat's prompt. Raises ValueError."""
-        images = self.check(chat)
-        return (
-            len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"])
-            + images
-            - len(chat.images)
-        )
+        self.check(chat)
+        if not self._counts_patches:
+            return self.inputs([chat])["input_ids"].shape[1]
+        text = self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]
+        # Each image is one token of the text.
+        image_tokens = [self._num_image_tokens(image) for image in chat.images]
+        return len(text) - len(image_tokens) + sum(image_tokens)
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The messages as the model's chat template renders them."""
@@ -191,10 +202,11 @@ class JudgeScorer:
     def inputs(self, chats: Sequence[Chat]) -> Any:
         """Model inputs, padded on the left: input_ids (B, L), pixel_values, …"""
         text = [self.prompt(chat.messages) for chat in chats]
-        images = [image for chat in chats for image in chat.images]
-        return self.processor(
-            text=text, images=images or None, padding=True, return_tensors="pt"
-        ).to(self.model.device)
+        images = [list(chat.images) for chat in chats]
+        if not any(images):
+            images = None
+        inputs = self.processor(text=text, images=images, padding=True, return_tensors="pt")
+        return inputs.to(self.model.device)
 
     @torch.inference_mode()
     def first_token_logits(self, chats: Sequence[Chat]) -> np.ndarray:
@@ -210,50 +222,22 @@ class JudgeScorer:
         return ids[:, inputs["input_ids"].shape[1] :]
 
 
+def answer_ids(tokenizer: Any, answer_tokens: str = "exact") -> tuple[list[int], list[int]]:
+    """Token ids that count as Yes and as No: of the words that are one token each. Raises ValueError."""
+    ids = []
+    for words in ANSWER_TOKENS[answer_tokens]:
+        encoded = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+        ids.append(sorted({tokens[0] for tokens in encoded if len(tokens) == 1}))
+    yes_ids, no_ids = ids
+    if not yes_ids or not no_ids:
+        raise ValueError("the tokenizer splits Yes or No into several tokens")
+    return yes_ids, no_ids
+
+
 def option_ids(tokenizer: Any) -> tuple[int, int]:
     """Token ids of Yes and No. Raises ValueError."""
-    yes, no = (tokenizer.encode(option, add_special_tokens=False) for option in ("Yes", "No"))
-    if len(yes) != 1 or len(no) != 1:
-        raise ValueError(f"the tokenizer splits Yes or No into several tokens ({yes}, {no})")
-    return yes[0], no[0]
-
-
-def see_images_once(model: torch.nn.Module) -> None:
-    """Let equal images of a batch pass the model's vision tower once: no image attends to another."""
-    (visual,) = (
-        module for name, module in model.named_modules() if name.rpartition(".")[2] == "visual"
-    )
-    forward = visual.forward
-
-    def once(patches: torch.Tensor, grid_thw: torch.Tensor, **options: Any) -> Any:
-        parts = patches.split(grid_thw.prod(-1).tolist())
-        contents = [
-            (*grid, part.float().cpu().numpy().tobytes())
-            for grid, part in zip(grid_thw.tolist(), parts)
-        ]
-        places = {
-            content: contents.index(content) for content in contents
-        }  # the first of each, in order
-        kept, order = list(places.values()), [list(places).index(content) for content in contents]
-        seen = forward(
-            torch.cat([parts[place] for place in kept]), grid_thw=grid_thw[kept], **options
-        )
-        sizes = [len(parts[place]) for place in kept]
-
-        def for_all(features: torch.Tensor) -> torch.Tensor:
-            """(tokens of the images seen, D) to those of all; a token is one patch or several."""
-            of_each = features.split([size * len(features) // sum(sizes) for size in sizes])
-            return torch.cat([of_each[place] for place in order])
-
-        for name, value in seen.items():
-            seen[name] = (
-                for_all(value)
-                if isinstance(value, torch.Tensor)
-                else [for_all(each) for each in value]
-            )
-        return seen
-
-    visual.forward = once
+    (yes_id,), (no_id,) = answer_ids(tokenizer)
+    return yes_id, no_id
 
 
 def silence_transformers() -> None:
@@ -264,41 +248,9 @@ def silence_transformers() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def load_adapter(model: torch.nn.Module, adapter: str | Path) -> torch.nn.Module:
-    """The model with a peft adapter. Raises OSError, WrongWeights: The adapter does not fit the model."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from peft.utils import load_peft_weights
-    from safetensors import SafetensorError
-
-    folder = local_folder(adapter, ("adapter_*",))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
-    except (RuntimeError, UserWarning, SafetensorError) as error:
-        raise WrongWeights(f"the adapter in {folder} does not fit its base: {error}") from error
-    unused = len(load_peft_weights(str(folder))) - len(
-        get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    )
-    if unused:
-        raise WrongWeights(
-            f"the adapter in {folder} has {unused} tensors for layers that its base lacks"
-        )
-    return loaded
-
-
-def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
-    """A local folder, or the folder of a hub model's matching files, downloaded if necessary."""
-    if (folder := Path(name).expanduser()).is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
-
-
 def trained_limits(adapter: str | Path) -> dict[str, int] | None:
     """Fewest and most pixels of an image in an adapter's training; None if its folder does not say."""
-    folder = local_folder(adapter, PROCESSOR_FILES)
+    folder = local_folder(adapter, PROCESSOR_FILES, CONFIG)
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())
         size = settings.get("image_processor", settings).get("size", {})

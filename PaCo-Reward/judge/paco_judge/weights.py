@@ -33,19 +33,20 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise WrongWeights(
-            f"the weights in {path} lack {len(missing)} of the model's tensors: {_some(missing)}"
+            f"the weights in {path} lack {len(missing)} of the model's tensors: {some_of(missing)}"
         )
     if other := sorted(report["mismatched_keys"]):
         shapes = [
             f"{name} is {list(found)} instead of {list(wanted)}" for name, found, wanted in other
         ]
         raise WrongWeights(
-            f"the weights in {path} do not fit the model of its config.json: {_some(shapes)}"
+            f"the weights in {path} do not fit the model of its config.json: {some_of(shapes)}"
         )
     return model
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """The first names of many, for a message."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
