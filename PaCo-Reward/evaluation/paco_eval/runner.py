@@ -1,6 +1,7 @@
 """One benchmark run: items become pairs, pairs become scores, scores become rows of a results file."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -174,6 +175,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     parser.add_argument("--results_dir", "--result_dir", default="results")
     add_form_arguments(parser)
     args = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
     if args.batch_size < 1:
         parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
     args.model = args.model or (DEFAULT_MODEL if args.server else HUB_MODEL)
