@@ -7,6 +7,10 @@ training, 3 stopped with state saved, 4 failed while training with one message, 
 import logging
 import os
 import sys
+from errno import EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE
+from pathlib import Path
+
+WRITE_ERRORS = (EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE)
 
 
 def main(arguments: list[str]) -> int:
@@ -35,9 +39,12 @@ def main(arguments: list[str]) -> int:
 
 def train(options, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
-    from paco_grpo.training.build import USER_ERRORS, build_run
-    from paco_grpo.training.checks import is_disk_full, require_promised_gpu
-    from paco_grpo.training.trainer import Trainer, TrainingStopped
+    try:
+        from paco_grpo.training.build import USER_ERRORS, build_run
+        from paco_grpo.training.checks import require_promised_gpu
+        from paco_grpo.training.trainer import Trainer, TrainingStopped
+    except KeyboardInterrupt:
+        return interrupted(None)
 
     trainer = None
     try:
@@ -47,20 +54,54 @@ def train(options, name: str) -> int:
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
-    except (*USER_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and not is_disk_full(error):
+    except KeyboardInterrupt:
+        return interrupted(trainer)
+    except USER_ERRORS as error:
+        return failed(str(error), trainer)
+    except OSError as error:
+        if not concerns_run_folder(error, options, trainer):
             raise
-        full = (
-            "the disk is full; finished checkpoints are intact: "
-            if isinstance(error, OSError)
-            else ""
-        )
-        again, began = "", trainer is not None and trainer.epochs_trained > 0
-        if began:
-            again = f". Then: the same command with --config.run_name={trainer.options.run_name} --config.resume_from=latest"
-        print(f"error: {full}{error}{again}", file=sys.stderr)
-        return 4 if began else 2
+        return failed(describe(error), trainer)
     return 0
+
+
+def failed(message: str, trainer) -> int:
+    """Report one error; returns the exit status."""
+    began = trainer is not None and trainer.epochs_begun > 0
+    again = f". Then: {resume_command(trainer)}" if began else ""
+    print(f"error: {message}{again}", file=sys.stderr)
+    return 4 if began else 2
+
+
+def interrupted(trainer) -> int:
+    """Ctrl-C before training, or a second one that does not wait for the next safe point."""
+    began = trainer is not None and trainer.epochs_begun > 0
+    again = f" To resume from the last checkpoint: {resume_command(trainer)}" if began else ""
+    print(f"interrupted: nothing was saved.{again}", file=sys.stderr)
+    return 130
+
+
+def resume_command(trainer) -> str:
+    run_name = trainer.options.run_name
+    return f"the same command with --config.run_name={run_name} --config.resume_from=latest"
+
+
+def concerns_run_folder(error: OSError, options, trainer) -> bool:
+    """Whether a file of the run could not be read or written: others are defects, and need their traceback."""
+    if error.filename is None:  # a write to an open file does not know its name
+        return error.errno in WRITE_ERRORS
+    folder = trainer.run.folder if trainer else Path(options.save_dir).expanduser()
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
+
+
+def describe(error: OSError) -> str:
+    """The error with what helps, in one sentence."""
+    from paco_grpo.atomic import remedy
+
+    advice = remedy(error)
+    full = "the disk is full: " if error.errno in (EDQUOT, ENOSPC) else ""
+    text = f"{full}{error}; finished checkpoints are intact"
+    return f"{text}. To mend it: {advice}" if advice else text
 
 
 if __name__ == "__main__":

@@ -242,9 +242,9 @@ def _state_folder(folder: Path, epoch: int) -> Path:
 
 
 def state(folder: Path, epoch: int) -> dict[str, bytes]:
-    """Every file of a checkpoint's state, except how long things took."""
-    files = _state_folder(folder, epoch).iterdir()
-    return {path.name: path.read_bytes() for path in files if path.name != "trainer.json"}
+    """Every file of a checkpoint's state, except how long things took (and the hash of that)."""
+    files = _state_folder(folder, epoch).glob("*.safetensors")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, torch.Tensor]:

@@ -16,22 +16,30 @@ def epoch_metrics(
     health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
-    """The finite numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std / |mean|."""
+    """The numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std / |mean|.
+
+    What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for ``health`` to judge.
+    """
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():
         present = values[~np.isnan(values)]
         if len(present):
-            mean, std = float(present.mean()), float(present.std())
-            metrics |= {f"reward/{name}_mean": mean, f"reward/{name}_std": std}
-            metrics[f"reward/{name}_cv"] = std / abs(mean) if mean else math.inf
+            mean = float(present.mean())
+            std = float(present.std())
+            metrics[f"reward/{name}_mean"] = mean
+            metrics[f"reward/{name}_std"] = std
+            if mean:
+                metrics[f"reward/{name}_cv"] = std / abs(mean)
     for name, value in advantage_stats.items():
-        metrics["reward/missing_share" if name == "missing_share" else f"advantage/{name}"] = value
-    metrics |= {f"time/{name}_s": value for name, value in times.items()} | dict(health)
+        group = "reward" if name == "missing_share" else "advantage"
+        metrics[f"{group}/{name}"] = value
+    metrics |= {f"time/{name}_s": value for name, value in times.items()}
+    metrics |= health
     if memory:
         metrics["memory/peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if torch.cuda.is_available():
             metrics["memory/peak_cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def epoch_line(metrics: Mapping[str, float]) -> str:

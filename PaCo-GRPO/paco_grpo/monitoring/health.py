@@ -1,7 +1,7 @@
 """Detects collapse: rules over the rows of metrics.jsonl, so a resumed run judges as if it had never stopped."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,8 @@ import numpy as np
 
 from paco_grpo.monitoring.console import means
 
-_TREND, _RISE = (
-    5,
-    0.05,
-)  # epochs at start and end whose mean κ is compared; rise of w from which it counts
+_TREND = 5  # epochs at start and end whose mean κ is compared
+_RISE = 0.05  # of w, from which a falling κ counts
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
@@ -25,38 +23,64 @@ class Finding:
     sign: str  # a metric
     message: str
     collapse: bool = (
-        False  # the generator itself is damaged: stops the run with ``train.stop_on_collapse``
+        False  # the generator is damaged: stops the run with ``train.stop_on_collapse``
     )
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A metric and when it is a sign; the limits were chosen on planted hacks (docs/recovery.md)."""
+
+    metric: str
+    is_bad: Callable[[float], bool]
+    message: str  # with the value in braces
+    cause: str
+    collapse: bool
 
 
 _TOO_FAST = (
     "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
 )
-# metric, test, message, likely cause, whether the generator is damaged; chosen on planted hacks (docs/recovery.md)
 _SIGNS = (
-    ("health/velocity_change", lambda x: x > 0.75,
-     "the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's", _TOO_FAST, True),
-    ("health/latent_std_vs_first", lambda x: not 0.5 <= x <= 2, "latents have {:.2f} times the spread of the first epoch",
-     f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png", True),
-    ("health/distinctness_vs_first", lambda x: x < 0.25,
-     "images of one prompt differ {:.2f} times as much as in the first epoch",
-     "the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop earlier", True),
-    ("reward/kappa", lambda x: x < -0.1, "panels of one image agree more, but agreement beyond chance (κ) changed by {:+.2f}",
-     "images of a prompt become the same; use between_images as a factor (docs/rewards.md)", False),
-)  # fmt: skip
+    Sign(
+        metric="health/velocity_change",
+        is_bad=lambda x: x > 0.75,
+        message="the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's",
+        cause=_TOO_FAST,
+        collapse=True,
+    ),
+    Sign(
+        metric="health/latent_std_vs_first",
+        is_bad=lambda x: not 0.5 <= x <= 2,
+        message="latents have {:.2f} times the spread of the first epoch",
+        cause=f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png",
+        collapse=True,
+    ),
+    Sign(
+        metric="health/distinctness_vs_first",
+        is_bad=lambda x: x < 0.25,
+        message="images of one prompt differ {:.2f} times as much as in the first epoch",
+        cause="the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop "
+        "earlier",
+        collapse=True,
+    ),
+    Sign(
+        metric="reward/kappa",
+        is_bad=lambda x: x < -0.1,
+        message="panels of one image agree more, but agreement beyond chance (κ) changed by {:+.2f}",
+        cause="images of a prompt become the same; use between_images as a factor (docs/rewards.md)",
+        collapse=False,
+    ),
+)
 
 
 def against_first(metrics: Row, first: Row) -> dict[str, float]:
     """``health/*_vs_first``: ratios to the first epoch."""
-    pairs = {
-        key: (metrics.get(key), first.get(key))
-        for key in ("health/latent_std", "health/distinctness")
-    }
-    return {
-        f"{key}_vs_first": now / then
-        for key, (now, then) in pairs.items()
-        if now is not None and then
-    }
+    ratios = {}
+    for key in ("health/latent_std", "health/distinctness"):
+        if key in metrics and first.get(key):
+            ratios[f"{key}_vs_first"] = metrics[key] / first[key]
+    return ratios
 
 
 def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
@@ -70,31 +94,52 @@ def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
         rise, change = np.mean(measured[-_TREND:], axis=0) - np.mean(measured[:_TREND], axis=0)
         if rise > _RISE:
             values["reward/kappa"] = change
-    return [
-        Finding(metric, f"{words.format(values[metric])}. Likely cause: {cause}", damaged)
-        for metric, is_bad, words, cause, damaged in _SIGNS
-        if metric in values and is_bad(values[metric])
+    findings = _not_finite(values)
+    for sign in _SIGNS:
+        value = values.get(sign.metric)
+        if value is not None and math.isfinite(value) and sign.is_bad(value):
+            message = f"{sign.message.format(value)}. Likely cause: {sign.cause}"
+            findings.append(Finding(sign.metric, message, sign.collapse))
+    return findings
+
+
+def _not_finite(values: Row) -> list[Finding]:
+    """One finding on all signs that are not finite, which compare false with every limit."""
+    names = [
+        name
+        for name, value in values.items()
+        if name.startswith("health/") and not math.isfinite(value)
     ]
+    if not names:
+        return []
+    message = (
+        f"{', '.join(names)} not finite: the generator makes images or velocities that are no numbers. "
+        f"Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: resume from an earlier checkpoint"
+    )
+    return [Finding(names[0], message, collapse=True)]
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
     """Findings on the last of ``rows`` (evaluations): a ``trained`` reward rises significantly while another one falls."""
-    first, last = (means(row, "eval/") for row in (rows[0], rows[-1]))
-    gains, trained = {}, set(trained)  # in standard errors of the difference
+    trained = set(trained)
+    first = means(rows[0], "eval/")
+    last = means(rows[-1], "eval/")
+    gains = {}  # in standard errors of the difference
     for name in last:
-        error = math.hypot(
-            *(row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1]))
-        )
+        errors = [row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])]
+        error = math.hypot(*errors)
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
     risen = [name for name, gain in gains.items() if name in trained and gain > _DIVERGENCE]
-    return [
-        Finding(
-            f"eval/{name}_mean",
-            f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by {-gain:.1f} "
-            "standard errors. Likely cause: the trained reward is being exploited; look at the images, give it a "
-            "weight in config.train.reward_fn, or use config.train.beta > 0",
-        )
-        for name, gain in gains.items()
-        if risen and name not in trained and gain < -_DIVERGENCE
-    ]
+    if not risen:
+        return []
+    findings = []
+    for name, gain in gains.items():
+        if name not in trained and gain < -_DIVERGENCE:
+            message = (
+                f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by "
+                f"{-gain:.1f} standard errors. Likely cause: the trained reward is being exploited; look at the images, "
+                "give it a weight in config.train.reward_fn, or use config.train.beta > 0"
+            )
+            findings.append(Finding(f"eval/{name}_mean", message))
+    return findings

@@ -40,19 +40,18 @@ class SampleObserver:
     ) -> dict[str, float]:
         """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
-        Distinctness is the standard deviation of a pixel within the images of a prompt; NaN where no prompt has two.
+        Distinctness is the standard deviation of a pixel within the images of a prompt; left out where no prompt has two.
         ``clean_latents`` are (1, N, C) of this process's samples, ``item_ids`` (N,) of all, by global position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
         everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
+        metrics = {"health/latent_std": float(everyone[:, 0].mean())}
         groups = [everyone[item_ids == item, 1:] for item in np.unique(item_ids)]
         variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
-        distinctness = math.sqrt(np.mean(variances)) if variances else math.nan
-        return {
-            "health/latent_std": float(everyone[:, 0].mean()),
-            "health/distinctness": distinctness,
-        }
+        if variances:
+            metrics["health/distinctness"] = math.sqrt(np.mean(variances))
+        return metrics
 
 
 class BaseProbe:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,12 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import SwanLabTracker, TensorBoardTracker, WandBTracker
 from PIL import Image
+
+from paco_grpo.atomic import write_atomically
+from paco_grpo.options import ConfigError
+from paco_judge.json_io import parse_object
+
+_DELETE_METRICS = "delete the file: the checkpoints do not need it, but its rows are lost"
 
 
 class TrackingError(RuntimeError):
@@ -22,29 +29,78 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def exists(self) -> bool:
+        """Whether there are rows, or something else that is in their place."""
+        return self.path.is_file() or self.path.is_dir()
+
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append the finite numbers of ``row``."""
-        row = {
-            name: value
-            for name, value in row.items()
-            if not isinstance(value, float) or math.isfinite(value)
-        }
+        """Append ``row``; the names of numbers that are not finite, which JSON cannot hold, go into ``not_finite``."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(_storable(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped."""
-        *lines, _ = (
-            self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
-        )
-        return [row for row in map(json.loads, lines) if phase in (None, row["phase"])]
+        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped.
+
+        Raises:
+            ConfigError: The file is damaged; the message names the line.
+        """
+        if not self.exists():
+            return []
+        try:
+            *lines, _ = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read ({error.strerror}); {_DELETE_METRICS}"
+            ) from error
+        rows = [self._row(number, line) for number, line in enumerate(lines, start=1) if line]
+        return [row for row in rows if phase in (None, row["phase"])]
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row = parse_object(line)
+            if type(row.get("epoch")) is not int or row.get("phase") not in ("train", "eval"):
+                raise ValueError("it has no epoch and phase")
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path} is damaged in line {number} ({error}). Remove this line; or {_DELETE_METRICS}"
+            ) from error
+        return row
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
-        kept = [row for row in self.rows() if row["epoch"] <= epoch]
-        replacement = self.path.with_suffix(".tmp")
-        replacement.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        replacement.replace(self.path)
+        self._rewrite([row for row in self.rows() if row["epoch"] <= epoch])
+
+    def replace(self, row: Mapping[str, Any]) -> None:
+        """Put ``row`` in the place of the one with its phase and epoch."""
+        rows = self.rows()
+        keys = [(other["phase"], other["epoch"]) for other in rows]
+        rows[keys.index((row["phase"], row["epoch"]))] = _storable(row)
+        self._rewrite(rows)
+
+    def set_aside(self) -> None:
+        """Rename the file, where a run begins again: its rows are of a course that no checkpoint continues."""
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
+
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _storable(row: Mapping[str, Any]) -> dict[str, Any]:
+    finite = finite_numbers(row)
+    lost = sorted(set(row) - set(finite))
+    return finite | ({"not_finite": lost} if lost else {})
+
+
+def finite_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` without the numbers that are not finite."""
+    return {
+        name: value
+        for name, value in row.items()
+        if not isinstance(value, float) or math.isfinite(value)
+    }
 
 
 class Tracker:

@@ -1,30 +1,25 @@
 """Checks before weights are loaded: mistakes that otherwise end, or spoil, a run after hours."""
 
 import dataclasses
-import errno
-import hashlib
 import importlib.util
-import json
 import logging
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paco_grpo.advantages.aggregation import describe
-from paco_grpo.checkpoint.files import find_checkpoint
+from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check too
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Objective, get_objective
-from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import find_lora
-from paco_grpo.policies.performance.attention import attention_problem
+from paco_grpo.policies.speed import attention_problem
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 
@@ -188,26 +183,6 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             )
 
 
-def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.save_dir") -> None:
-    """Make ``folder``; a ``ConfigError`` that names ``option`` if it cannot be written to or lacks space."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder} ({error.strerror}); set {option} to another folder"
-        ) from error
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        sizes = f"{free / 2**20:.0f} MiB free, but checkpoints need about {needed_bytes / 2**20:.0f} MiB"
-        raise ConfigError(f"{folder} has {sizes}; free some or change {option}")
-
-
-def is_disk_full(error: OSError) -> bool:
-    """Whether a write failed for lack of space or quota."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
 
@@ -256,68 +231,3 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(
         local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
     )
-
-
-# A checkpoint continues what these made; with other values its weights mean something else.
-_BOUND = (
-    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
-    "train.lora_targets", "train.lora_path", "train.reference",
-)  # fmt: skip
-_UNIMPORTANT = (
-    "resume_from",
-    "resume_changed",
-    "run_name",
-    "max_sequence_length",
-)  # the last may be derived
-
-
-def check_earlier_run(options: RunOptions, folder: Path, items: Sequence[Item]) -> dict[str, str]:
-    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
-
-    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other training prompts
-    (``items``) and other weights in the model's folder are refused unless ``config.resume_changed`` is set. Returns
-    hashes of the prompts and the weights, for plan.json.
-    """
-    prompts = hashlib.sha256(json.dumps([item.prompt for item in items]).encode()).hexdigest()[:16]
-    hashes = {
-        "prompts": prompts,
-        "weights": _hash_weights(Path(options.pretrained.model).expanduser()),
-    }
-    if not options.resume_from:
-        if (folder / "metrics.jsonl").is_file():
-            raise ConfigError(
-                f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
-            )
-        return hashes
-    checkpoint = find_checkpoint(options.resume_from, folder)
-    earlier = folder if checkpoint is None else checkpoint.parents[1]
-    if not (earlier / "config.yaml").is_file():
-        return hashes
-    before, bound = load_options(str(earlier / "config.yaml")), []
-    for name in OPTIONS:
-        saved, now = (attrgetter(name)(each) for each in (before, options))
-        if saved != now and name not in _UNIMPORTANT:
-            logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
-            bound += [f"config.{name} ({saved!r} -> {now!r})"] if name in _BOUND else []
-    plan = (
-        json.loads((earlier / "plan.json").read_text()) if (earlier / "plan.json").is_file() else {}
-    )
-    for what, option in (("prompts", "dataset"), ("weights", "pretrained.model")):
-        if plan.get(what, hashes[what]) != hashes[what]:
-            bound.append(f"config.{option} ({attrgetter(option)(options)} holds other {what})")
-    if bound and not options.resume_changed:
-        raise ConfigError(
-            f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True"
-        )
-    return hashes
-
-
-def _hash_weights(model: Path) -> str:
-    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which has no such files."""
-    digest = hashlib.sha256()
-    for file in sorted((model / "transformer").glob("*.safetensors")):
-        with file.open("rb") as content:
-            for part in range(16):
-                content.seek(file.stat().st_size * part // 16)
-                digest.update(content.read(4096))
-    return digest.hexdigest()[:16]

@@ -5,7 +5,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 from accelerate.utils import set_seed
@@ -21,8 +22,10 @@ from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics, rewards_line
 from paco_grpo.monitoring.observe import SampleObserver
+from paco_grpo.monitoring.trackers import finite_numbers
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
+from paco_grpo.rewards.registry import reward_weights
 from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
@@ -48,23 +51,28 @@ class Trainer:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.options, self.state, self.accelerator = (
-            run,
-            run.options,
-            run.state,
-            run.accelerator,
-        )
-        self.epochs_trained = 0  # by this process, since it was started
+        self.run = run
+        self.options = run.options
+        self.state = run.state
+        self.accelerator = run.accelerator
         self.signals = StopSignal()
+        # Of this process, since it was started:
+        self.epochs_begun = 0
         self.saved_epoch: int | None = None
-        self.seconds: dict[str, float] = defaultdict(float)  # of each phase of the current epoch
-        self.started, self.observer = 0.0, SampleObserver()  # of the current epoch
+        # Of the current epoch:
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase
+        self.started = 0.0
+        self.observer = SampleObserver()
 
     def fit(self) -> None:
         """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that is not finite."""
         try:
             with self.signals.listening(), self._stopping():
                 self._resume()
+                self._repeat_evaluations()
+                if self.run.probe:
+                    # Before the first epoch, because it is done once and is no part of training.
+                    self.run.probe.prepare()
                 while not self._finished():
                     self._evaluate_if_due()
                     self.epoch()
@@ -99,11 +107,10 @@ class Trainer:
         )
 
     def _begin(self) -> EpochSamples:
-        self.seconds, self.started, self.observer = (
-            defaultdict(float),
-            time.perf_counter(),
-            SampleObserver(),
-        )
+        self.epochs_begun += 1
+        self.seconds = defaultdict(float)
+        self.started = time.perf_counter()
+        self.observer = SampleObserver()
         self._seed_everything()
         return self.state.sampler.samples()
 
@@ -111,7 +118,6 @@ class Trainer:
         self.seconds["epoch"] = time.perf_counter() - self.started
         self.state.train_seconds += self.seconds["epoch"]
         self.state.epoch += 1
-        self.epochs_trained += 1
         self.state.sampler.advance()
 
     def _seed_everything(self) -> None:
@@ -126,35 +132,38 @@ class Trainer:
         self.seconds[phase] += time.perf_counter() - started
 
     def _sample(self, samples: EpochSamples, queue: ScoreQueue) -> Rollouts:
-        run, policy = self.run, self.state.policy
+        run = self.run
+        policy = self.state.policy
         adapter = run.objective.sampling_snapshot(self.state.step)
+        sampled_weights = lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext()
 
         def on_images(images: list, numbers: list[int]) -> None:
-            for each in filter(None, (self.observer, run.features)):
-                each.add(images, numbers)
+            self.observer.add(images, numbers)
+            if run.features:
+                run.features.add(images, numbers)
 
         try:
-            with (
-                self._timed("sample"),
-                lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext(),
-            ):
+            with self._timed("sample"), sampled_weights:
                 return sample_epoch(
-                    policy, run.train_items, samples, queue, self.options, self.state.strategy,
-                    batch_size=run.plan.sample_batch_size, epoch=self.state.sampler.epoch, on_images=on_images,
+                    policy,
+                    run.train_items,
+                    samples,
+                    queue,
+                    self.options,
+                    self.state.strategy,
+                    batch_size=run.plan.sample_batch_size,
+                    epoch=self.state.sampler.epoch,
+                    on_images=on_images,
                     should_stop=lambda: self._signaled() or queue.failed(),
-                )  # fmt: skip
+                )
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
-                self._scores(
-                    queue, len(samples.item_ids)
-                )  # raises the error of the reward that failed
+                self._scores(queue, len(samples.item_ids))  # raises what the reward raised
             raise
 
     def _prepare(self, rollouts: Rollouts) -> None:
         with self._timed("train"):
             self.run.updater.prepare(rollouts)
-            if self.run.probe:
-                self.run.probe.prepare()
 
     def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
         """Scores of all processes by global position, (total,) each; NaN = missing."""
@@ -163,30 +172,24 @@ class Trainer:
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
-        train, trained, features = (
-            self.options.train,
-            {name: scores[name] for name in self.run.rewards.weights},
-            None,
-        )
-        share = float(np.isnan(np.stack(list(trained.values()))).any(axis=0).mean())
-        if share > train.max_missing_reward_fraction:
-            each = ", ".join(
-                f"{name} {np.isnan(values).mean():.0%}" for name, values in trained.items()
-            )
-            self._stop(
-                f"{share:.0%} of the images of epoch {self.state.epoch + 1} have no score ({each}), more than "
-                f"config.train.max_missing_reward_fraction={train.max_missing_reward_fraction:g} allows"
-            )
-        if self.run.features:
+        run = self.run
+        train = self.options.train
+        trained = {name: scores[name] for name in run.rewards.weights}
+        missing = {name: np.isnan(values) for name, values in trained.items()}
+        share = np.any(list(missing.values()), axis=0).mean()
+        shares = {name: values.mean() for name, values in missing.items()}
+        self._limit_missing(share, shares, f"the images of epoch {self.state.epoch + 1}")
+        features = None
+        if run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
-            features = self.run.features.gathered(latents, len(rollouts.item_ids))
+            features = run.features.gathered(latents, len(rollouts.item_ids))
         try:
             return compute_advantages(
                 trained,
                 rollouts.item_ids,
-                [self.run.train_items[i].prompt for i in rollouts.item_ids],
-                reward_weights=self.run.rewards.weights,
-                aggregate_fn=self.run.rewards.aggregate_fn,
+                [run.train_items[i].prompt for i in rollouts.item_ids],
+                reward_weights=run.rewards.weights,
+                aggregate_fn=run.rewards.aggregate_fn,
                 global_std=self.options.sample.global_std,
                 per_prompt=self.options.per_prompt_stat_tracking,
                 rank=train.rank_grpo,
@@ -199,6 +202,18 @@ class Trainer:
                 f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})"
             )
 
+    def _limit_missing(self, share: float, shares: Mapping[str, float], images: str) -> None:
+        """Stop if more than the allowed share of ``images`` lacks a score; ``shares`` are those of each reward."""
+        limit = self.options.train.max_missing_reward_fraction
+        if share <= limit:
+            return
+        each = ", ".join(f"{name} {value:.0%}" for name, value in shares.items())
+        self._stop(
+            f"{share:.0%} of {images} have no score ({each}), more than "
+            f"config.train.max_missing_reward_fraction={limit:g} allows. If a judge or reward service is gone, "
+            "restart it first"
+        )
+
     def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
         with self._timed("train"):
             return self.run.updater.run(
@@ -207,35 +222,30 @@ class Trainer:
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Signs of collapse: health/… and reward/{within,between,kappa}."""
+        run = self.run
         with self._timed("health"):
-            found = self.observer.metrics(
-                [sample.clean_latents for sample in rollouts.samples], rollouts.item_ids
-            )
-            found |= self.run.probe.measure() if self.run.probe else {}
-            return found | of_epoch(
-                scores,
-                rollouts.item_ids,
-                [bool(i.metadata.get("open")) for i in self.run.train_items],
-            )
+            latents = [sample.clean_latents for sample in rollouts.samples]
+            metrics = self.observer.metrics(latents, rollouts.item_ids)
+            if run.probe:
+                metrics |= run.probe.measure()
+            is_open = [bool(item.metadata.get("open")) for item in run.train_items]
+            metrics |= of_epoch(scores, rollouts.item_ids, is_open)
+        return metrics
 
     def _log_epoch(self, metrics: dict[str, float]) -> None:
-        findings, epoch = [], self.state.epoch
+        epoch = self.state.epoch
+        findings = []
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("train")
             metrics |= health.against_first(metrics, rows[0] if rows else metrics)
             findings = health.judge_epoch([*rows, metrics])
         self._write("train", metrics)
-        left = self.state.train_seconds / epoch * (self.options.num_epochs - epoch)
-        if self.options.max_train_minutes is not None:
-            left = max(
-                0.0, min(left, 60 * self.options.max_train_minutes - self.state.train_seconds)
-            )
         logger.info(
             "epoch %d/%d: %s; %.1f min left",
             epoch,
             self.options.num_epochs,
             epoch_line(metrics),
-            left / 60,
+            self._seconds_left() / 60,
         )
         for finding in findings:
             logger.warning(
@@ -248,18 +258,65 @@ class Trainer:
                 f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better"
             )
 
+    def _seconds_left(self) -> float:
+        """Estimated from the epochs so far."""
+        epochs_left = self.options.num_epochs - self.state.epoch
+        seconds = self.state.train_seconds / self.state.epoch * epochs_left
+        if self.options.max_train_minutes is None:
+            return seconds
+        allowed = 60 * self.options.max_train_minutes - self.state.train_seconds
+        return max(0.0, min(seconds, allowed))
+
     def _evaluate_if_due(self, finished: bool = False) -> None:
-        epoch, frequency = self.state.epoch, self.options.eval_freq
+        epoch = self.state.epoch
+        frequency = self.options.eval_freq
         if not finished and (frequency == 0 or epoch % frequency):
             return
-        if epoch in main_decides(
+        evaluated = main_decides(
             self.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")]
-        ):
-            return  # before the run was resumed
-        folder, started = (
-            self.run.folder / "eval" / files.checkpoint_name(epoch),
-            time.perf_counter(),
         )
+        if epoch in evaluated:
+            return  # before the run was resumed
+        # Of an evaluation that was interrupted or not scored, the images are there.
+        earlier = self.run.earlier
+        metrics = self._evaluate(epoch, earlier.same_evaluations and epoch == earlier.epoch)
+        self._write("eval", metrics)
+        self._report_evaluation(epoch, metrics)
+
+    def _repeat_evaluations(self) -> None:
+        """Score evaluations again that lack scores, from their images; once for each evaluation.
+
+        Only where all images are there: the weights that made them are gone, unless the run resumes at them.
+        """
+        if not self.run.earlier.same_evaluations:
+            return
+        incomplete = main_decides(self.accelerator, self._incomplete_evaluations)
+        for row in incomplete:
+            epoch = row["epoch"]
+            logger.info("repeating the evaluation after epoch %d, which lacks scores", epoch)
+            metrics = self._evaluate(epoch, keep_images=True)
+            if self.accelerator.is_main_process:
+                head = {name: row[name] for name in ("epoch", "step", "train_time", "phase")}
+                self.run.metrics.replace(head | metrics | {"eval/repeated": 1.0})
+            self._report_evaluation(epoch, metrics)
+
+    def _incomplete_evaluations(self) -> list[dict[str, Any]]:
+        rows = []
+        for row in self.run.metrics.rows("eval"):
+            folder = self._evaluation_folder(row["epoch"])
+            num_images = int(row.get("eval/num_images", 0))
+            has_images = all((folder / f"{n:05d}.png").is_file() for n in range(num_images))
+            can_repeat = has_images or row["epoch"] == self.state.epoch
+            if row.get("eval/missing_share", 0) > 0 and "eval/repeated" not in row and can_repeat:
+                rows.append(row)
+        return rows
+
+    def _evaluation_folder(self, epoch: int) -> Path:
+        return self.run.folder / "eval" / files.checkpoint_name(epoch)
+
+    def _evaluate(self, epoch: int, keep_images: bool) -> dict[str, float]:
+        """Evaluate the averaged weights; with too few scores the run stops here, and the evaluation is not done."""
+        started = time.perf_counter()
         self._seed_everything()
         with self.state.averaged():
             metrics = evaluate(
@@ -268,43 +325,57 @@ class Trainer:
                 self.run.rewards.test,
                 self.options,
                 self.state.strategy,
-                folder,
+                self._evaluation_folder(epoch),
                 self._signaled,
                 merge_lora=merges_lora(self.options, self.state.policy.device),
+                keep_images=keep_images,
             )
         if metrics is None:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started
-        self._write("eval", metrics)
+        # As in training, rewards with weight 0 are only monitored.
+        weights = reward_weights(self.options.test.reward_fn or self.options.train.reward_fn)
+        shares = {
+            name: metrics.get(f"eval/{name}_missing", 0.0) for name in weights if weights[name]
+        }
+        self._limit_missing(
+            max(shares.values(), default=0.0),
+            shares,
+            f"the images of the evaluation after epoch {epoch}",
+        )
+        return metrics
+
+    def _report_evaluation(self, epoch: int, metrics: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("eval")
             for finding in health.judge_evaluation(rows, self.run.rewards.weights):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
-            log_pictures(self.run.tracker, folder, epoch)
-        images = metrics["eval/num_images"]
+            log_pictures(self.run.tracker, self._evaluation_folder(epoch), epoch)
         logger.info(
             "evaluation after epoch %d: %d images, %s",
             epoch,
-            images,
+            metrics["eval/num_images"],
             rewards_line(metrics, "eval/"),
         )
 
     def _resume(self) -> None:
         if not self.options.resume_from:
             return
-        wanted, folder = self.options.resume_from, self.run.folder
-        found = main_decides(self.accelerator, lambda: files.find_checkpoint(wanted, folder))
-        if found is None:
-            logger.warning("%s has no checkpoint, starting from the beginning", folder)
-        else:
-            self.run.checkpoints.load(found)
-            if found.parent.parent == folder:
+        run = self.run
+        checkpoint = run.earlier.checkpoint
+        if checkpoint is not None:
+            run.checkpoints.load(checkpoint)
+            if checkpoint.parent == run.checkpoints.root:
                 self.saved_epoch = self.state.epoch
-            logger.info("resumed from %s", found)
+            logger.info("resumed from %s", checkpoint)
         if self.accelerator.is_main_process:
-            for name in ("checkpoints", "eval") if found else ():
-                files.archive_superseded(folder / name, self.state.epoch)
-            self.run.metrics.keep_until(self.state.epoch if found else -1)
+            if checkpoint is None:
+                files.archive_superseded(run.folder / "eval", -1)
+                run.metrics.set_aside()
+            else:
+                files.archive_superseded(run.checkpoints.root, self.state.epoch)
+                files.archive_superseded(run.folder / "eval", self.state.epoch)
+                run.metrics.keep_until(self.state.epoch)
         self.accelerator.wait_for_everyone()
 
     def _finished(self) -> bool:
@@ -341,14 +412,24 @@ class Trainer:
         raise TrainingStopped(f"{why}. To resume: {resume}", signal_number)
 
     def _save(self) -> None:
-        if self.saved_epoch != self.state.epoch:
-            self.run.checkpoints.save()
-            self.saved_epoch = self.state.epoch
+        if self.saved_epoch == self.state.epoch:
+            return
+        if self.saved_epoch is not None and not self.run.checkpoints.root.is_dir():
+            logger.warning(
+                "%s was removed, and earlier checkpoints with it", self.run.checkpoints.root
+            )
+        self.run.checkpoints.save()
+        self.saved_epoch = self.state.epoch
 
     def _write(self, phase: str, metrics: Mapping[str, float]) -> None:
+        """Append a row to metrics.jsonl and log it to the tracker (main process)."""
         if self.accelerator.is_main_process:
-            epoch, seconds = self.state.epoch, self.state.train_seconds
-            head = {"epoch": epoch, "step": self.state.step, "train_time": seconds, "phase": phase}
+            head = {
+                "epoch": self.state.epoch,
+                "step": self.state.step,
+                "train_time": self.state.train_seconds,
+                "phase": phase,
+            }
             self.run.metrics.write(head | dict(metrics))
-            self.run.tracker.log(metrics, epoch)
+            self.run.tracker.log(finite_numbers(metrics), self.state.epoch)
         self.accelerator.wait_for_everyone()

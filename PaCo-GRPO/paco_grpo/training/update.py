@@ -18,7 +18,7 @@ from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
 from paco_grpo.training.sample import Rollouts
-from paco_grpo.checkpoint.state import TrainState
+from paco_grpo.training.state import TrainState
 from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.checkpoint.state import EMA
+from paco_grpo.training.state import EMA
 
 
 @pytest.mark.parametrize(("interval", "limit"), [(1, 0.9), (3, 0.2)])

@@ -41,7 +41,7 @@ def test_an_error_while_training_is_not_a_refused_start(
 ):
     def fit(trainer):
         trainer.run.close()
-        trainer.epochs_trained = 3
+        trainer.epochs_begun = 3
         raise CheckpointError("damaged")
 
     monkeypatch.setattr("paco_grpo.training.trainer.Trainer.fit", fit)

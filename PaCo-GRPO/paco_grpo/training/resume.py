@@ -1,0 +1,250 @@
+"""What a run finds in its folder: refused, resumed, or begun. All of it is read before weights are loaded."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paco_grpo.checkpoint import files
+from paco_grpo.checkpoint.state import read_numbers, verify
+from paco_grpo.monitoring.trackers import MetricsFile
+from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
+from paco_grpo.types import Item
+from paco_judge.json_io import parse_object
+
+logger = logging.getLogger(__name__)
+
+# A checkpoint continues what these made; with other values its weights mean something else.
+_BOUND = (
+    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
+    "train.lora_targets", "train.lora_path", "train.reference",
+)  # fmt: skip
+# Options that differ without a word; the text length may be derived.
+_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
+# Options that change no image and no score of an evaluation, so that its images can be scored again.
+_WITHOUT_EFFECT_ON_EVALUATIONS = (
+    *_UNIMPORTANT, "project_name", "save_dir", "save_freq", "eval_freq", "num_checkpoint_limit", "num_epochs",
+    "max_train_minutes", "logging_platform", "enable_mem_log", "train.max_missing_reward_fraction",
+    "train.stop_on_collapse", "train.reward_fn_kwargs", "test.reward_fn_kwargs",
+)  # fmt: skip
+_HASHES = {
+    "prompts": "dataset",
+    "items": "dataset",
+    "weights": "pretrained.model",
+}  # → their option
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a run continues."""
+
+    hashes: Mapping[str, str]  # of the prompt set and the model's weights now, for plan.json
+    checkpoint: Path | None = None  # None: the run starts from its beginning
+    epoch: int = 0  # of the checkpoint
+    same_evaluations: bool = False  # its evaluations were made with the options of now
+
+
+def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence[Item]]) -> Earlier:
+    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
+
+    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other training prompts and
+    other weights in the model's folder are refused unless ``config.resume_changed`` is set.
+
+    Raises:
+        ConfigError: For all of this, and for a damaged file that a resume needs.
+        CheckpointError: The checkpoint is damaged.
+    """
+    hashes = _hashes(options, items)
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    if not options.resume_from:
+        if metrics.exists():
+            raise ConfigError(
+                f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
+            )
+        return Earlier(hashes)
+    rows = metrics.rows()  # refuses a damaged file
+    checkpoint = files.find_checkpoint(options.resume_from, folder)
+    if checkpoint is None:
+        _refuse_lost_checkpoints(options, folder, rows)
+        if rows:
+            _compare(options, folder, hashes)
+        return Earlier(hashes)
+    verify(checkpoint)
+    epoch = read_numbers(checkpoint)["epoch"]
+    changed = _compare(options, checkpoint.parents[1], hashes)
+    if checkpoint.parents[1] == folder:
+        _warn_of_missing_rows(metrics.path, rows, epoch)
+    # Others, such as stopped_epoch_0002, have weights from the middle of an epoch.
+    is_own = checkpoint == folder / "checkpoints" / files.checkpoint_name(epoch)
+    return Earlier(
+        hashes=hashes,
+        checkpoint=checkpoint,
+        epoch=epoch,
+        same_evaluations=is_own and set(changed) <= set(_WITHOUT_EFFECT_ON_EVALUATIONS),
+    )
+
+
+def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, epoch: int) -> int:
+    """Bytes that the checkpoints will need which a run still writes, beyond those that it already has."""
+    # weights, average, two Adam moments and two saved adapters
+    size = 6 * 4 * num_weights
+    epochs_left = max(0, options.num_epochs - epoch)
+    to_write = 1 + (epochs_left // options.save_freq if options.save_freq else 0)
+    if epochs_left == 0 and epoch > 0:
+        to_write = 0
+    existing = len(files.list_checkpoints(folder / "checkpoints"))
+    # The next one is whole before the oldest is removed.
+    kept = max(0, options.num_checkpoint_limit - existing) + 1
+    return size * min(to_write, kept)
+
+
+def _refuse_lost_checkpoints(
+    options: RunOptions, folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """A ``ConfigError`` where epochs were trained and their checkpoints are gone; a warning where none was due yet.
+
+    A run makes the folder of its checkpoints when it starts.
+    """
+    epochs = max([row["epoch"] for row in rows if row["phase"] == "train"], default=0)
+    checkpoints = folder / "checkpoints"
+    was_due = epochs > options.save_freq > 0
+    if epochs and (was_due or not checkpoints.is_dir()):
+        raise ConfigError(
+            f"{folder / 'metrics.jsonl'} has {epochs} epochs, but {checkpoints} holds no checkpoint: put it back to "
+            "resume. To start from the beginning, choose another --config.run_name or remove metrics.jsonl"
+        )
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ConfigError(f"{checkpoints} is not a folder; remove it")
+    logger.warning("%s has no checkpoint, starting from the beginning", folder)
+
+
+def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: int) -> None:
+    trained = {row["epoch"] for row in rows if row["phase"] == "train"}
+    missing = [number for number in range(1, epoch + 1) if number not in trained]
+    if missing:
+        logger.warning(
+            "%s lacks %d of the %d epochs before the checkpoint, from epoch %d on: signs of collapse are compared "
+            "with the epochs that are left",
+            path,
+            len(missing),
+            epoch,
+            missing[0],
+        )
+
+
+def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> list[str]:
+    """Log the options that differ from those of the run in ``earlier``, refuse some; returns their names."""
+    changed = _changed_options(options, earlier / "config.yaml")
+    bound = [text for name, text in changed.items() if name in _BOUND]
+    plan = _saved_plan(earlier / "plan.json")
+    for what, option in _HASHES.items():
+        if plan.get(what, hashes[what]) != hashes[what]:
+            bound.append(f"config.{option} ({attrgetter(option)(options)} holds other {what})")
+    if bound and not options.resume_changed:
+        raise ConfigError(
+            f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True"
+        )
+    if plan.get("test_items", hashes["test_items"]) != hashes["test_items"]:
+        logger.warning(
+            "%s holds other test items than before: evaluations cannot be compared with earlier ones",
+            options.dataset,
+        )
+        return [*changed, "test items"]
+    return list(changed)
+
+
+def _changed_options(options: RunOptions, path: Path) -> dict[str, str]:
+    """Name → text of each option that differs from those in ``path``, the config.yaml of a run; all are logged."""
+    if not path.exists():
+        logger.warning("%s is missing: the options are not compared with the earlier ones", path)
+        return {"config.yaml": "missing"}
+    before = _saved_options(path)
+    changed = {}
+    for name in OPTIONS:
+        saved = attrgetter(name)(before)
+        now = attrgetter(name)(options)
+        if saved == now:
+            continue
+        changed[name] = f"config.{name} ({saved!r} -> {now!r})"
+        if name not in _UNIMPORTANT:
+            logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
+    return changed
+
+
+def _saved_options(path: Path) -> RunOptions:
+    """The options in a run's config.yaml. One that was cut off would be read as defaults."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        last_option = max(OPTIONS)
+        last_group = last_option.partition(".")[0]
+        if not isinstance(values, dict) or last_group not in values or not text.endswith("\n"):
+            raise ValueError("it is not whole")
+        return load_options(str(path))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise damaged(
+            path, error, "the options are then not compared with the earlier ones"
+        ) from error
+
+
+def _saved_plan(path: Path) -> dict[str, Any]:
+    """The plan.json of a run, empty if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise damaged(
+            path, error, "prompts and weights are then not compared with the earlier ones"
+        ) from error
+
+
+def damaged(path: Path, error: Exception, consequence: str) -> ConfigError:
+    """The error for a file of a run's folder that cannot be read and may be deleted."""
+    reason = " ".join(str(error).split())[:200]
+    return ConfigError(
+        f"{path} is damaged ({reason}). Put back a good copy, or delete it: {consequence}"
+    )
+
+
+def _hashes(options: RunOptions, items: Mapping[str, Sequence[Item]]) -> dict[str, str]:
+    return {
+        "prompts": _hash([item.prompt for item in items["train"]]),
+        "items": _hash([_content(item, options.dataset) for item in items["train"]]),
+        "test_items": _hash([_content(item, options.dataset) for item in items["test"]]),
+        "weights": _hash_weights(Path(options.pretrained.model).expanduser()),
+    }
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _content(item: Item, dataset: str) -> list[Any]:
+    """What training takes from an item; of reference images in files, their names and sizes."""
+    metadata = dict(item.metadata)
+    names = metadata.get("images", [metadata.get("image")])
+    sizes = []
+    if item.num_images and isinstance(names, list):
+        for name in names:
+            path = Path(dataset) / str(name)
+            sizes.append(path.stat().st_size if path.is_file() else None)
+    return [item.prompt, item.height, item.width, item.num_images, metadata, sizes]
+
+
+def _hash_weights(model: Path) -> str:
+    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which has no such files."""
+    digest = hashlib.sha256()
+    for file in sorted((model / "transformer").glob("*.safetensors")):
+        with file.open("rb") as content:
+            for part in range(16):
+                content.seek(file.stat().st_size * part // 16)
+                digest.update(content.read(4096))
+    return digest.hexdigest()[:16]
