@@ -71,7 +71,7 @@ def test_aggregation(recipes):
 
 def test_objective(recipes, tiny_flux_dir, tmp_path):
     options = tiny_options(
-        tiny_flux_dir, tmp_path, num_epochs=1, train__loss_type="my_objectives:reinforce"
+        tiny_flux_dir, tmp_path, num_epochs=1, train__loss_type="my_objectives:Reinforce"
     )
     run = train(options).run
     (row,) = rows_of(options, "train")

@@ -84,26 +84,42 @@ class log_tame_aggregate_fn:
             )
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        everything = {name: _concatenate(groups) for name, groups in grouped_rewards.items()}
-        with np.errstate(divide="ignore"):
-            cv = {
-                name: float(r.std() / abs(r.mean())) if r.std() else 0.0
-                for name, r in everything.items()
-            }
-        average = {"mean": np.mean, "median": np.median}.get(self.threshold)
-        limit = float(average(list(cv.values())) if average else self.threshold)
-        self.stats = {f"cv/{name}": value for name, value in cv.items()}
-        self.stats |= {f"log_tamed/{name}": float(value > limit) for name, value in cv.items()}
-        tamed = dict(grouped_rewards)
-        for name in [name for name, value in cv.items() if value > limit]:
-            if (least := everything[name].min()) <= -1:
-                raise ValueError(
-                    f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1"
-                )
-            tamed[name] = {key: np.log1p(values) for key, values in grouped_rewards[name].items()}
-        return weighted_sum(
-            dict.fromkeys(cv, 1.0) if self.reward_weights is None else self.reward_weights, **tamed
+        variations = {}
+        for name, groups in grouped_rewards.items():
+            variations[name] = _coefficient_of_variation(_concatenate(groups))
+        threshold = self.threshold
+        if threshold == "mean":
+            threshold = np.mean(list(variations.values()))
+        elif threshold == "median":
+            threshold = np.median(list(variations.values()))
+        self.stats = {}
+        tamed = {}
+        for name, groups in grouped_rewards.items():
+            is_tamed = variations[name] > threshold
+            self.stats[f"cv/{name}"] = variations[name]
+            self.stats[f"log_tamed/{name}"] = float(is_tamed)
+            tamed[name] = _log_tamed(name, groups) if is_tamed else groups
+        weights = self.reward_weights
+        if weights is None:
+            weights = dict.fromkeys(grouped_rewards, 1.0)
+        return weighted_sum(weights, **tamed)
+
+
+def _coefficient_of_variation(values: np.ndarray) -> float:
+    """std/|mean|; 0 where nothing varies."""
+    if values.std() == 0:
+        return 0.0
+    with np.errstate(divide="ignore"):
+        return float(values.std() / abs(values.mean()))
+
+
+def _log_tamed(name: str, groups: GroupedRewards) -> dict[str, np.ndarray]:
+    least = _concatenate(groups).min()
+    if least <= -1:
+        raise ValueError(
+            f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1"
         )
+    return {key: np.log1p(values) for key, values in groups.items()}
 
 
 @dataclass(eq=False)
@@ -146,13 +162,15 @@ def get_aggregate_fn(
         spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
         reward_weights, global_std: Of the run: defaults of the built-in functions that take them.
     """
-    found = _find(spec, reward_weights, global_std)
-    own = getattr(
-        found, "reward_weights", None
-    )  # checked here, because it is called only after an epoch's sampling
-    if own is not None and (lacking := [name for name in reward_weights or () if name not in own]):
-        raise ValueError(f"config.train.aggregate_fn: its reward_weights lack {', '.join(lacking)}")
-    return found
+    function = _find(spec, reward_weights, global_std)
+    # Checked here, because the function is called only after an epoch's sampling.
+    function_weights = getattr(function, "reward_weights", None)
+    if function_weights is not None:
+        lacking = [name for name in reward_weights or () if name not in function_weights]
+        if lacking:
+            names = ", ".join(lacking)
+            raise ValueError(f"config.train.aggregate_fn: its reward_weights lack {names}")
+    return function
 
 
 def _find(
@@ -160,18 +178,20 @@ def _find(
 ) -> AggregateFn | None:
     if spec is None or callable(spec):
         return spec
-    name, given = (spec.get("name"), spec.get("arguments", {})) if _is_table(spec) else (spec, {})
+    name, arguments = spec, {}
+    if _is_table(spec):
+        name, arguments = spec.get("name"), dict(spec.get("arguments", {}))
     place, _, function = str(name).rpartition(":")
     try:
         if name in FACTORIES:
-            run, known = (
-                {"reward_weights": reward_weights, "global_std": global_std},
-                _arguments(FACTORIES[name]),
-            )
-            return FACTORIES[name](
-                **{key: value for key, value in run.items() if key in known} | dict(given)
-            )
-        if given:
+            factory = FACTORIES[name]
+            defaults = {"reward_weights": reward_weights, "global_std": global_std}
+            known = _arguments(factory)
+            defaults = {
+                argument: value for argument, value in defaults.items() if argument in known
+            }
+            return factory(**defaults | arguments)
+        if arguments:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
         if name in MEANS:
             return MEANS[name]
@@ -197,24 +217,21 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
         return aggregate_fn
     factory = type(aggregate_fn)
     if factory in FACTORIES.values():
-        arguments = {argument: getattr(aggregate_fn, argument) for argument in _arguments(factory)}
-        plain = {
-            k: {name: float(w) for name, w in v.items()} if _is_table(v) else v
-            for k, v in arguments.items()
-        }
-        return {"name": factory.__name__, "arguments": plain}
-    name, module = (
-        getattr(aggregate_fn, "__qualname__", ""),
-        getattr(aggregate_fn, "__module__", None) or "",
-    )
+        arguments = {}
+        for argument in _arguments(factory):
+            value = getattr(aggregate_fn, argument)
+            if _is_table(value):
+                value = {name: float(weight) for name, weight in value.items()}
+            arguments[argument] = value
+        return {"name": factory.__name__, "arguments": arguments}
+    name = getattr(aggregate_fn, "__qualname__", "")
+    module = getattr(aggregate_fn, "__module__", None) or ""
     if MEANS.get(name) is aggregate_fn:
         return name
-    found = getattr(sys.modules.get(module), name, None) is aggregate_fn and not isinstance(
-        aggregate_fn, type
-    )
-    if found and PathFinder.find_spec(
-        module.partition(".")[0]
-    ):  # unlike a configuration file, loaded by its path
+    is_class = isinstance(aggregate_fn, type)
+    in_module = getattr(sys.modules.get(module), name, None) is aggregate_fn and not is_class
+    # A configuration file is loaded by its path, so its module cannot be imported by name.
+    if in_module and PathFinder.find_spec(module.partition(".")[0]):
         return f"{module}:{name}"
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
@@ -239,15 +256,16 @@ def _per_group(
 ) -> dict[str, np.ndarray]:
     """``function`` of each group's ``{reward: (n,) float64}``. Raises ValueError where a reward is below ``least``."""
     for name, groups in grouped.items():
-        if (smallest := _concatenate(groups).min()) < least:
+        smallest = _concatenate(groups).min()
+        if smallest < least:
             raise ValueError(
                 f"reward {name!r} reaches {smallest:g}, but this aggregation needs rewards ≥ {least:g}"
             )
-    keys = next(iter(grouped.values()))
-    return {
-        key: function({r: np.asarray(groups[key], np.float64) for r, groups in grouped.items()})
-        for key in keys
-    }
+    totals = {}
+    for key in next(iter(grouped.values())):
+        rewards = {name: np.asarray(groups[key], np.float64) for name, groups in grouped.items()}
+        totals[key] = function(rewards)
+    return totals
 
 
 def _concatenate(groups: GroupedRewards) -> np.ndarray:

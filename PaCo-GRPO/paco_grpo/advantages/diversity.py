@@ -17,15 +17,14 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
     ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each. Returns (n,) float64; 0
     for images in no group, and everywhere if all distances are 0.
     """
-    squared = [
-        cdist(unit, unit, "sqeuclidean")
-        for unit in (_unit(features[members]) for members in groups)
-    ]
-    pairs = (
-        np.concatenate([each[np.triu_indices(len(each), k=1)] for each in squared])
-        if groups
-        else np.zeros(0)
-    )
+    squared = []
+    pairs = [np.zeros(0)]
+    for members in groups:
+        unit = _unit(features[members])
+        distances = cdist(unit, unit, "sqeuclidean")
+        squared.append(distances)
+        pairs.append(distances[np.triu_indices(len(distances), k=1)])
+    pairs = np.concatenate(pairs)
     bonus = np.zeros(len(features))
     if not pairs.any():
         return bonus

@@ -57,12 +57,13 @@ def compute_advantages(
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
     item_ids = np.asarray(item_ids)
-    values = {name: np.array(array, np.float64) for name, array in rewards.items()}
-    missing = np.isnan(np.stack(list(values.values()))).any(axis=0)
+    scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
+    missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
     groups = _groups(item_ids, prompts, missing, per_prompt)
-    members_of = list(groups.values())
-    kept, advantages = np.zeros(len(item_ids), dtype=bool), np.zeros(len(item_ids))
-    kept[np.concatenate([np.array([], int), *members_of])] = True
+    members_of_groups = list(groups.values())
+    kept = np.zeros(len(item_ids), dtype=bool)
+    for members in members_of_groups:
+        kept[members] = True
     stats = {
         "missing_share": float(missing.mean()),
         "dropped_share": float(1 - kept.mean()),
@@ -70,38 +71,64 @@ def compute_advantages(
         "zero_std_share": 0.0,
         "mean_abs": 0.0,
     }
+    advantages = np.zeros(len(item_ids))
     if not groups:
         return AdvantageResult(advantages, kept, stats)
+
     if rank:
-        for members in members_of:
-            for v in values.values():
-                v[members] = (rankdata(v[members]) - 1) / (len(members) - 1)
-    grouped = {
-        name: {key: v[members] for key, members in groups.items()} for name, v in values.items()
-    }
+        scores = {name: _ranks(values, members_of_groups) for name, values in scores.items()}
     function = aggregate_fn or partial(weighted_sum, reward_weights)
-    totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
-    expected, got = ({key: each.shape for key, each in found.items()} for found in (groups, totals))
-    if got != expected or not all(np.isfinite(total).all() for total in totals.values()):
-        raise ValueError(
-            f"it must return one finite number for each image: arrays of the shapes {expected}, got {got}"
-        )
-    if entropy_bonus:
-        bonus = perceptual_entropy_bonus(features, members_of)
-        totals = {
-            key: totals[key] + entropy_bonus * bonus[members] for key, members in groups.items()
-        }
+    totals = _aggregate(function, scores, groups)
     is_advantage = getattr(function, "returns_advantages", False)
-    std = float(np.concatenate(list(totals.values())).std()) if global_std else None
+    if entropy_bonus:
+        bonus = entropy_bonus * perceptual_entropy_bonus(features, members_of_groups)
+        for key, members in groups.items():
+            group_bonus = bonus[members]
+            if is_advantage:  # nothing normalizes these, and a bonus is never negative
+                group_bonus = group_bonus - group_bonus.mean()
+            totals[key] = totals[key] + group_bonus
+    std = None
+    if global_std:
+        std = float(np.concatenate(list(totals.values())).std())
     for key, members in groups.items():
         advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
     if nearest_neighbor:
-        advantages *= np.where(advantages > 0, nearest_neighbor_factors(features, members_of), 1.0)
+        factors = nearest_neighbor_factors(features, members_of_groups)
+        advantages *= np.where(advantages > 0, factors, 1.0)
+
     # np.ptp, because the std of equal numbers can be a rounding error above 0
     stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))
     stats["mean_abs"] = float(np.abs(advantages[kept]).mean())
-    stats |= {name: float(value) for name, value in getattr(function, "stats", {}).items()}
+    for name, value in getattr(function, "stats", {}).items():
+        stats[name] = float(value)
     return AdvantageResult(advantages, kept, stats)
+
+
+def _ranks(values: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
+    """``values`` (n,) replaced by ranks within each group: 0 worst, 1 best, ties averaged."""
+    ranks = values.copy()
+    for members in groups:
+        ranks[members] = (rankdata(values[members]) - 1) / (len(members) - 1)
+    return ranks
+
+
+def _aggregate(
+    function: AggregateFn, scores: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Key of a group → what ``function`` makes of its rewards. Raises ValueError as ``compute_advantages``."""
+    grouped = {}
+    for name, values in scores.items():
+        grouped[name] = {key: values[members] for key, members in groups.items()}
+    totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
+    expected = {key: members.shape for key, members in groups.items()}
+    shapes = {key: total.shape for key, total in totals.items()}
+    finite = all(np.isfinite(total).all() for total in totals.values())
+    if shapes != expected or not finite:
+        raise ValueError(
+            "it must return one finite number for each image: "
+            f"arrays of the shapes {expected}, got {shapes}"
+        )
+    return totals
 
 
 def _groups(
@@ -113,14 +140,16 @@ def _groups(
     """
     items = list(dict.fromkeys(item_ids.tolist()))
     if not per_prompt or len(items) == len(item_ids):
-        found = [np.flatnonzero(~missing)]
-    else:
-        found = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
-    found = [members for members in found if len(members) >= 2]
-    if len(found) == 1 and len(set(item_ids[found[0]].tolist())) > 1:
-        return {"all": found[0]}
-    texts = [prompts[members[0]] for members in found]
-    return {
-        text if texts.count(text) == 1 else f"{text} [item {item_ids[members[0]]}]": members
-        for text, members in zip(texts, found, strict=True)
-    }
+        everything = np.flatnonzero(~missing)
+        if len(everything) < 2:
+            return {}
+        one_item = len(set(item_ids[everything].tolist())) == 1
+        return {prompts[everything[0]] if one_item else "all": everything}
+    groups = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
+    groups = [members for members in groups if len(members) >= 2]
+    texts = [prompts[members[0]] for members in groups]
+    keys = []
+    for text, members in zip(texts, groups, strict=True):
+        unique = texts.count(text) == 1
+        keys.append(text if unique else f"{text} [item {item_ids[members[0]]}]")
+    return dict(zip(keys, groups, strict=True))

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.advantages.features import GroupFeatures
 from paco_grpo.atomic import write_atomically
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
@@ -40,7 +41,6 @@ from paco_grpo.rewards.registry import (
     write_records,
 )
 from paco_grpo.training import checks
-from paco_grpo.training.features import GroupFeatures
 from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.training.resume import Earlier, find_earlier, space_for_checkpoints
 from paco_grpo.training.state import EMA, TrainState

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from paco_grpo.advantages import compute_advantages
+from paco_grpo.advantages.aggregation import weighted_advantage_sum_aggregate_fn
 from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
 
 RNG = np.random.default_rng(3)
@@ -65,5 +66,26 @@ def test_what_they_do_to_advantages():
         advantages(nearest_neighbor=True), np.where(plain > 0, plain * factors, plain)
     )
     total = scores + 0.3 * perceptual_entropy_bonus(FEATURES[:8], groups)
-    expected = np.concatenate([(t - t.mean()) / (t.std() + 1e-4) for t in np.split(total, 2)])
-    np.testing.assert_allclose(advantages(entropy_bonus=0.3), expected, rtol=1e-3)
+    expected = [(t - t.mean()) / max(t.std(), 1e-6) for t in np.split(total, 2)]
+    np.testing.assert_allclose(advantages(entropy_bonus=0.3), np.concatenate(expected), rtol=1e-12)
+
+
+@pytest.mark.parametrize("global_std", [False, True])
+def test_a_bonus_on_advantages_favors_no_group(global_std):
+    """The bonus is never negative, and nothing normalizes what such an aggregation returns."""
+    scores = {name: RNG.normal(size=8) for name in ("a", "b")}
+    weights = {"a": 1.0, "b": 0.5}
+    arguments = {
+        "item_ids": np.repeat([0, 1], 4),
+        "prompts": ["p"] * 4 + ["q"] * 4,
+        "reward_weights": weights,
+        "aggregate_fn": weighted_advantage_sum_aggregate_fn(weights, global_std),
+        "features": FEATURES[:8],
+    }
+    plain = compute_advantages(scores, **arguments).advantages
+    advantages = compute_advantages(scores, **arguments, entropy_bonus=0.5).advantages
+    bonus = 0.5 * perceptual_entropy_bonus(FEATURES[:8], [np.arange(4), np.arange(4, 8)])
+    for group in (slice(0, 4), slice(4, 8)):
+        assert advantages[group].mean() == pytest.approx(0, abs=1e-12)
+        change = advantages[group] - plain[group]
+        np.testing.assert_allclose(change, bonus[group] - bonus[group].mean(), atol=1e-12)

@@ -8,7 +8,7 @@ import torch
 from named import load as load_named
 from toy_policy import ToyPolicy, numpy_step, sample, set_group_weights
 
-from paco_grpo.objectives import OBJECTIVES, Step, get_objective
+from paco_grpo.objectives import OBJECTIVES, LossOutput, Step, get_objective
 from paco_grpo.options import TrainOptions
 from paco_grpo.sampling.denoise import step_noise
 
@@ -292,6 +292,19 @@ def test_decay_of_the_old_policy():
         assert snapshot.decay(0) == 0
         assert snapshot.decay(100) == pytest.approx(expected)
         assert snapshot.decay(10**6) == limit
+
+
+def by_hand(step, policy, train):
+    return LossOutput(step.advantages * train.nft_beta)
+
+
+def test_a_function_is_an_objective():
+    objective = get_objective(f"{__name__}:by_hand")(train_options())
+    step = Step(sample(ToyPolicy()), 0, torch.tensor(ADVANTAGES))
+    loss, metrics = objective.loss(step, ToyPolicy())
+    assert torch.equal(loss, 0.7 * step.advantages)
+    assert not metrics
+    assert objective.snapshots == ()
 
 
 def test_unknown_objectives():

@@ -8,10 +8,10 @@ from tiny_pipelines import save_clip
 from tiny_run import rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.advantages import compute_advantages
+from paco_grpo.advantages import features as features_module
 from paco_grpo.options import ConfigError
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.rewards.clip import ClipScore
-from paco_grpo.training import features as features_module
 from paco_grpo.training import trainer as trainer_module
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer

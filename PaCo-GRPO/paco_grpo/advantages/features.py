@@ -23,27 +23,32 @@ class GroupFeatures:
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
         """Take in the images of the samples ``numbers``; one that is None has NaN as features."""
-        present = [
-            (n, image) for n, image in zip(numbers, images, strict=True) if image is not None
-        ]
-        if self.clip is not None and present:
-            features = self.clip.images([image for _, image in present], len(present))
-            self._rows |= {
-                n: row.double().cpu().numpy() for (n, _), row in zip(present, features, strict=True)
-            }
+        if self.clip is None:
+            return
+        present = {n: image for n, image in zip(numbers, images, strict=True) if image is not None}
+        if not present:
+            return
+        features = self.clip.images(list(present.values()), len(present))
+        for number, row in zip(present, features, strict=True):
+            self._rows[number] = row.double().cpu().numpy()
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:
         """(total, d) float64 of all processes by global position, a collective operation; shorter rows end in 0.
 
         ``clean_latents`` are (1, N, C) of each sample of this process.
         """
-        rows, self._rows = self._rows, {}
+        local = self._rows
+        self._rows = {}
         if self.clip is None:
-            rows = {n: x.flatten().double().cpu().numpy() for n, x in enumerate(clean_latents)}
-        everyone = gather_object([rows])
-        width = max((len(row) for rows in everyone for row in rows.values()), default=0)
-        result = np.full((total, width), np.nan)
-        for rank, rows in enumerate(everyone):
+            for number, latents in enumerate(clean_latents):
+                local[number] = latents.flatten().double().cpu().numpy()
+        rows_of_processes = gather_object([local])
+        positions = {}
+        for rank, rows in enumerate(rows_of_processes):
             for number, row in rows.items():
-                result[rank + number * len(everyone)] = np.pad(row, (0, width - len(row)))
-        return result
+                positions[rank + number * len(rows_of_processes)] = row
+        width = max((len(row) for row in positions.values()), default=0)
+        features = np.full((total, width), np.nan)
+        for position, row in positions.items():
+            features[position] = np.pad(row, (0, width - len(row)))
+        return features
