@@ -19,6 +19,8 @@ CHAT_OPTIONS = {"enable_thinking": False}
 EDITING = ("editing_consistency", "editing_instruction")
 BETTER = ("better", "better_edit")
 EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditReward-Bench names them
+# What a shipped question about an edit is about.
+_ABOUT = {"editing_consistency": "consistency", "editing_instruction": "prompt_following"}
 IMAGE_FORMATS = ("png", "jpeg")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
 _KNOWN = (
@@ -31,6 +33,8 @@ _KNOWN = (
     "rows_s",
     "cols",
     "cols_s",
+    "question",
+    "verdict",
 )
 
 
@@ -55,13 +59,13 @@ class Question:
     def text(self, **values: str | int) -> str:
         """The template with ``values`` in place of its fields."""
         if "criterion" in values:
-            sentence = values["criterion"] = str(values["criterion"]).strip()
-            values["criterion_sentence"] = sentence + "." * (
-                not sentence.endswith((".", "!", "?", '"'))
-            )
-        values |= {
-            f"{name}_s": "s" * (values[name] > 1) for name in ("rows", "cols") if name in values
-        }
+            criterion = str(values["criterion"]).strip()
+            ends = criterion.endswith((".", "!", "?", '"'))
+            values["criterion"] = criterion
+            values["criterion_sentence"] = criterion if ends else f"{criterion}."
+        for name in ("rows", "cols"):
+            if name in values:
+                values[f"{name}_s"] = "s" if values[name] > 1 else ""
         return _FIELD.sub(lambda field: str(values[field[1]]), self.template)
 
     def texts(
@@ -75,13 +79,9 @@ class Question:
             return {"": (self.text(**values),)}
         asked = {}
         for dimension, named in criteria.items():
-            stated = [
-                criterion for criterion in (named or {}).values() if criterion and criterion.strip()
-            ]
+            stated = [text for text in (named or {}).values() if text and text.strip()]
             if stated:
-                asked[dimension] = tuple(
-                    self.text(criterion=criterion, **values) for criterion in stated
-                )
+                asked[dimension] = tuple(self.text(criterion=text, **values) for text in stated)
         if not asked:
             raise ValueError(
                 "the item has no criteria to ask about; use the theme question instead"
@@ -114,20 +114,27 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
 
 def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Question, ...]:
     """One question about an edit, or two: is the rest kept, is the instruction followed. Raises ValueError."""
-    named = (question,) if isinstance(question, str) else tuple(question)
-    if len(named) not in (1, 2):
+    names = (question,) if isinstance(question, str) else tuple(question)
+    if len(names) not in (1, 2):
         raise ValueError(
-            f"an edit is asked about with one or two questions, not {len(named)}: {', '.join(named)}"
+            f"an edit is asked about with one or two questions, not {len(names)}: {', '.join(names)}"
         )
-    return tuple(load_question(name, ("instruction",)) for name in named)
+    for name, expected in zip(names, EDITING, strict=False):
+        if len(names) == 2 and name in EDITING and name != expected:
+            raise ValueError(
+                f"{name} is in the place of {expected}: the first of two questions about an edit "
+                "asks whether the rest is kept, the second whether the instruction is followed"
+            )
+    return tuple(load_question(name, ("instruction",)) for name in names)
 
 
 def editing_texts(
     questions: Sequence[Question], instruction: str, dimension: str = "overall"
 ) -> dict[str, str]:
-    """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by the dimension that each is about.
+    """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by what each is about.
 
-    ``overall`` needs both; a single question decides every dimension. Raises ValueError.
+    ``overall`` needs both. A single question decides every dimension, and has its own name.
+    Raises ValueError.
     """
     if dimension not in EDIT_DIMENSIONS:
         raise ValueError(
@@ -135,13 +142,13 @@ def editing_texts(
         )
     if not instruction.strip():
         raise ValueError("the editing instruction is empty")
-    consistency, *following = (
-        question.text(instruction=instruction.strip()) for question in questions
-    )
-    if not following:
-        return {"consistency": consistency}
-    asked = {"prompt_following": following[0], "consistency": consistency}
-    return asked if dimension == "overall" else {dimension: asked[dimension]}
+    texts = [question.text(instruction=instruction.strip()) for question in questions]
+    if len(questions) == 1:
+        name = questions[0].name
+        return {_ABOUT.get(name, name): texts[0]}
+    consistency, following = texts
+    both = {"prompt_following": following, "consistency": consistency}
+    return both if dimension == "overall" else {dimension: both[dimension]}
 
 
 def theme_question(theme: str) -> str:
@@ -158,26 +165,22 @@ class RequestForm:
     answer_tokens: str = "exact"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("image_format", IMAGE_FORMATS),
-            ("answer_tokens", tuple(ANSWER_TOKENS)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}"
-                )
-        if (
-            self.image_labels
-            and "{n}" not in self.image_labels
-            and re.search(r"\d", self.image_labels)
-        ):
+        _check_choice("image_format", self.image_format, IMAGE_FORMATS)
+        _check_choice("answer_tokens", self.answer_tokens, ANSWER_TOKENS)
+        labels = self.image_labels or ""
+        if "{n}" not in labels and re.search(r"\d", labels):
             raise ValueError(
-                f"image_labels={self.image_labels!r}: write {{n}} for the number, as in '<img{{n}}>: '"
+                f"image_labels={labels!r}: write {{n}} for the number, as in '<img{{n}}>: '"
             )
 
     def label(self, number: int) -> str:
         """The text before image ``number``, counted from 1."""
         return (self.image_labels or "").replace("{n}", str(number))
+
+
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; known: {', '.join(choices)}")
 
 
 DEFAULT_FORM = RequestForm()
@@ -196,17 +199,20 @@ def add_form_arguments(parser: argparse._ActionsContainer) -> None:
 
 def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
     """The form that a command line states; ``defaults`` replace ours. Raises ValueError."""
-    stated = {field.name: getattr(options, field.name) for field in fields(RequestForm)}
-    return RequestForm(
-        **defaults | {name: value for name, value in stated.items() if value is not None}
-    )
+    values = dict(defaults)
+    for field in fields(RequestForm):
+        stated = getattr(options, field.name)
+        if stated is not None:
+            values[field.name] = stated
+    return RequestForm(**values)
 
 
 def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
     """What was asked, for the files of a run."""
-    asked = [
-        asdict(q) | {"sha256": hashlib.sha256(q.template.encode()).hexdigest()} for q in questions
-    ]
+    asked = []
+    for question in questions:
+        digest = hashlib.sha256(question.template.encode()).hexdigest()
+        asked.append(asdict(question) | {"sha256": digest})
     return {"questions": asked, **asdict(form)}
 
 
@@ -221,9 +227,9 @@ class Pair:
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        return tuple(
-            image for image in (self.image_a, self.image_b, *self.more_images) if image is not None
-        )
+        """All images, in the order in which they are shown."""
+        first = (self.image_a,) if self.image_b is None else (self.image_a, self.image_b)
+        return (*first, *self.more_images)
 
 
 def build_messages(

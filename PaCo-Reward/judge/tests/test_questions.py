@@ -37,7 +37,7 @@ def test_the_theme_question_is_the_published_wording():
 
 def test_the_wording_of_earlier_versions_is_unchanged():
     """Scores of other versions stay comparable: the SHA-256 of all templates they shipped but the published one."""
-    later = ("theme", "editing_instruction_several", "better", "better_edit")
+    later = ("theme", "editing_instruction_several", "better", "better_edit", "reason")
     others = "\n".join(text for name, text in sorted(shipped().items()) if name not in later)
     digest = "ed234ef5c14a515a2cecdf332c883d0281dd6391c0a5532a18cf6915a6435fa7"
     assert hashlib.sha256(others.encode()).hexdigest() == digest
@@ -45,6 +45,20 @@ def test_the_wording_of_earlier_versions_is_unchanged():
     assert asked.startswith(
         "Is this image a 1x3 grid, that is 1 row of 3 separate pictures of equal size"
     )
+
+
+def test_a_yes_to_the_question_of_the_win_rate_means_that_the_first_is_better():
+    """The reward counts it so. A hash of the file would not say what a change of it does."""
+    assert ". Is the first image better than the second, that is, does it" in shipped()["better"]
+    better_edit = shipped()["better_edit"]
+    assert ". Is the first of these two better than the second, that is, does it" in better_edit
+
+
+def test_the_other_wordings_of_this_version():
+    """Changing one changes scores, or what build-dataset asks: then say so in CHANGELOG."""
+    names = ("better", "better_edit", "editing_instruction_several", "reason")
+    digest = hashlib.sha256("\n".join(shipped()[name] for name in names).encode()).hexdigest()
+    assert digest == "882ab0a5d819dd5faa6c43e1dd3f120569b4c705cb3df2345f82a3619e20882e"
 
 
 def test_files_with_fields(template):
@@ -92,11 +106,28 @@ def test_editing_dimensions_ask_the_editing_questions(instruction):
     assert asked["prompt_following"]["prompt_following"] == questions[1].text(
         instruction=instruction.strip()
     )
-    alone = load_editing_questions("editing_instruction")
-    assert all(
-        editing_texts(alone, instruction, name) == editing_texts(alone, instruction)
-        for name in EDIT_DIMENSIONS
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [("editing_instruction", "prompt_following"), ("editing_consistency", "consistency")],
+)
+def test_a_single_editing_question_has_its_own_name_and_decides_every_dimension(name, about):
+    alone = load_editing_questions(name)
+    expected = {about: alone[0].text(instruction="make it red")}
+    for dimension in EDIT_DIMENSIONS:
+        assert editing_texts(alone, "make it red", dimension) == expected
+
+
+def test_a_users_single_question_is_named_as_its_file(template):
+    alone = load_editing_questions(template("Is it {instruction}?"))
+    assert editing_texts(alone, "red") == {"mine": "Is it red?"}
+
+
+def test_editing_questions_in_each_others_place_are_refused():
+    for names in (("editing_instruction", "editing_consistency"), ("editing_consistency",) * 2):
+        with pytest.raises(ValueError, match="in the place of"):
+            load_editing_questions(names)
 
 
 def test_messages_are_images_then_text_each_image_after_its_label():
