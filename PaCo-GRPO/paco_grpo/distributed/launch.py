@@ -52,7 +52,7 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
 
 
 class StopSignal:
-    """SIGTERM or SIGINT ask the run to save and exit at the next safe point."""
+    """SIGTERM, SIGINT or SIGHUP (a closed terminal) ask the run to save and exit at the next safe point."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -61,10 +61,10 @@ class StopSignal:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handlers are installed inside the block."""
-        before = {
-            number: signal.signal(number, self._handle)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
@@ -72,16 +72,11 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Launchers forward one Ctrl-C as several signals: only a later one means "now".
-        if (
-            self.received is not None
-            and number == signal.SIGINT
-            and time.monotonic() - self._time > 2
-        ):
-            raise KeyboardInterrupt
         if self.received is None:
-            self.received, self._time = number, time.monotonic()
-            logger.warning(
-                "%s received: saving and exiting at the next safe point",
-                signal.Signals(number).name,
-            )
+            self.received = number
+            self._time = time.monotonic()
+            name = signal.Signals(number).name
+            logger.warning("%s received: saving and exiting at the next safe point", name)
+        # Launchers forward one Ctrl-C as several signals: only a later one means "now".
+        elif number == signal.SIGINT and time.monotonic() - self._time > 2:
+            raise KeyboardInterrupt

@@ -2,6 +2,9 @@
 
 import itertools
 import logging
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +24,27 @@ ScoreRequest = tuple[list[Pair], Callable[[np.ndarray], Any]]
 logger = logging.getLogger(__name__)
 
 _FOLLOWED = "editing_instruction"
+_LOG_EVERY_S = 30.0
+
+
+class Failures:
+    """Logs questions without an answer, seldom: many calls of one image each fail at once when a judge is gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._logged = -math.inf
+
+    def add(self, errors: Sequence[str | None]) -> None:
+        """Count ``errors``; log the number since the last line, if that is long ago."""
+        with self._lock:
+            self._count += len(errors)
+            if time.monotonic() - self._logged < _LOG_EVERY_S:
+                return
+            count = self._count
+            self._count = 0
+            self._logged = time.monotonic()
+        logger.warning("%d questions have no score; the last one: %s", count, errors[-1])
 
 
 @dataclass(eq=False)
@@ -90,6 +114,7 @@ class JudgeReward(ServerReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.asked = self.load(self.question)
+        self.failures = Failures()
         self.record = record(self.asked, self.form())
 
     @classmethod
@@ -127,12 +152,7 @@ class JudgeReward(ServerReward):
         ]
         verdicts = self.client.score([question for questions, _ in asked for question in questions])
         if failed := [verdict.error for verdict in verdicts if not verdict.ok]:
-            logger.warning(
-                "%d of %d questions have no score; the first: %s",
-                len(failed),
-                len(verdicts),
-                failed[0],
-            )
+            self.failures.add(failed)
         answers = np.array(
             [verdict.p_yes for verdict in verdicts], dtype=np.float64
         )  # None becomes NaN
