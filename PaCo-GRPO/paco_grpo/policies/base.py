@@ -40,7 +40,6 @@ class Policy(ABC):
     offloads_text_encoders: bool = (
         False  # ``encode`` copies them to the device: encode many items at a time
     )
-    pipeline_setup: str = ""  # Python that gives the diffusers pipeline ``pipe`` the numbers of this policy, for model cards
 
     transformer: nn.Module  # compiled or sharded in place (FSDP2), never wrapped
     size_multiple: int  # heights and widths are multiples of this many pixels

@@ -3,8 +3,8 @@
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,11 @@ class DiffusersPolicy(Policy):
     linear_sigmas: ClassVar[bool] = (
         True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
     )
+    # Python for model cards: lines that give the plain pipeline ``pipe`` the numbers of this policy; lines that prepare
+    # the image ``reference`` for an edit of ``width`` x ``height`` pixels; arguments of the call that belong to it.
+    card_setup: str = ""
+    card_reference: ClassVar[str] = ""
+    card_arguments: ClassVar[Mapping[str, str]] = {"image": "reference"}
     guided: bool = False  # with true CFG: needs features of ``negative_prompt``
 
     def __init__(
@@ -367,6 +372,30 @@ class DiffusersPolicy(Policy):
             module.to(self.device)
         return Offloaded((), self.device)
 
+    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+        """What the plain pipeline needs to be told for this policy's images of ``item``, which has its size."""
+        return {
+            "prompt": item.prompt,
+            "height": item.height,
+            "width": item.width,
+            "max_sequence_length": self.max_sequence_length,
+            **self.guidance_arguments(),
+        }
+
+    def guidance_arguments(self) -> dict[str, Any]:
+        """Those of ``pipeline_arguments`` that set the guidance."""
+        return {"guidance_scale": self.guidance_scale}
+
+    @contextmanager
+    def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
+        """The plain pipeline, ready for ``pipeline_arguments`` of ``item``, inside the block."""
+        with self._offloaded_text.on_device(), self._offloaded_vae.on_device():
+            yield self.pipeline
+
+    def pipeline_latents(self, latents: torch.Tensor, item: Item) -> torch.Tensor:
+        """``latents`` (B, N, C) as the pipeline takes them."""
+        return latents
+
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of latent tokens."""
         if height % self.size_multiple or width % self.size_multiple:
@@ -389,6 +418,10 @@ class FlatLatents(DiffusersPolicy):
         return tokens.transpose(1, 2).unflatten(
             2, self._noise_shape(*self._grid(height, width))[1:]
         )
+
+    def pipeline_latents(self, latents: torch.Tensor, item: Item) -> torch.Tensor:
+        """As in ``DiffusersPolicy``."""
+        return self._unpack(latents, item.height, item.width)
 
 
 def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, format_input
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -20,13 +20,6 @@ from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Item
 
 _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this area
-
-
-def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
-    """``image`` at the smallest size in its shape that has at least these sides."""
-    scale = max(width / image.width, height / image.height)
-    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
-    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 class Flux2Policy(FlatLatents, ReferenceImagePolicy):
@@ -42,6 +35,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     needs_image = False
     several_images = True
     largest_reference = _MEGAPIXEL
+    card_reference = "reference = ImageOps.fit(reference, (width, height), Image.LANCZOS)"
     # The output layer is ``attn.to_out`` in single blocks and ``attn.to_out.0`` in double blocks.
     lora_targets = lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")) + (
         "attn.to_qkv_mlp_proj", "attn.to_out",
@@ -104,7 +98,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     def _resize(self, image: Image.Image, item: Item) -> Image.Image:
         height, width = self.reference_size(image, item)
         if self.has_its_shape(image, item):
-            return self._cropped(_covering(image, width, height), width, height)
+            return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
         scaled = self._scaled(image, item)
         if min(scaled) < self.size_multiple:
             raise ValueError(
@@ -112,11 +106,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
                 f"least {self.size_multiple} after it is scaled down (config.train.resolution)"
             )
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
-        return self._cropped(small, width, height)
-
-    def _cropped(self, image: Image.Image, width: int, height: int) -> Image.Image:
-        """The middle of ``image``, as the pipeline cuts it."""
-        return self.pipeline.image_processor._resize_and_crop(image, width=width, height=height)
+        return self.pipeline.image_processor._resize_and_crop(small, width=width, height=height)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
         return compute_empirical_mu(tokens, num_steps)
@@ -147,6 +137,14 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     pipeline_class = Flux2KleinPipeline
     family = "FLUX.2 Klein"
     default_negative = ""
+
+    def guidance_arguments(self) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``; the pipeline takes no negative prompt, but its features."""
+        arguments = {"guidance_scale": self.guidance_scale}
+        if self.guided and self.negative_prompt != self.default_negative:
+            (features,) = self._encode_text(self.negative_prompt)
+            arguments["negative_prompt_embeds"] = features[None]
+        return arguments
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:

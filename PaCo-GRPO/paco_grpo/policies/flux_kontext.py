@@ -1,11 +1,14 @@
 """FLUX.1-Kontext: edits a reference image, whose latents are appended to the generated ones as further tokens."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from diffusers import FluxKontextPipeline
 
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.reference_image import ReferenceImagePolicy
+from paco_grpo.types import Item
 
 
 class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
@@ -13,6 +16,20 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
 
     pipeline_class = FluxKontextPipeline
     family = "FLUX Kontext"
+    card_reference = "reference = reference.resize((width, height), Image.LANCZOS)"
+    # The pipeline alone would generate, and see the reference, at about a megapixel.
+    card_arguments: ClassVar[Mapping[str, str]] = {
+        "image": "reference",
+        "max_area": "width * height",
+        "_auto_resize": "False",
+    }
+
+    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``: without the pipeline's own resizing to about a megapixel."""
+        arguments = super().pipeline_arguments(item)
+        (reference,) = arguments["image"]
+        area = item.height * item.width
+        return arguments | {"image": reference, "max_area": area, "_auto_resize": False}
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline fits ``max_area``: both sides rounded, then down to the multiple (at least one)."""

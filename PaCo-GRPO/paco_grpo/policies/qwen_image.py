@@ -50,6 +50,10 @@ class QwenImagePolicy(TrueCfgPolicy):
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
 
+    def guidance_arguments(self) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``."""
+        return {"true_cfg_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
+
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         embeds, mask, _ = inputs.text

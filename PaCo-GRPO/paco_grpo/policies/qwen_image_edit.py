@@ -1,7 +1,9 @@
 """Qwen-Image-Edit: the vision-language text encoder sees the reference images, and their latents are further tokens."""
 
-import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, QwenImageEditPipeline
@@ -10,6 +12,7 @@ from PIL import Image
 
 from paco_grpo.policies.qwen_image import QwenImagePolicy
 from paco_grpo.policies.reference_image import Reference, ReferenceImagePolicy
+from paco_grpo.types import Item
 
 _ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
 
@@ -23,6 +26,17 @@ def mark_image_tokens(encoder, args, kwargs):
     return args, {"mm_token_type_ids": (ids == encoder.config.image_token_id).int(), **kwargs}
 
 
+# The same for a model card, where ``pipe`` is the pipeline.
+_MARK_IMAGE_TOKENS = """\
+# Image tokens get the positions that they had in training (diffusers 0.42 leaves them out).
+def mark_image_tokens(encoder, args, kwargs):
+    ids = kwargs["input_ids"]
+    return args, {"mm_token_type_ids": (ids == encoder.config.image_token_id).int(), **kwargs}
+
+pipe.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
+"""
+
+
 class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     """Qwen-Image-Edit and everything saved as a ``QwenImageEditPipeline``."""
 
@@ -30,6 +44,11 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     family = "Qwen-Image-Edit"
     text_sees_image = True
     cuts_text = False  # the pipeline encodes all of an instruction
+    card_reference = """\
+# The pipeline encodes the reference at about a megapixel; in training it had the size of the image.
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (width, height, None)
+"""
 
     def __init__(
         self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options
@@ -38,15 +57,41 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         self.size_step = _ROUNDED_TO
         if image_positions == "mrope":
             pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
-            self.pipeline_setup = (
-                f"{inspect.getsource(mark_image_tokens)}\n\n"
-                "pipe.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)"
-            )
+            self.card_setup = _MARK_IMAGE_TOKENS
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline sizes reference images: both sides to the nearest multiple of 32 pixels (at least one)."""
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
+
+    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``; with the references as they are, because the pipeline resizes them."""
+        images = [reference.original for reference in self._read(item)]
+        arguments = super().pipeline_arguments(item)
+        return arguments | {"image": images if self.several_images else images[0]}
+
+    @contextmanager
+    def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
+        """As in ``DiffusersPolicy``; the pipeline resizes references as this policy does, not to a megapixel."""
+        module = sys.modules[self.pipeline_class.__module__]
+        calculate = module.calculate_dimensions
+        sizes = {
+            image.width / image.height: self.reference_size(image, item)[::-1]
+            for image in item.images
+        }
+
+        def calculate_dimensions(area: float, aspect: float) -> tuple:
+            unchanged = calculate(area, aspect)
+            if area != 1024 * 1024:  # what the text encoder sees
+                return unchanged
+            return *sizes[aspect], *unchanged[2:]
+
+        module.calculate_dimensions = calculate_dimensions
+        try:
+            with super().whole_pipeline(item) as pipeline:
+                yield pipeline
+        finally:
+            module.calculate_dimensions = calculate
 
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         return [reference.image for reference in references]  # as the VAE

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -82,7 +82,9 @@ class ReferenceImagePolicy(DiffusersPolicy):
             width, height = item.images[self.shape_from].size
         size = self._nearest_size(resolution, width / height)
         if resolution**2 <= self.largest_reference:
-            while math.prod(size) > self.largest_reference:  # the reference could not have this size
+            while (
+                math.prod(size) > self.largest_reference
+            ):  # the reference could not have this size
                 resolution -= 1
                 size = self._nearest_size(resolution, width / height)
         return size
@@ -213,6 +215,11 @@ class ReferenceImagePolicy(DiffusersPolicy):
         pixels = self._vae_input(pixels.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         latents = self.pipeline._encode_vae_image(image=pixels, generator=None)
         return self._pack(latents)[0].to(self.dtype)
+
+    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``; with the references as they are encoded."""
+        images = [reference.image for reference in self._read(item)]
+        return super().pipeline_arguments(item) | {"image": images or None}
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pixels (1, 3, H, W) in the shape that the VAE takes."""

@@ -1,7 +1,7 @@
 """True classifier-free guidance: a forward with the prompt, and one with a negative prompt."""
 
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from diffusers import DiffusionPipeline
 
@@ -31,6 +31,10 @@ class TrueCfgPolicy(DiffusersPolicy):
             )  # fmt: skip
         if not given:
             self.negative_prompt = self.default_negative
+
+    def guidance_arguments(self) -> dict[str, Any]:
+        """As in ``DiffusersPolicy``."""
+        return {"guidance_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
 
     @classmethod
     def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:

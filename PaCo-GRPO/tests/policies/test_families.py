@@ -53,7 +53,7 @@ def pixels(policy, latents, item):
 def load_pipeline(policy, folder):
     pipe = policy.pipeline_class.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    exec(policy.pipeline_setup, {"pipe": pipe})  # noqa: S102 - as the model card says
+    exec(policy.card_setup, {"pipe": pipe})  # noqa: S102 - as the model card says
     return pipe
 
 

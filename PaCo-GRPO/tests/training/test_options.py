@@ -234,7 +234,7 @@ def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
             "toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes
         )
     )
-    assert run.state.policy.pipeline_setup
+    assert run.state.policy.card_setup
 
 
 def test_memory_precision_and_prompt_options(make, tmp_path):

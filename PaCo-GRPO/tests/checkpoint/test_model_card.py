@@ -1,0 +1,85 @@
+"""The model card of an adapter: its code runs, and gives the trainer's image."""
+
+import re
+
+import numpy as np
+import pytest
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from PIL import Image
+from tiny_policies import FAMILIES, draw, picture, trained
+
+from paco_grpo.checkpoint.model_card import add_check, write_model_card
+from paco_grpo.options import RunOptions
+from paco_grpo.options.schema import PretrainedOptions, TestOptions
+from paco_grpo.policies import lora
+from paco_grpo.types import Item
+
+SIDE = 64  # FLUX.2's pipelines take no smaller reference
+PROMPTS = {True: "make the sky red", False: "a red fox"}  # of the cards
+
+
+def options_for(name, folder):
+    return RunOptions(
+        pretrained=PretrainedOptions(model=str(folder)),
+        test=TestOptions(resolution=SIDE, num_steps=3),
+        prompt_fn="geneval_image" if FAMILIES[name].references else "geneval",
+        run_name="fox",
+    )
+
+
+def code_of(folder):
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code
+
+
+@pytest.fixture
+def unpatched(monkeypatch):
+    """Cards of Qwen editors change these."""
+    for module, name in (
+        (pipeline_qwenimage_edit, "calculate_dimensions"),
+        (pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "diffusers") for name in FAMILIES), ("flux", "adapter")]
+)
+def test_the_code_of_a_card_gives_the_trainers_image(
+    tiny_folder, tmp_path, monkeypatch, unpatched, name, kind
+):
+    """In float32 on the CPU, where the noise is the same."""
+    monkeypatch.chdir(tmp_path)
+    edits = FAMILIES[name].references > 0
+    options = {"max_sequence_length": 40}
+    if name == "flux2_klein":
+        options["negative_prompt"] = "blurred"  # the pipeline takes its features only
+    policy = trained(name, tiny_folder(name), **options)
+    folder = tmp_path / kind
+    save = lora.save_peft if kind == "adapter" else lora.save_diffusers
+    save(policy, folder)
+    write_model_card(folder, options_for(name, tiny_folder(name)), policy, epochs=2)
+    photo = picture(5, 2 * SIDE, 2 * SIDE)
+    photo.save("photo.png")
+
+    code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
+    exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
+
+    item = Item(0, PROMPTS[edits], image=photo if edits else None)
+    (ours,) = draw(policy, [item], [0], SIDE, SIDE, num_steps=3)
+    with Image.open("image.png") as image:
+        difference = np.asarray(image, np.int16) - np.asarray(ours, np.int16)
+    assert np.abs(difference).max() <= 1
+
+
+def test_a_card_says_what_was_checked_once(tiny_folder, tmp_path):
+    folder = tmp_path / "diffusers"
+    policy = trained("flux", tiny_folder("flux"))
+    lora.save_diffusers(policy, folder)
+    write_model_card(folder, options_for("flux", tiny_folder("flux")), policy, epochs=2)
+    before = (folder / "README.md").read_text()
+    add_check(folder, "first")
+    add_check(folder, "second")
+    text = (folder / "README.md").read_text()
+    assert "second" in text and "first" not in text
+    assert text.replace("## Check\n\nsecond\n\n", "") == before
