@@ -13,43 +13,17 @@ Resolution, steps and batch size are config.test.{resolution,num_steps,batch_siz
 """
 
 import argparse
-import json
 import logging
-import math
-import os
 import sys
-from collections import Counter, deque
 from pathlib import Path
-
-import numpy as np
-import torch
-
-from paco_grpo.data.prompts import common_fields, json_lines, read_reference, text_of
-from paco_grpo.evaluation.evaluate import test_batches, test_inputs
-from paco_grpo.evaluation.pictures import contact_sheet
-from paco_grpo.options import ConfigError, RunOptions, read_options
-from paco_grpo.policies import Policy
-from paco_grpo.policies.lora import add_lora
-from paco_grpo.rewards.registry import build_rewards, write_records
-from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import sample_images
-from paco_grpo.training.build import USER_ERRORS, apply_speed, find_adapter, load_generator
-from paco_grpo.training.checks import (
-    check_items,
-    check_writable,
-    require_promised_gpu,
-    text_length,
-    with_text_length,
-)
-from paco_grpo.types import Item
-from paco_judge.grid import parse_layout, split_image
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 done, 2 refused or failed with one message."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(__doc__)
+        return 0
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts-file", type=Path)
@@ -61,6 +35,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("generated"))
     own, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+    # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
+    from paco_grpo.commands.generate import generate, prepare, read_items
+    from paco_grpo.options import read_options
+    from paco_grpo.training.build import USER_ERRORS
+
     try:
         options, _ = read_options(rest)
         items = read_items(own.prompt, own.prompts_file, own.image)
@@ -83,123 +63,6 @@ def read_seeds(text: str) -> list[int]:
     if not seeds or not all(0 <= seed < 2**63 for seed in seeds):
         raise ValueError
     return seeds
-
-
-def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list[Item]:
-    """Items of prompts given one by one and in a file, with the images they edit."""
-    rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
-    if file is not None:
-        lines = json_lines(file) if file.suffix == ".jsonl" else None
-        rows += lines or [
-            (str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()
-        ]
-    if not rows:
-        raise ConfigError("nothing to generate: give --prompt TEXT or --prompts-file FILE")
-    if len(images) > 1 and len(images) != len(rows):
-        raise ConfigError(
-            f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each"
-        )
-    items = []
-    for number, (where, row) in enumerate(rows):
-        names = (
-            [images[number % len(images)].absolute()]
-            if images
-            else row.get("images") or [row.get("image")]
-        )
-        paths = [(file or Path()).parent / name for name in names if name]
-        first, *more = [read_reference(path, f"{where}: {path}") for path in paths] or [None]
-        items.append(
-            Item(
-                number,
-                *common_fields(row, where),
-                metadata=row,
-                image=first,
-                more_images=tuple(more),
-            )
-        )
-    return items
-
-
-def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> tuple:
-    """Check, and load the model with its adapter: options with the text length that applies, policy, judge or None."""
-    require_promised_gpu(os.environ)
-    check_items(options, {"given": items})
-    adapter, judge = find_adapter(own.adapter) if own.adapter else None, None
-    if own.best is not None and (own.best < 1 or not own.judge):
-        raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
-    if own.judge is not None:  # the configuration's own for this kind of model, but at this address
-        name = "consistency_for_editing" if items[0].num_images else "consistency_score"
-        kwargs = options.train.reward_fn_kwargs.get(name, {}) | {
-            "base_url": own.judge,
-            "host": None,
-            "port": None,
-        }
-        (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
-        judge.check_items(items)
-        judge.check()
-    options = with_text_length(options)
-    text_length(options, items)  # warns of prompts that will be truncated
-    check_writable(own.output, option="--output")
-    policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if adapter:
-        add_lora(policy, lora_path=adapter)
-    apply_speed(options, policy)
-    return options, policy, judge
-
-
-def generate(
-    options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace
-) -> int:
-    """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
-    items = [item for item, _ in wanted]
-    rows = [
-        {"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True}
-        for i, seed in wanted
-    ]
-    images: list = [None] * len(wanted)
-
-    def deliver(decoded: list, batch) -> None:
-        for i, image in zip(batch.numbers, decoded, strict=True):
-            if image is None:
-                raise ConfigError(
-                    f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision"
-                )
-            image.save(own.output / rows[i]["file"])
-            images[i] = image
-
-    batches = ((batch, False) for batch in test_batches(policy, items, options))
-    inputs = lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
-    deque(
-        sample_images(policy, batches, inputs, deliver, Sampling(options.test.num_steps)), maxlen=0
-    )
-    captions = []
-    if judge:
-        write_records({"judge": judge}, own.output)
-        scores, better = judge(images, items), Counter()
-        for i in np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable"):
-            better[items[i].item_id] += 1
-            rows[i]["kept"] = own.best is None or better[items[i].item_id] <= own.best
-        for row, score in zip(rows, scores.tolist(), strict=True):
-            row["judge"] = None if math.isnan(score) else score
-            shown = "–" if math.isnan(score) else f"{score:.3f}"
-            captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {shown}")
-        (own.output / "scores.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
-    for row, item, image in zip(rows, items, images, strict=True):
-        path = own.output / row["file"]
-        if not row["kept"]:
-            path.unlink()
-        elif own.panels and math.prod(layout := parse_layout(item.prompt)) > 1:
-            for number, panel in enumerate(split_image(image, *layout), 1):
-                panel.save(path.with_stem(f"{path.stem}_panel{number}"))
-    # An item without a reference image gets a blank place beside those that have one.
-    references = [
-        item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)
-    ]
-    edits = any(item.image is not None for item in items)
-    contact_sheet(images, captions, references if edits else ()).save(own.output / "sheet.png")
-    return sum(row["kept"] for row in rows)
 
 
 if __name__ == "__main__":

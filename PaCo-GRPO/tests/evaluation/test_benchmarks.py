@@ -8,6 +8,7 @@ from fakes import fake_judge
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import load_script, write_edits, write_prompts
 
+from paco_grpo.commands import evaluate
 from paco_grpo.evaluation import benchmarks
 from paco_grpo.evaluation.benchmarks import interval, markdown, summarize_prompts
 from paco_grpo.evaluation.pictures import read_rows
@@ -58,7 +59,7 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
     prompts, out = write_prompts(tmp_path / "t2is", train=0, test=4), tmp_path / "out"
     architecture, weights = save_open_clip(tmp_path / "open_clip")
     clip = save_clip(tmp_path / "clip")
-    evaluate = load_script("evaluate")
+    main = load_script("evaluate").main
     with fake_judge.FakeJudge() as judge:
         kwargs = {
             "consistency_score": {"base_url": judge.url},
@@ -70,12 +71,10 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
             "--output", str(out), f"--config.test.reward_fn_kwargs={kwargs!r}",
             "--config.max_sequence_length=0",  # as long as training would make it: the benchmark has no training prompts
         ]  # fmt: skip
-        sample, load, stop, loaded = (
-            evaluate.evaluate,
-            evaluate.load_generator,
-            iter([False, True]),
-            [],
-        )
+        sample = evaluate.evaluate
+        load = evaluate.load_generator
+        stop = iter([False, True])
+        loaded = []
         monkeypatch.setattr(
             evaluate, "load_generator", lambda *given: loaded.append(1) or load(*given)
         )
@@ -84,20 +83,18 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
                 evaluate, "evaluate", lambda *a, **k: sample(*a, **k) if not next(stop) else 1 / 0
             )
             with pytest.raises(ZeroDivisionError):
-                evaluate.main(command)
+                main(command)
         asked = len(judge.requests)
         made = {path: path.stat().st_mtime_ns for path in out.rglob("*.png") if path.stem.isdigit()}
         assert len(made) == 4 and asked and len(loaded) == 1  # one generator for both adapters
-        assert evaluate.main(command) == 0
+        assert main(command) == 0
         assert all(path.stat().st_mtime_ns == made[path] for path in made)
         for _ in range(2):  # the second time, nothing is left to do
             assert len(loaded) == 2 and len(judge.requests) == 2 * asked
-            assert evaluate.main(command) == 0
+            assert main(command) == 0
         printed = capsys.readouterr().out
         assert "## t2is" in printed and "| difference |" in printed
-        assert (
-            evaluate.main([*command, "--config.test.num_steps=3"]) == 2
-        )  # another command is not mixed in
+        assert main([*command, "--config.test.num_steps=3"]) == 2  # another command is not mixed in
         assert "another test: choose another --output" in capsys.readouterr().err
     found = json.loads((out / "t2is" / "results.json").read_text())
     assert set(found["results"]) == {str(checkpoint), "base", "difference"}
