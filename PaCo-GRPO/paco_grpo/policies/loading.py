@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub import snapshot_download
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.suggest import did_you_mean
+from paco_judge.hub import MissingWeights, hub_options, missing_weights
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {
@@ -106,9 +108,15 @@ def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
+    download = partial(snapshot_download, str(place), allow_patterns=list(patterns))
     try:
-        return Path(snapshot_download(str(place), allow_patterns=list(patterns)))
+        options = hub_options(place, ".gitattributes")  # a file that every repository has
+    except MissingWeights as error:
+        try:
+            return Path(download(local_files_only=True))
+        except (OSError, ValueError):
+            raise PolicyLoadError(f"{option}: {error}") from error
+    try:
+        return Path(download(**options))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are one or the other
-        raise PolicyLoadError(
-            f"{option}: there is no folder {folder.absolute()}, and {place} cannot be loaded from the hub: {error}"
-        ) from error
+        raise PolicyLoadError(f"{option}: {missing_weights(place, str(error))}") from error

@@ -3,12 +3,9 @@
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from unittest import mock
 
 import numpy as np
 import torch
-from httpx import HTTPError
-from huggingface_hub import constants, get_session
 from PIL import Image
 from torch.nn.functional import normalize
 
@@ -17,14 +14,14 @@ from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.grid import split_image, split_prompt
+from paco_judge.hub import MissingWeights, hub_options
 from paco_judge.weights import from_pretrained_strict
 
-PICKSCORE, PICKSCORE_PROCESSOR = (
-    "yuvalkirstain/PickScore_v1",
-    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-)
+PICKSCORE = "yuvalkirstain/PickScore_v1"
+PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
-OPEN_CLIP, OPEN_CLIP_WEIGHTS = "ViT-H-14", "laion2b_s32b_b79k"
+OPEN_CLIP = "ViT-H-14"
+OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 
 
 def download(load: Callable[[], object]) -> None:
@@ -36,13 +33,16 @@ def download(load: Callable[[], object]) -> None:
     print("the weights are in the cache")
 
 
-def _hub_is_away() -> bool:
-    """Ask the hub once; where it does not answer, its own downloads try again for minutes."""
+def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
+    """``load(local_files_only=…)``: from a folder or the cache, else from the hub, if it answers one request.
+
+    Raises:
+        MissingWeights: The hub cannot be asked, or does not have them.
+    """
     try:
-        get_session().head(constants.ENDPOINT, timeout=10.0)
-    except (OSError, HTTPError):
-        return True
-    return False
+        return load(local_files_only=True)
+    except OSError:
+        return load(**hub_options(name))
 
 
 class Clip:
@@ -67,13 +67,14 @@ class Clip:
         with self._lock:
             if self._model is None:
                 try:
-                    with mock.patch.object(constants, "HF_HUB_OFFLINE", _hub_is_away()):
-                        model = self.open()
-                except Exception as error:  # hub and network errors share no class
+                    model = self.open()
+                except MissingWeights as error:
                     raise RewardError(
-                        f"CLIP model {self.what} cannot be loaded ({type(error).__name__}: {error}). If its weights are "
-                        f"absent, run `{self.command}` where there is a network and copy its cache (HF_HOME), or set "
-                        "HF_ENDPOINT to a mirror"
+                        f"{error} For all that this reward needs: `{self.command}`"
+                    ) from error
+                except Exception as error:  # of transformers, open_clip and safetensors
+                    raise RewardError(
+                        f"CLIP model {self.what} cannot be loaded ({type(error).__name__}: {error})"
                     ) from error
                 self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
 
@@ -120,24 +121,23 @@ class ClipScore(Clip):
         dtype: str = "float32",
     ) -> None:
         super().__init__(device, dtype)
-        self.what, self.processor_name, self.scale, self.batch_size = (
-            model,
-            processor or model,
-            scale,
-            batch_size,
-        )
-        self.command = (
-            "python paco_grpo/rewards/pickscore_scores.py"
-            if model == PICKSCORE
-            else f"hf download {model}"
-        )
+        self.what = model
+        self.processor_name = processor or model
+        self.scale = scale
+        self.batch_size = batch_size
+        self.command = f"hf download {model}"
+        if model == PICKSCORE:
+            self.command = "python paco_grpo/rewards/pickscore_scores.py"
         self.check = self.load
 
     def open(self) -> torch.nn.Module:
         from transformers import CLIPModel, CLIPProcessor
 
-        self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-        return from_pretrained_strict(CLIPModel, self.what)
+        model = from_cache_or_hub(self.what, partial(from_pretrained_strict, CLIPModel, self.what))
+        self._processor = from_cache_or_hub(
+            self.processor_name, partial(CLIPProcessor.from_pretrained, self.processor_name)
+        )
+        return model
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
         pixels = self._processor(images=images, return_tensors="pt")["pixel_values"].to(
@@ -185,8 +185,16 @@ class OpenClip(Clip):
     def open(self) -> torch.nn.Module:
         import open_clip
 
-        options = {"pretrained": self.pretrained, "device": self.device}
-        model, _, self._preprocess = open_clip.create_model_and_transforms(self.name, **options)
+        tag = open_clip.get_pretrained_cfg(self.name, self.pretrained) if self.pretrained else {}
+        model, _, self._preprocess = open_clip.create_model_and_transforms(
+            self.name,
+            pretrained=_open_clip_file(tag) if tag else self.pretrained,
+            device=self.device,
+            image_mean=tag.get("mean"),
+            image_std=tag.get("std"),
+            image_interpolation=tag.get("interpolation"),
+            image_resize_mode=tag.get("resize_mode"),
+        )
         self._tokenize = open_clip.get_tokenizer(self.name)
         return model
 
@@ -196,6 +204,24 @@ class OpenClip(Clip):
 
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
         return self._model.encode_text(self._tokenize(texts).to(self.device))
+
+
+def _open_clip_file(tag: dict[str, str]) -> str:
+    """The weights that OpenCLIP has under a tag: from the cache, else from the hub, which is asked once without retries."""
+    import open_clip.pretrained
+    from huggingface_hub import try_to_load_from_cache
+    from open_clip.constants import HF_WEIGHTS_NAME
+
+    repository, _, file = tag.get("hf_hub", "").rpartition("/")
+    if repository:
+        file = file or HF_WEIGHTS_NAME
+        safe = open_clip.pretrained._get_safe_alternatives(file)
+        for name in (*safe, file):
+            cached = try_to_load_from_cache(repository, name)
+            if isinstance(cached, str):
+                return cached
+        hub_options(repository, "open_clip_config.json")
+    return open_clip.download_pretrained(tag)
 
 
 open_clip_model = cache(OpenClip)  # one for all rewards of a process
@@ -227,22 +253,17 @@ def _with_panels(clip: Clip, batch_size: int) -> Reward:
     """Mean cosine of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        grids = [split_prompt(item.prompt) for item in items]
-        cells = [
-            cell
-            for image, g in zip(images, grids, strict=True)
-            for cell in split_image(image, g.rows, g.cols)
-        ]
-        texts = [text for grid in grids for text in grid.panels]
-        cosines = (
-            (clip.images(cells, batch_size) * clip.texts(texts, batch_size))
-            .sum(dim=-1)
-            .double()
-            .cpu()
-            .numpy()
-        )
-        by_image = np.split(cosines, np.cumsum([len(grid.panels) for grid in grids])[:-1])
-        return np.array([part.mean() for part in by_image])
+        panels = []
+        texts = []
+        ends = []  # of each image's panels
+        for image, item in zip(images, items, strict=True):
+            grid = split_prompt(item.prompt)
+            panels += split_image(image, grid.rows, grid.cols)
+            texts += grid.panels
+            ends.append(len(texts))
+        features = clip.images(panels, batch_size)
+        cosines = (features * clip.texts(texts, batch_size)).sum(dim=-1).double().cpu().numpy()
+        return np.array([part.mean() for part in np.split(cosines, ends[:-1])])
 
     return score
 

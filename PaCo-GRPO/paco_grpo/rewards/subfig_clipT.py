@@ -4,6 +4,9 @@
 import sys
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(__doc__)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     del sys.path[0]  # this folder, whose modules would hide the standard library's
     from paco_grpo.rewards.clip import OPEN_CLIP, OPEN_CLIP_WEIGHTS, OpenClip, download
 

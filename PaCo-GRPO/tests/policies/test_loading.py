@@ -1,6 +1,7 @@
 """A model that cannot be loaded is an error that names the file or option."""
 
 import shutil
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from paco_grpo.policies import PolicyLoadError, load_policy
+from paco_grpo.policies.loading import local_folder
 
 
 def test_broken_index(tmp_path):
@@ -106,6 +108,30 @@ def test_every_file_of_a_sharded_transformer_must_be_whole(model):
 
 def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for offline in (True, False):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
+        )
+        started = time.monotonic()
+        with pytest.raises(PolicyLoadError) as caught:
+            load_policy("someone/something")
+        message = str(caught.value)
+        assert message.startswith("config.pretrained.model: the weights someone/something")
+        for remedy in ("hf download", "hf auth login", "local folder", "HF_ENDPOINT", "HF_HOME"):
+            assert remedy in message
+        assert len(message.splitlines()) == 1 and time.monotonic() - started < 5
+
+
+def test_what_is_cached_is_used_without_a_hub(monkeypatch, tmp_path):
+    root = tmp_path / "models--someone--something"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs/main").write_text("abc")
+    (root / "snapshots/abc").mkdir(parents=True)
+    (root / "snapshots/abc/model_index.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.model.*someone/something"):
-        load_policy("someone/something")
+    folder = local_folder("someone/something", "model_index.json", option="config.x")
+    assert folder == root / "snapshots/abc"
