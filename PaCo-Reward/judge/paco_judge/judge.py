@@ -1,0 +1,203 @@
+"""A judge as a few lines of Python need it.
+
+from paco_judge import Judge
+
+judge = Judge.from_pretrained("X-GenGroup/PaCo-Reward-7B")   # in this process, with transformers
+judge = Judge("http://127.0.0.1:8000")                       # or behind a server
+judge.score("a.png", "b.png", theme="one red fox in four seasons")              # P(Yes)
+judge.score_edit("before.png", "after.png", "make it blue")
+judge.explain("a.png", "b.png")                                                 # Yes or No, and why
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.images import load_image
+from paco_judge.questions import (
+    DEFAULT_FORM,
+    Pair,
+    RequestForm,
+    editing_texts,
+    load_editing_questions,
+    load_question,
+)
+from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, editing_score
+
+logger = logging.getLogger(__name__)
+
+LONGEST_ANSWER = 512  # tokens
+
+AnyImage = str | Path | Image.Image  # a file, an http(s) URL, or an image in memory
+
+
+class Judge:
+    """A judge behind a server, or with ``from_pretrained`` in this process.
+
+    Every method takes one pair of images, or lists of the same length; one image or text beside a
+    list counts for all of it. A score that cannot be had is None, and the log says why.
+
+    Args:
+        base_url: Address of an OpenAI-compatible server.
+        model: Name under which it serves the judge.
+        api_key: The server's key, if it has one.
+        form: How images and answers travel.
+        **options: See ``JudgeClient``.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        model: str = DEFAULT_MODEL,
+        *,
+        api_key: str | None = None,
+        form: RequestForm = DEFAULT_FORM,
+        **options: Any,
+    ) -> None:
+        client = JudgeClient(base_url, model, api_key=api_key, form=form, **options)
+        self.name = f"{client.model} at {client.base_url}"
+        self._client: JudgeClient | None = client
+        self._scorer: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        adapter: str | Path | None = None,
+        *,
+        batch_size: int = 32,
+        form: RequestForm = DEFAULT_FORM,
+    ) -> "Judge":
+        """Load a judge on the first GPU, or on the CPU. Needs ``paco-judge[scorer]``.
+
+        Args:
+            model: Folder or hub name.
+            adapter: Folder or hub name of a LoRA adapter for it.
+            batch_size: Pairs per forward pass.
+            form: How images and answers travel.
+
+        Raises:
+            OSError: The model or the adapter is missing.
+            ValueError: It is no judge, or its weights are damaged or do not fit.
+        """
+        from paco_judge.scorer import JudgeScorer
+
+        judge = cls.__new__(cls)
+        judge.name = f"{model} with {adapter}" if adapter else str(model)
+        judge._client = None
+        judge._scorer = JudgeScorer.from_pretrained(
+            model, adapter, batch_size=batch_size, form=form
+        )
+        return judge
+
+    def score(
+        self,
+        image_a: AnyImage | Sequence[AnyImage],
+        image_b: AnyImage | Sequence[AnyImage],
+        theme: str | Sequence[str] | None = None,
+    ) -> Any:
+        """P(Yes) to "are the two images consistent": a float, or a list of floats for lists.
+
+        ``theme``: what both images are about, such as the first sentence of a grid's prompt.
+        """
+        pairs, is_list = self._pairs(image_a, image_b, theme)
+        scores = [_value(verdict) for verdict in self.verdicts(pairs)]
+        return scores if is_list else scores[0]
+
+    def score_edit(
+        self,
+        source: AnyImage | Sequence[AnyImage],
+        edited: AnyImage | Sequence[AnyImage],
+        instruction: str | Sequence[str],
+    ) -> Any:
+        """sqrt(P(the rest is kept) · P(the instruction is followed)): a float, or a list of floats for lists."""
+        (sources, edits, instructions), is_list = _broadcast(source, edited, instruction)
+        images = _loaded([*sources, *edits])
+        questions = load_editing_questions()
+        pairs = []
+        for before, after, text in zip(sources, edits, instructions, strict=True):
+            for question in editing_texts(questions, text).values():
+                pairs.append(Pair(images[_key(before)], images[_key(after)], question))
+        verdicts = self.verdicts(pairs)
+        scores = []
+        for answers in zip(verdicts[::2], verdicts[1::2], strict=True):
+            for answer in answers:
+                _value(answer)  # says why there is none
+            scores.append(editing_score(*answers))
+        return scores if is_list else scores[0]
+
+    def explain(
+        self,
+        image_a: AnyImage | Sequence[AnyImage],
+        image_b: AnyImage | Sequence[AnyImage],
+        theme: str | Sequence[str] | None = None,
+        max_tokens: int = LONGEST_ANSWER,
+    ) -> Any:
+        """The judge's whole answer to ``score``'s question, which begins with Yes or No, or a list of answers."""
+        pairs, is_list = self._pairs(image_a, image_b, theme)
+        texts = [_text(answer) for answer in self.answers(pairs, max_tokens)]
+        return texts if is_list else texts[0]
+
+    def verdicts(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """P(Yes) to any questions about images, or the reason why there is none, in order."""
+        if self._client is not None:
+            return self._client.score(pairs)
+        # As many tokens count as a server reports, so that the same pairs have a score.
+        return self._scorer.score(pairs, top=TOP_LOGPROBS)
+
+    def answers(self, pairs: Sequence[Pair], max_tokens: int = LONGEST_ANSWER) -> list[Answer]:
+        """Whole answers to any questions about images, in order."""
+        if self._client is not None:
+            return self._client.generate(pairs, max_tokens)
+        return [Answer(text) for text in self._scorer.reasons(pairs, max_tokens)]
+
+    def _pairs(self, image_a: Any, image_b: Any, theme: Any) -> tuple[list[Pair], bool]:
+        (firsts, seconds, themes), is_list = _broadcast(image_a, image_b, theme)
+        images = _loaded([*firsts, *seconds])
+        pairs = []
+        for first, second, text in zip(firsts, seconds, themes, strict=True):
+            question = load_question("theme" if text else "pair").text(theme=text or "")
+            pairs.append(Pair(images[_key(first)], images[_key(second)], question))
+        return pairs, is_list
+
+
+def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
+    """The arguments as lists of one length, and whether one of them was a list. Raises ValueError."""
+    lengths = {len(value) for value in values if isinstance(value, (list, tuple))}
+    if len(lengths) > 1:
+        raise ValueError(f"lists of one length are needed, not of {sorted(lengths)}")
+    length = lengths.pop() if lengths else None
+    rows = []
+    for value in values:
+        is_list = isinstance(value, (list, tuple))
+        rows.append(list(value) if is_list else [value] * (1 if length is None else length))
+    return rows, length is not None
+
+
+def _key(image: AnyImage) -> str | int:
+    return id(image) if isinstance(image, Image.Image) else str(image)
+
+
+def _loaded(images: Sequence[AnyImage]) -> dict[str | int, Image.Image]:
+    """Each image once, by ``_key``. Raises UnreadableImage."""
+    loaded = {}
+    for image in images:
+        if _key(image) not in loaded:
+            loaded[_key(image)] = load_image(image)
+    return loaded
+
+
+def _value(verdict: Verdict) -> float | None:
+    if not verdict.ok:
+        logger.warning("no score: %s", verdict.error)
+    return verdict.p_yes
+
+
+def _text(answer: Answer) -> str | None:
+    if answer.error is not None:
+        logger.warning("no answer: %s", answer.error)
+    return answer.text

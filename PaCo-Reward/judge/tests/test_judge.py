@@ -1,0 +1,100 @@
+"""The class for a few lines of Python: in this process and behind a server."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import tiny_judge
+from fakes import fake_judge
+from PIL import Image
+
+from paco_judge import Judge
+from paco_judge.questions import (
+    Pair,
+    editing_texts,
+    load_editing_questions,
+    load_question,
+    theme_question,
+)
+from paco_judge.scorer import JudgeScorer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random judge whose most probable tokens are Yes and No."""
+    root = tmp_path_factory.mktemp("judge")
+    return tiny_judge.save_answering(tiny_judge.save_judge(root / "random"), root / "answering")
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for number, path in enumerate(paths):
+        tiny_judge.picture(number).save(path)
+    return paths
+
+
+def test_scores_in_this_process_are_the_scorers(folder, files):
+    judge, scorer = Judge.from_pretrained(folder), JudgeScorer.from_pretrained(folder)
+    first, second, third = (tiny_judge.picture(number) for number in range(3))
+
+    def expected(a, b, question):
+        return scorer.score([Pair(a, b, question)])[0].p_yes
+
+    with_theme = expected(first, second, theme_question("boats"))
+    without = expected(first, third, load_question("pair").text())
+    assert judge.score(files[0], str(files[1]), theme="boats") == pytest.approx(with_theme)
+    assert judge.score(files[0], third) == pytest.approx(without)
+    # One image and one theme beside a list count for all of it.
+    both = judge.score(first, [files[1], third], theme=["boats", None])
+    assert both == pytest.approx([with_theme, without])
+    texts = editing_texts(load_editing_questions(), "make it blue").values()
+    edit = math.sqrt(math.prod(expected(first, second, text) for text in texts))
+    assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edit)
+    edits = judge.score_edit(files[0], files[1:], "make it blue")
+    assert edits[0] == pytest.approx(edit) and len(edits) == 2
+    answer = judge.explain(files[0], files[1], theme="boats", max_tokens=4)
+    assert [answer] == scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
+    assert judge.name == str(folder)
+
+
+def respond(number, request):
+    if not request.get("logprobs"):
+        return 200, {"choices": [{"message": {"content": "Yes. Both."}}]}, {}
+    asks_about_cats = "cats" in request["messages"][0]["content"][-1]["text"]
+    return 200, fake_judge.answer(0.9 if asks_about_cats else 0.4), {}
+
+
+def test_scores_over_a_server(files):
+    with fake_judge.FakeJudge(respond, models=["mine"]) as server:
+        judge = Judge(server.url, model="mine")
+        assert judge.score(files[0], files[1], theme="cats") == pytest.approx(0.9)
+        assert judge.score(files[:2], files[1:]) == pytest.approx([0.4, 0.4])
+        assert judge.score_edit(files[0], files[1], "two cats") == pytest.approx(0.9)
+        assert judge.explain(files[0], files[1:], max_tokens=9) == ["Yes. Both."] * 2
+        assert judge.score([], []) == []
+        assert judge.name == f"mine at {server.url}"
+
+
+def test_what_cannot_be_scored_is_none_and_said(files, caplog):
+    with fake_judge.FakeJudge(lambda number, request: (400, {}, {})) as server:
+        judge = Judge(server.url)
+        assert judge.score(Image.new("RGB", (8, 8), "pink"), files[0]) is None
+        assert judge.score_edit(files[0], files[1], "to fail") is None
+        assert judge.explain(files[0], files[1]) is None
+    assert "no score" in caplog.text and "no answer" in caplog.text and "HTTP 400" in caplog.text
+
+
+def test_lists_of_different_lengths_are_an_error(files):
+    with pytest.raises(ValueError, match="one length"):
+        Judge().score(files, files[:2])
+
+
+def test_importing_the_package_loads_neither_torch_nor_the_client():
+    code = (
+        "import sys, paco_judge, paco_judge.questions; assert 'torch' not in sys.modules; "
+        "assert 'aiohttp' not in sys.modules; from paco_judge import Judge; "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
