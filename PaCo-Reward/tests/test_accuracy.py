@@ -54,6 +54,21 @@ def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(
     copy = shutil.copytree(data_dir, tmp_path / "copy")
     image = copy / pairs.rows[2][0].relative_to(data_dir)
     image.write_bytes(image.read_bytes()[:-40])
-    assert main([*arguments, "--dataset_dir", str(copy), "--output", "."]) == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["missing"] == 1 and "directory" in shown.err
+    assert main([*arguments, "--dataset_dir", str(copy)]) == 1
+    assert json.loads(capsys.readouterr().out)["missing"] == 1
+
+
+def test_a_file_that_cannot_be_written_is_found_before_the_judge_is_asked(
+    arguments, tmp_path, capsys
+):
+    for place in (str(tmp_path), "/proc/judge.json", str(tmp_path / "file" / "judge.json")):
+        (tmp_path / "file").touch()
+        assert main([*arguments, "--output", place]) == 1
+        shown = capsys.readouterr()
+        assert not shown.out and shown.err.startswith("error: ")
+
+
+def test_a_data_set_that_is_named_twice_counts_once(arguments, capsys):
+    assert main([*arguments, "--dataset", "held_out, held_out"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["n"] == 10 and "kinds" not in report

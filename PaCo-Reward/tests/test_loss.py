@@ -5,18 +5,16 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paco_reward import loss
-from paco_reward.loss import answer_positions_only, find_answers
+from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 
 
-def first_token_loss(logits, labels, *arguments, **options):
+def first_token_loss(logits, labels, weight, scheme="sequence", num_items=None):
     """The loss of logits (B, L, V) of all positions."""
-    return loss.first_token_loss(
-        logits[:, :-1][find_answers(labels).mask], labels, *arguments, **options
-    )
+    outputs = {"logits": logits[:, :-1][find_answers(labels).mask]}
+    return first_token_loss_func(outputs, labels, num_items, weight, scheme)
 
 
 def numpy_answers(logits, labels):
@@ -90,6 +88,7 @@ batches = st.builds(
 weights = st.floats(0, 1)
 
 
+@settings(max_examples=25)
 @given(batches, weights)
 def test_both_schemes_equal_numpy(batch, weight):
     for scheme, expected in (("sequence", numpy_sequence), ("released", numpy_released)):
@@ -97,6 +96,7 @@ def test_both_schemes_equal_numpy(batch, weight):
         assert loss.item() == pytest.approx(expected([batch], weight), abs=1e-6, rel=1e-6)
 
 
+@settings(max_examples=25)
 @given(st.lists(batches, min_size=2, max_size=4), weights)
 def test_accumulated_micro_batches_sum_to_the_loss_of_the_step(micro_batches, weight):
     """Micro-batches with different answer lengths and numbers of answers."""
@@ -143,7 +143,7 @@ def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(
     answers = find_answers(labels).mask
 
     def value(logits):
-        found = loss.first_token_loss(logits, labels, 0.1, scheme)
+        found = first_token_loss_func({"logits": logits}, labels, None, 0.1, scheme)
         return found, torch.autograd.grad(found, parameters)
 
     expected, gradients = value(model(input_ids=ids).logits[:, :-1][answers])

@@ -4,11 +4,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge.verdict import Verdict
+from paco_reward.loss import find_answers
 from paco_reward.metrics import (
+    AnswerStatistics,
+    answer_statistics,
     auc,
     expected_calibration_error,
     judge_metrics,
@@ -70,3 +74,37 @@ def test_metrics_of_evaluation_rows():
     whole = judge_metrics(SimpleNamespace(predictions=table))
     assert whole["accuracy"] == pytest.approx(1.75 / 4) and whole["first_token_accuracy"] == 0.5
     assert whole["judge_accuracy"] == pytest.approx(2 / 3) and whole["judge_auc"] == 1.0
+
+
+def test_answer_statistics():
+    """Against loops over one batch, left and right padded; of all logits, or of the answers'."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 8, generator=generator)
+    labels = torch.tensor(
+        [[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6]
+    )
+    found = answer_statistics((logits, None), labels, yes_id=5, no_id=6)
+    of_answers = logits[:, :-1][find_answers(labels).mask]
+    same = answer_statistics(of_answers, labels, yes_id=5, no_id=6)
+    assert torch.equal(same.nan_to_num(9), found.nan_to_num(9))
+    assert answer_statistics(of_answers[:0], labels[2:], yes_id=5, no_id=6).isnan().all()
+    for row, start, label in ((0, 2, 1.0), (1, 4, 0.0)):
+        guesses = logits[row].argmax(-1)
+        right = [float(guesses[t - 1] == labels[row, t]) for t in (start, start + 1)]
+        yes, no = logits[row, start - 1, [5, 6]].exp()
+        columns = AnswerStatistics(*found[row])
+        assert columns.token_accuracy == sum(right) / 2
+        assert columns.first_token_correct == right[0]
+        torch.testing.assert_close(columns.p_yes, yes / (yes + no))
+        assert columns.is_yes == label
+    assert found[2].isnan().all()
+
+
+def test_answer_statistics_of_packed_rows_describe_the_first_answer():
+    labels = torch.tensor([[-100, 6, 1, -100, 5, -100]])
+    logits = torch.zeros(1, 6, 8)
+    logits[0, 0, 6] = 2.0  # the first answer's first token: right
+    (row,) = answer_statistics(logits, labels, yes_id=5, no_id=6)
+    columns = AnswerStatistics(*row)
+    assert columns.token_accuracy == pytest.approx(1 / 3) and columns.first_token_correct == 1
+    assert columns.is_yes == 0 and columns.p_yes == pytest.approx(1 / (1 + np.exp(2)))

@@ -5,11 +5,12 @@ import importlib.metadata
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from training_tools import adapter, losses, run_processes, train_config
 
-from paco_reward import overlay
+from paco_reward import launch, overlay
 from paco_reward.errors import PacoRewardError
-from paco_reward.loss import find_answers
+from paco_reward.families import limit_images
 
 # Trains several configurations in one process: the first two with upstream alone.
 SEVERAL = """
@@ -46,28 +47,92 @@ def test_a_damaged_training_image_is_named(installed, tiny, tmp_path):
         )
 
 
-def test_answer_statistics(tiny):
-    """Against loops over one batch, left and right padded."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 6, 8, generator=generator)
-    labels = torch.tensor(
-        [[-100, -100, 5, 1, -100, -100], [-100, -100, -100, -100, 6, 2], [-100] * 6]
+def test_training_sees_the_pictures_that_the_judge_sees(installed, judge_dir, tiny, tmp_path):
+    """A turned photo as the upright one, and a transparent picture as on white."""
+    from llamafactory.data.mm_plugin import get_mm_plugin
+    from transformers import AutoProcessor
+
+    upright = tiny.picture(1, size=96).resize((96, 64))
+    pixels = np.asarray(upright)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a viewer turns it by 90 degrees
+    turned = Image.fromarray(np.rot90(pixels).copy())
+    turned.save(tmp_path / "turned.webp", exif=exif, lossless=True)
+    upright.save(tmp_path / "upright.png")
+
+    alpha = np.zeros((64, 96), dtype=np.uint8)
+    alpha[16:48] = 255
+    hole = Image.fromarray(np.dstack([pixels, alpha]))
+    hole.save(tmp_path / "hole.png")
+    white = np.where(alpha[..., None] == 255, pixels, 255).astype(np.uint8)
+    Image.fromarray(white).save(tmp_path / "white.png")
+
+    processor = AutoProcessor.from_pretrained(judge_dir)
+    limit_images(processor, 1 << 20)
+    plugin = get_mm_plugin("qwen2_vl", image_token="<|image_pad|>")
+
+    def inputs(name):
+        return plugin._get_mm_inputs([str(tmp_path / name)], [], [], processor)
+
+    for odd, plain in (("turned.webp", "upright.png"), ("hole.png", "white.png")):
+        assert torch.equal(inputs(odd)["image_grid_thw"], inputs(plain)["image_grid_thw"])
+        assert torch.equal(inputs(odd)["pixel_values"], inputs(plain)["pixel_values"])
+    assert not torch.equal(
+        inputs("hole.png")["pixel_values"], inputs("upright.png")["pixel_values"]
     )
-    found = overlay.answer_statistics((logits, None), labels, yes_id=5, no_id=6)
-    picked = logits[:, :-1][find_answers(labels).mask]
-    assert torch.equal(
-        overlay.answer_statistics(picked, labels, yes_id=5, no_id=6).nan_to_num(9),
-        found.nan_to_num(9),
-    )
-    assert overlay.answer_statistics(picked[:0], labels[2:], yes_id=5, no_id=6).isnan().all()
-    for row, start, label in ((0, 2, 1.0), (1, 4, 0.0)):
-        guesses = logits[row].argmax(-1)
-        right = [float(guesses[t - 1] == labels[row, t]) for t in (start, start + 1)]
-        yes, no = logits[row, start - 1, [5, 6]].exp()
-        torch.testing.assert_close(
-            found[row], torch.tensor([sum(right) / 2, right[0], yes / (yes + no), label])
-        )
-    assert found[2].isnan().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_examples_that_cutoff_len_would_cut_are_counted_and_refused(
+    packed, judge_dir, data_dir, tmp_path
+):
+    """Whole ones have 60 tokens and more."""
+    changes = {"packing": True, "neat_packing": True} if packed else {}
+    config = train_config(judge_dir, data_dir, tmp_path, first_token_weight=0.1, **changes)
+    with pytest.raises(PacoRewardError) as caught:
+        launch.train(config | {"cutoff_len": 40})
+    found = "an example is" if packed else "16 of 16 examples are"
+    limit = 39 if packed else 40  # LLaMA-Factory leaves room for the padding of a packed row
+    assert f"{found} longer than the {limit} tokens of cutoff_len" in str(caught.value)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_an_example_of_cutoff_len_tokens_is_not_cut(installed):
+    overlay._check_lengths([3, 40], 40)
+    with pytest.raises(PacoRewardError, match=r"1 of 2 examples .* up to 41"):
+        overlay._check_lengths([3, 41], 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [0.1, None])
+def test_a_frozen_tower_keeps_no_activations(
+    weight, judge_dir, data_dir, tmp_path, caplog, monkeypatch
+):
+    """What autograd stores in a step, with and without what memory.py does to the tower."""
+    stored = 0
+
+    def count(tensor):
+        nonlocal stored
+        stored += tensor.numel()
+        return tensor
+
+    def numbers_stored(name):
+        nonlocal stored
+        stored = 0
+        config = train_config(judge_dir, data_dir, tmp_path / name, first_token_weight=weight)
+        config |= {"freeze_vision_tower": True, "lora_target": "q_proj", "max_steps": 1}
+        config |= {"disable_gradient_checkpointing": False}
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            launch.train(config)
+        return stored
+
+    caplog.set_level("INFO", "paco_reward")
+    ours = numbers_stored("ours")
+    assert "the vision tower is frozen" in caplog.text
+    monkeypatch.setattr(overlay, "compute_frozen_towers_without_gradients", lambda model: None)
+    plain = numbers_stored("plain")
+    # Each of 256 patches, of 8 pairs, passes layers of 64 numbers.
+    assert plain - ours > 256 * 64
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from paco_judge.client import JudgeError
 from paco_reward import demo, score
-from paco_reward.errors import PacoRewardError
+from paco_reward.errors import TRAINING_ERRORS, cleaning_up_on_sigterm, report_errors
+from paco_reward.output import check_writable
 from paco_reward.pairing import command as build_command
 
 
@@ -19,16 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_reward").setLevel(logging.INFO)
-    try:
-        return args.command(args)
-    except (ValueError, OSError, JudgeError) as error:
-        if args.command is _train and not isinstance(error, (PacoRewardError, OSError)):
-            raise  # from inside LLaMA-Factory: the traceback helps
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
+    errors = (ValueError, OSError, SafetensorError, JudgeError)
+    if args.command is _train:
+        errors = TRAINING_ERRORS
+    return report_errors(lambda: args.command(args), errors)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     score.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
-    text = "name in dataset_info.json; several, with commas, are also reported each"
-    accuracy.add_argument("--dataset", required=True, help=text)
+    accuracy.add_argument(
+        "--dataset",
+        required=True,
+        help="name in dataset_info.json; several, with commas, are also reported each",
+    )
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
     accuracy.set_defaults(command=_accuracy)
     build_command.add_parser(commands)
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     from paco_reward.launch import run
 
-    return run(args.config, args.overrides, dict(os.environ))
+    with cleaning_up_on_sigterm():
+        return run(args.config, args.overrides, dict(os.environ))
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -76,10 +78,10 @@ def _export(args: argparse.Namespace) -> int:
     from paco_reward.export import export
 
     silence_transformers()
-    largest = export(args.base, args.adapter, args.output)
-    print(
-        f"merged model: {args.output}\nlargest score difference before/after on 100 pairs of images: {largest:.2e}"
-    )
+    with cleaning_up_on_sigterm():
+        largest = export(args.base, args.adapter, args.output)
+    print(f"merged model: {args.output}")
+    print(f"largest score difference before/after on 100 pairs of images: {largest:.2e}")
     return 0
 
 
@@ -88,20 +90,22 @@ def _accuracy(args: argparse.Namespace) -> int:
     from paco_reward.datasets import FilePairs, labeled_pairs
     from paco_reward.metrics import measure
 
-    rows, labels, kinds = [], [], []
-    for name in args.dataset.split(","):
-        own = labeled_pairs(args.dataset_dir, name, form_of(args))
-        rows, labels, kinds = (
-            [*rows, *own[0].rows],
-            [*labels, *own[1]],
-            [*kinds, *[name] * len(own[1])],
-        )
+    if args.output:
+        check_writable(Path(args.output))
+    rows: list = []
+    labels: list[bool] = []
+    kinds: list[str] = []
+    names = [name.strip() for name in args.dataset.split(",")]
+    for name in dict.fromkeys(names):  # each once
+        pairs, pair_labels = labeled_pairs(args.dataset_dir, name, form_of(args))
+        rows += pairs.rows
+        labels += pair_labels
+        kinds += [name] * len(pair_labels)
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
     report |= measure(score.load_judge(args), FilePairs(rows), labels, kinds)
     text = json.dumps(report, indent=2)
-    print(text, flush=True)  # first: the file may not be writable
+    print(text, flush=True)  # first: the disk may be full by now
     if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output).write_text(text + "\n", encoding="utf-8")
     return 0 if report["missing"] == 0 else 1
 

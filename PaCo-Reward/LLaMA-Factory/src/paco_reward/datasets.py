@@ -1,22 +1,25 @@
 """Local ShareGPT data sets, read as LLaMA-Factory reads them."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_judge.client import Pair
 from paco_judge.images import load_image
 from paco_judge.json_io import DamagedJson, lines, parse
-from paco_judge.questions import DEFAULT_FORM, RequestForm
+from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
+from paco_judge.verdict import verdict_of
 from paco_reward.errors import PacoRewardError
 
 TAG = "<image>"
-RESERVED = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-)  # stand for images in the models; in a text they end the training
+# They stand for images in the models; in a text they would end the training.
+RESERVED = ("<|image_pad|>", "<|video_pad|>")
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
+UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
+ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,99 +32,153 @@ class Example:
     images: tuple[Path, ...]
 
     @property
-    def labeled(self) -> bool:
-        return self.answer.startswith(("Yes", "No"))
+    def label(self) -> bool | None:
+        """Whether the answer begins with Yes (True) or No (False); None: with neither."""
+        return verdict_of(self.answer)
 
 
 def load_examples(
     dataset_dir: str | Path, name: str, media_dir: str | Path | None = None
 ) -> list[Example] | None:
-    """All rows of a local ShareGPT data set (json or jsonl); None if it is another, which only LLaMA-Factory reads.
+    """All rows of a local ShareGPT data set (json or jsonl); None: only LLaMA-Factory reads it.
 
-    Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists, else used as they are.
-    Raises PacoRewardError, naming a file or a row that training could not use.
+    Image paths are relative to ``media_dir`` (default: ``dataset_dir``) where such a file exists,
+    else used as they are.
+
+    Raises:
+        PacoRewardError: Names a file or a row that training could not use.
     """
     folder = Path(dataset_dir)
-    index = folder / "dataset_info.json"
-    if not index.is_file():
-        hint = f"; download it: {DOWNLOAD}" if folder.name == "PaCo-Dataset" else ""
-        raise PacoRewardError(f"{index} does not exist{hint}")
-    infos = _read_json(index)
-    if name not in infos:
-        raise PacoRewardError(
-            f"dataset {name} is not in {index}; known: {', '.join(sorted(infos))}"
-        )
-    info, examples = infos[name], []
+    info = _read_info(folder, name)
     file = folder / info.get("file_name", "")
     if file.suffix not in (".json", ".jsonl") or info.get("formatting") != "sharegpt":
         return None
+    media = Path(media_dir or folder)
+    examples = []
     for number, row in enumerate(_read_json(file)):
+        place = f"{name} row {number}"
         try:
-            examples.append(_example(row, f"{name} row {number}", info, Path(media_dir or folder)))
+            examples.append(_example(row, place, info, media))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PacoRewardError(
-                f"dataset {name} row {number}: {type(error).__name__}: {error}"
-            ) from error
+            raise PacoRewardError(f"dataset {place}: {type(error).__name__}: {error}") from error
     if not examples:
         raise PacoRewardError(f"dataset {name}: {file} holds no rows")
     return examples
 
 
+def _read_info(folder: Path, name: str) -> dict[str, Any]:
+    """What ``dataset_info.json`` says about a data set."""
+    index = folder / "dataset_info.json"
+    if not index.is_file():
+        hint = f"; download it: {DOWNLOAD}" if folder.name == "PaCo-Dataset" else ""
+        raise PacoRewardError(f"{index} does not exist{hint}")
+    infos = _read_json(index)
+    if not isinstance(infos, dict):
+        raise PacoRewardError(f"{index} is not an object of data sets by name")
+    if name not in infos:
+        known = ", ".join(sorted(infos))
+        raise PacoRewardError(f"dataset {name} is not in {index}; known: {known}")
+    info = infos[name]
+    are_objects = isinstance(info, dict) and all(
+        isinstance(info.get(key, {}), dict) for key in ("columns", "tags")
+    )
+    if not are_objects or not isinstance(info.get("file_name", ""), str):
+        raise PacoRewardError(
+            f"dataset {name} in {index} must be an object with file_name, columns and tags"
+        )
+    return info
+
+
 def _read_json(file: Path) -> Any:
     try:
-        return (
-            [parse(line) for _, line in lines(file)]
-            if file.suffix == ".jsonl"
-            else parse(file.read_bytes())
-        )
+        if file.suffix == ".jsonl":
+            return [parse(line) for _, line in lines(file)]
+        return parse(file.read_bytes())
     except DamagedJson as error:
         raise PacoRewardError(f"{file} cannot be read: {error}") from error
 
 
 def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example:
-    columns, tags = info.get("columns", {}), info.get("tags", {})
-    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-    texts = [
-        (message[role], message[content])
-        for message in row[columns.get("messages", "conversations")]
-    ]
-    images = row[columns["images"]] if "images" in columns else []
-    files = images if isinstance(images, list) else [images]
-    if held := [token for token in RESERVED if any(token in text for _, text in texts)]:
-        raise ValueError(
-            f"a text holds {held[0]}, which stands for an image in the model; remove it"
-        )
-    prompt = "\n".join(text for who, text in texts if who == tags.get("user_tag", "human"))
-    answers = [text for who, text in texts if who == tags.get("assistant_tag", "gpt")]
+    columns = info.get("columns", {})
+    tags = info.get("tags", {})
+    role_tag = tags.get("role_tag", "from")
+    content_tag = tags.get("content_tag", "value")
+    prompts: list[str] = []
+    answers: list[str] = []
+    for message in row[columns.get("messages", "conversations")]:
+        text = message[content_tag]
+        for token in RESERVED:
+            if token in text:
+                raise ValueError(
+                    f"a text holds {token}, which stands for an image in the model; remove it"
+                )
+        if message[role_tag] == tags.get("user_tag", "human"):
+            prompts.append(text)
+        elif message[role_tag] == tags.get("assistant_tag", "gpt"):
+            answers.append(text)
+    prompt = "\n".join(prompts)
     if not answers or not prompt:
         raise ValueError(
             "needs a message of the user and one of the assistant; see tags in dataset_info.json"
         )
-    paths = tuple(media / file if (media / file).is_file() else Path(file) for file in files)
-    return Example(place, prompt, answers[-1], paths)
+    images = row[columns["images"]] if "images" in columns else []
+    paths = []
+    for image in images if isinstance(images, list) else [images]:
+        file = media / image
+        paths.append(file if file.is_file() else Path(image))
+    num_tags = prompt.count(TAG)
+    if num_tags != len(paths):
+        raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
+    return Example(place, prompt, answers[-1], tuple(paths))
 
 
 def check_data(config: dict[str, Any]) -> None:
-    """Raise PacoRewardError if a training configuration names unusable data or a missing image; warn of other labels."""
+    """Look through a training configuration's data before anything is loaded.
+
+    Warns of answers that are no labels.
+
+    Raises:
+        PacoRewardError: A data set is unusable, or images are missing.
+    """
+    folder = config.get("dataset_dir", "data")
+    media = config.get("media_dir") or folder
     for key in ("dataset", "eval_dataset"):
         names = config.get(key) or []
-        for name in names.split(",") if isinstance(names, str) else names:
-            examples = (
-                load_examples(
-                    config.get("dataset_dir", "data"), name.strip(), config.get("media_dir")
+        if isinstance(names, str):
+            names = names.split(",")
+        for name in names:
+            examples = load_examples(folder, name.strip(), media) or []
+            _check_images(examples, Path(media))
+            unlabeled = [example for example in examples if example.label is None]
+            if unlabeled:
+                first = unlabeled[0]
+                logger.warning(
+                    "%d answers begin with neither Yes nor No, which the judge is asked for: "
+                    "%s, %r …",
+                    len(unlabeled),
+                    first.place,
+                    first.answer[:40],
                 )
-                or []
-            )
-            if missing := [
-                (file, e.place) for e in examples for file in e.images if not file.is_file()
-            ]:
-                raise PacoRewardError(
-                    f"{len(missing)} images do not exist, first: {missing[0][0]} ({missing[0][1]})"
-                )
-            if odd := [f"{e.place}, {e.answer[:40]!r}" for e in examples if not e.labeled]:
-                print(
-                    f"WARNING: {len(odd)} answers begin with neither Yes nor No, which the judge is asked for: {odd[0]} …"
-                )
+
+
+def _check_images(examples: Sequence[Example], folder: Path) -> None:
+    missing = []
+    for example in examples:
+        missing += [(file, example.place) for file in example.images if not file.is_file()]
+    if not missing:
+        return
+    file, place = missing[0]
+    raise PacoRewardError(
+        f"{len(missing)} images do not exist, first: {file} ({place}){_unpack_hint(folder)}"
+    )
+
+
+def _unpack_hint(folder: Path) -> str:
+    """What to do if the images of a data set lie in archives in its folder."""
+    if (folder / UNPACK).is_file():
+        return f"; unpack the images once: cd {folder} && bash {UNPACK}"
+    archives = [file for file in sorted(folder.glob("**/*")) if set(file.suffixes) & set(ARCHIVES)]
+    return f"; unpack the archives in {folder}, such as {archives[0].name}" if archives else ""
 
 
 def pair_prefix(form: RequestForm) -> str:
@@ -146,19 +203,26 @@ class FilePairs(Sequence[Pair]):
 def labeled_pairs(
     dataset_dir: str | Path, dataset: str, form: RequestForm = DEFAULT_FORM
 ) -> tuple[FilePairs, list[bool]]:
-    """Pairs of a local data set, and whether their answer begins with Yes. Raises PacoRewardError."""
-    prefix, rows, labels = pair_prefix(form), [], []
+    """Pairs of a local data set, and whether their answer begins with Yes.
+
+    Raises:
+        PacoRewardError: It is no local ShareGPT file, or a row is no labeled pair.
+    """
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
         raise PacoRewardError(
             f"dataset {dataset} is not a local ShareGPT file; download it and set file_name"
         )
+    prefix = pair_prefix(form)
+    rows: list[tuple[Path, Path, str]] = []
+    labels: list[bool] = []
     for example in examples:
-        if len(example.images) != 2 or not example.prompt.startswith(prefix) or not example.labeled:
+        is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
+        if not is_pair or example.label is None:
             raise PacoRewardError(
-                f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images (see --image_labels), and "
-                "its answer begins with Yes or No"
+                f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
+                "(see --image_labels), and its answer begins with Yes or No"
             )
         rows.append((*example.images, example.prompt.removeprefix(prefix)))
-        labels.append(example.answer.startswith("Yes"))
+        labels.append(example.label)
     return FilePairs(rows), labels

@@ -1,13 +1,16 @@
-"""What depends on the family of the base model: LLaMA-Factory's template, and how large the judge sees images.
+"""What depends on the family of the base model: the template, and how large the judge sees images.
 
-LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, but servers have the processor
-alone. Here the processor gets that limit, so that training, exports and servers resize once, alike.
+LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, but servers
+have the processor alone. Here the processor gets that limit, so that training, exports and servers
+resize once, alike.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from paco_judge.hub import hub_options
 from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
 from paco_reward.errors import PacoRewardError
@@ -17,63 +20,76 @@ TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5"
 _NO_LIMIT = 1 << 60
 
 
+def model_type_of(config: dict[str, Any]) -> str | None:
+    """The ``model_type`` of a configuration's model; None if it comes from another hub.
+
+    Raises:
+        MissingWeights: There is no such folder, and the hub has no such model.
+    """
+    from transformers import PretrainedConfig
+
+    model = config["model_name_or_path"]
+    other_hubs = ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB")  # LLaMA-Factory's variables
+    if not Path(model).is_dir() and any(os.environ.get(name) for name in other_hubs):
+        return None
+    settings, _ = PretrainedConfig.get_config_dict(model, **hub_options(model))
+    return settings.get("model_type")
+
+
 def with_template(config: dict[str, Any]) -> dict[str, Any]:
-    """The training configuration without thinking, and with the template of its model unless it names one."""
+    """The configuration without thinking, and with its model's template unless it names one."""
     config = CHAT_OPTIONS | config
     if config.get("template"):
         return config
-    from transformers import PretrainedConfig
-
-    model = config.get("model_name_or_path")
-    model_type = PretrainedConfig.get_config_dict(model)[0].get("model_type")
+    model_type = model_type_of(config)
     if model_type not in TEMPLATES:
-        known = ", ".join(TEMPLATES)
         raise PacoRewardError(
-            f"model {model} is of type {model_type}, not {known}; set template: (LLaMA-Factory's)"
+            f"model {config['model_name_or_path']} is of type {model_type}, not "
+            f"{', '.join(TEMPLATES)}; set template: (LLaMA-Factory's)"
         )
     return config | {"template": TEMPLATES[model_type]}
 
 
 def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> None:
-    """Refuse a template whose prompt is not the one that servers render from the model's chat template."""
+    """Refuse a template whose prompt is not what servers render from the model's chat template."""
     if not isinstance(chat_template, str):
         return
     question = {"role": "user", "content": "Are they consistent?"}
-    trained, _ = template.encode_oneturn(
-        tokenizer, [question, {"role": "assistant", "content": "Yes."}]
-    )
-    served = tokenizer.apply_chat_template(
-        [question],
-        chat_template=chat_template,
-        tokenize=False,
-        add_generation_prompt=True,
-        **CHAT_OPTIONS,
-    )
-    if tokenizer.decode(trained) != served:
+    answer = {"role": "assistant", "content": "Yes."}
+    prompt_ids, _ = template.encode_oneturn(tokenizer, [question, answer])
+    trained = tokenizer.decode(prompt_ids)
+    options = {"chat_template": chat_template, "tokenize": False, "add_generation_prompt": True}
+    served = tokenizer.apply_chat_template([question], **options, **CHAT_OPTIONS)
+    if trained != served:
         raise PacoRewardError(
-            f"the training template's prompt {tokenizer.decode(trained)!r} is not the {served!r} of the model's chat "
-            "template; set another template:, or choose a model that answers without thinking (-Instruct)"
+            f"the training template's prompt {trained!r} is not the {served!r} of the model's chat "
+            "template; set another template:, or choose a model that answers without thinking "
+            "(-Instruct)"
         )
 
 
-def limit_images(processor: Any, most: int) -> None:
-    """Let the processor, not LLaMA-Factory, resize images, to at most ``most`` pixels and at most its own limit."""
+def limit_images(processor: Any, max_pixels: int) -> None:
+    """Let the processor, not LLaMA-Factory, resize images, to ``max_pixels`` or its own limit."""
     size = processor.image_processor.size
-    set_limits(processor, {edge: min(size[edge], most) for edge in EDGES})
-    processor.image_max_pixels, processor.image_min_pixels = _NO_LIMIT, 1
+    set_limits(processor, {edge: min(size[edge], max_pixels) for edge in EDGES})
+    processor.image_max_pixels = _NO_LIMIT
+    processor.image_min_pixels = 1
 
 
 def write_limits(folder: Path, limits: dict[str, int]) -> None:
     """Change the limits in a model folder's files."""
-    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
+    for name in PROCESSOR_FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
         settings = json.loads(file.read_bytes())
         images = settings.get("image_processor", settings)
         if "patch_size" not in images:
             continue
-        old_names = dict(
-            zip(("min_pixels", "max_pixels"), limits.values(), strict=True)
-        )  # they win over size
-        images |= {"size": limits} | {
-            name: value for name, value in old_names.items() if name in images
-        }
-        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        images["size"] = limits
+        # Old names, which win over size where a file has them.
+        for old_name, limit in zip(("min_pixels", "max_pixels"), limits.values(), strict=True):
+            if old_name in images:
+                images[old_name] = limit
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")

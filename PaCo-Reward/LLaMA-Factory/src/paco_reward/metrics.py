@@ -1,13 +1,19 @@
-"""Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64."""
+"""Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64.
+
+``measure`` is of a scorer on labeled pairs. ``answer_statistics`` and ``judge_metrics`` are of a
+training's evaluation: the first reduces the logits of a batch, the second all rows of the first.
+"""
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from scipy.stats import mannwhitneyu
 
-from paco_judge.client import Pair
+from paco_judge.questions import Pair
+from paco_reward.loss import find_answers
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +71,67 @@ def measure(
     return report
 
 
-def judge_metrics(predictions: Any) -> dict[str, float]:
-    """``compute_metrics`` of the trainer, from the rows of ``overlay.answer_statistics``.
+class AnswerStatistics(NamedTuple):
+    """The columns of ``answer_statistics``: of one row, or of all rows. NaN where there is none."""
 
-    accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples. The judge's numbers
-    are over the examples whose answer begins with Yes or No.
+    token_accuracy: Any  # share of the answer's tokens that are right
+    first_token_correct: Any  # 1 or 0
+    p_yes: Any  # at the first token of the answer
+    is_yes: Any  # the label there: 1 Yes, 0 No, NaN another token
+
+
+def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
+    """``AnswerStatistics`` of the rows of one evaluation batch, (B, 4) float32.
+
+    A row without an answer is NaN. Of several answers in a row (packed batches), the last three
+    columns describe the first.
+
+    Args:
+        logits: (K, V) of the labeled tokens (our loss); (B, L, V) of all positions (LLaMA-Factory's
+            own losses); or a tuple that begins with one of the two.
+        labels: (B, L) int64, -100 = ignored.
+        yes_id: Token of Yes.
+        no_id: Token of No.
     """
-    token_accuracy, first_correct, p_yes, label = np.asarray(
-        predictions.predictions, dtype=np.float64
-    ).T
-    judged = ~np.isnan(label)
-    report = judge_report(p_yes[judged], label[judged] > 0.5)
+    if isinstance(logits, (list, tuple)):
+        logits = logits[0]
+    answers = find_answers(labels)
+    if logits.dim() == 3:
+        logits = logits[:, :-1][answers.mask]
+    is_correct = (logits.argmax(-1) == answers.tokens).float()
+    statistics = torch.full((len(labels), 4), torch.nan, device=logits.device)
+    start = 0
+    for row, length in enumerate(answers.mask.sum(1).tolist()):
+        if length == 0:
+            continue
+        yes_logit = logits[start, yes_id].float()
+        no_logit = logits[start, no_id].float()
+        is_yes = {yes_id: 1.0, no_id: 0.0}.get(int(answers.tokens[start]), torch.nan)
+        columns = AnswerStatistics(
+            token_accuracy=is_correct[start : start + length].mean(),
+            first_token_correct=is_correct[start],
+            p_yes=torch.sigmoid(yes_logit - no_logit),
+            is_yes=torch.tensor(is_yes, device=logits.device),
+        )
+        statistics[row] = torch.stack(columns)
+        start += length
+    return statistics
+
+
+def judge_metrics(predictions: Any) -> dict[str, float]:
+    """``compute_metrics`` of the trainer, from the rows of ``answer_statistics``.
+
+    accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples.
+    The judge's numbers are over the examples whose answer begins with Yes or No.
+    """
+    columns = AnswerStatistics(*np.asarray(predictions.predictions, dtype=np.float64).T)
+    is_judged = ~np.isnan(columns.is_yes)
+    report = judge_report(columns.p_yes[is_judged], columns.is_yes[is_judged] > 0.5)
     result = {
-        "accuracy": float(np.nanmean(token_accuracy)),
-        "first_token_accuracy": float(np.nanmean(first_correct)),
+        "accuracy": float(np.nanmean(columns.token_accuracy)),
+        "first_token_accuracy": float(np.nanmean(columns.first_token_correct)),
     }
-    result |= {f"judge_{name}": report[name] for name in ("accuracy", "auc", "ece")}
-    return {name: value for name, value in result.items() if value is not None}
+    for name in ("accuracy", "auc", "ece"):
+        if report[name] is not None:
+            result[f"judge_{name}"] = report[name]
+    return result

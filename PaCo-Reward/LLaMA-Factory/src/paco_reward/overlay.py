@@ -1,90 +1,169 @@
-"""Our changes to LLaMA-Factory, at three seams. No other file of this package touches upstream internals.
+"""Our changes to LLaMA-Factory and, in ``install``, every name of it that we replace.
 
-1. The finetuning arguments gain ``first_token_weight``, ``first_token_scheme`` and ``first_token_accuracy``.
-2. The SFT trainer gets the first-token-weighted loss (``null``: LLaMA-Factory's own), whose logits are those of the
-   answers alone, and the judge's metrics. It keeps no activations of a frozen vision tower.
-3. The tokenizer's template is compared with the model's chat template, the processor limits the images, and a damaged
-   image is named.
+| replaced | by | why |
+|---|---|---|
+| ``parser._TRAIN_ARGS`` | arguments with ``first_token_*`` | our options |
+| ``workflow.CustomSeq2SeqTrainer`` | ``_trainer_class`` | our loss and metrics, less memory |
+| ``workflow.load_tokenizer`` | ``_load_tokenizer`` | the processor limits image sizes |
+| ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
+| ``workflow.get_dataset`` | ``_get_dataset`` | refuses examples above ``cutoff_len`` |
+| ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | cuts nothing |
+| ``MMPluginMixin._preprocess_image`` | ``_preprocess_image`` | EXIF, transparency, damaged files |
+
+In a training of ours, the output layer computes logits of the answers only (``loss.py``), and a
+frozen vision tower computes no gradients (``memory.py``).
 """
 
+import copy
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from paco_judge.images import to_rgb
 from paco_judge.scorer import option_ids
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
-from paco_reward.loss import answer_positions_only, find_answers, first_token_loss
-from paco_reward.metrics import judge_metrics
+from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
+from paco_reward.memory import compute_frozen_towers_without_gradients
+from paco_reward.metrics import answer_statistics, judge_metrics
+from paco_reward.output import check_space
 
 TESTED_VERSION = "0.9.5"
+_NO_CUTOFF = 1 << 40
+_LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def install() -> None:
-    """Install the overlay in this process; idempotent. Raises PacoRewardError: another LLaMA-Factory is installed."""
+    """Install the overlay in this process; idempotent.
+
+    Raises:
+        PacoRewardError: Another version of LLaMA-Factory is installed.
+    """
     version = importlib.metadata.version("llamafactory")
     if version != TESTED_VERSION:
         raise PacoRewardError(
-            f"LLaMA-Factory {version} was not tested here; run: pip install llamafactory=={TESTED_VERSION}"
+            f"LLaMA-Factory {version} was not tested here; "
+            f"run: pip install llamafactory=={TESTED_VERSION}"
         )
     from llamafactory.data.mm_plugin import MMPluginMixin
+    from llamafactory.data.processor import SupervisedDatasetProcessor
     from llamafactory.hparams import parser
     from llamafactory.train.sft import workflow
 
     if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
         return
-    base = next(cls for cls in parser._TRAIN_ARGS if cls.__name__ == "FinetuningArguments")
-    parser._TRAIN_ARGS[parser._TRAIN_ARGS.index(base)] = _arguments_class(base)
-    _change_inputs(workflow, MMPluginMixin)
+    names = [arguments.__name__ for arguments in parser._TRAIN_ARGS]
+    index = names.index("FinetuningArguments")
+    parser._TRAIN_ARGS[index] = _arguments_class(parser._TRAIN_ARGS[index])
     workflow.CustomSeq2SeqTrainer = _trainer_class(
         workflow.CustomSeq2SeqTrainer, workflow.ComputeAccuracy
     )
+    workflow.load_tokenizer = partial(_load_tokenizer, workflow.load_tokenizer)
+    workflow.get_template_and_fix_tokenizer = partial(
+        _get_template, workflow.get_template_and_fix_tokenizer
+    )
+    workflow.get_dataset = partial(_get_dataset, workflow.get_dataset)
+    _replace_method(SupervisedDatasetProcessor, "_encode_data_example", _encode_whole)
+    _replace_method(MMPluginMixin, "_preprocess_image", _preprocess_image)
 
 
-def _change_inputs(workflow: Any, plugin: Any) -> None:
-    load_tokenizer, get_template = workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer
-    preprocess_image = plugin._preprocess_image
+def _replace_method(owner: type, name: str, replacement: Callable) -> None:
+    """Let ``replacement(original, self, …)`` answer calls of a method."""
+    original = getattr(owner, name)
 
-    def limited(model_args: Any) -> dict[str, Any]:
-        loaded = load_tokenizer(model_args)
-        if hasattr(loaded["processor"], "image_processor"):
-            limit_images(loaded["processor"], model_args.image_max_pixels)
-        return loaded
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
 
-    def checked(tokenizer: Any, data_args: Any) -> Any:
-        chat_template = (
-            tokenizer.chat_template
-        )  # LLaMA-Factory gives its own to a tokenizer without one
-        template = get_template(tokenizer, data_args)
-        check_prompt(template, tokenizer, chat_template)
-        return template
+    setattr(owner, name, method)
 
-    def named(self: Any, image: Any, **kwargs: Any) -> Any:
-        try:
-            image.load()
-        except (OSError, SyntaxError, ValueError) as error:
-            raise OSError(
-                f"image {getattr(image, 'filename', '')} cannot be read: {error}"
-            ) from error
-        return preprocess_image(self, image, **kwargs)
 
-    workflow.load_tokenizer, workflow.get_template_and_fix_tokenizer = limited, checked
-    plugin._preprocess_image = named
+def _load_tokenizer(original: Callable, model_args: Any) -> dict[str, Any]:
+    loaded = original(model_args)
+    # No warning of texts above model_max_length: cutoff_len is what counts here.
+    loaded["tokenizer"].deprecation_warnings[_LENGTH_WARNING] = True
+    if hasattr(loaded["processor"], "image_processor"):
+        limit_images(loaded["processor"], model_args.image_max_pixels)
+    return loaded
+
+
+def _get_template(original: Callable, tokenizer: Any, data_args: Any) -> Any:
+    chat_template = tokenizer.chat_template  # LLaMA-Factory gives its own to one without
+    template = original(tokenizer, data_args)
+    check_prompt(template, tokenizer, chat_template)
+    return template
+
+
+def _preprocess_image(original: Callable, plugin: Any, image: Any, **kwargs: Any) -> Any:
+    """LLaMA-Factory's, on the picture that every other program of ours sees."""
+    try:
+        image = to_rgb(image)
+    except (OSError, SyntaxError, ValueError) as error:
+        name = getattr(image, "filename", "")
+        raise OSError(f"image {name} cannot be read: {error}") from error
+    return original(plugin, image, **kwargs)
+
+
+def _encode_whole(original: Callable, processor: Any, **example: Any) -> tuple[list, list]:
+    """An example's input ids and labels in full length: LLaMA-Factory would cut the question first.
+
+    ``_get_dataset`` counts those that are too long. Where rows are packed or read one by one, it
+    cannot, so that the first one is refused here.
+    """
+    data_args = processor.data_args
+    whole = copy.copy(processor)
+    whole.data_args = copy.copy(data_args)
+    whole.data_args.cutoff_len = _NO_CUTOFF
+    input_ids, labels = original(whole, **example)
+    if data_args.packing or data_args.streaming:
+        _check_lengths([len(input_ids)], data_args.cutoff_len)
+    return input_ids, labels
+
+
+def _get_dataset(
+    original: Callable, template: Any, model_args: Any, data_args: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    from pyarrow.compute import list_value_length
+
+    datasets = original(template, model_args, data_args, *args, **kwargs)
+    if data_args.packing or data_args.streaming:
+        return datasets
+    for dataset in datasets.values():
+        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+        for part in parts:
+            lengths: list[int] = []
+            for table in part.select_columns("input_ids").with_format("arrow").iter(1000):
+                lengths += list_value_length(table["input_ids"]).to_pylist()
+            _check_lengths(lengths, data_args.cutoff_len)
+    return datasets
+
+
+def _check_lengths(lengths: list[int], cutoff: int) -> None:
+    too_long = [length for length in lengths if length > cutoff]
+    if too_long:
+        examples = f"{len(too_long)} of {len(lengths)} examples are"
+        if len(lengths) == 1:
+            examples = "an example is"
+        raise PacoRewardError(
+            f"{examples} longer than the {cutoff} tokens of cutoff_len, up to {max(too_long)}. "
+            "A judge must see the whole question and answer: raise cutoff_len, lower "
+            "image_max_pixels, or remove what is too long"
+        )
 
 
 def _arguments_class(base: type) -> type:
     @dataclass
     class FirstTokenArguments(base):
-        first_token_weight: float | None = (
-            None  # of the answer's first token, in [0, 1]; null: LLaMA-Factory's loss
-        )
-        first_token_scheme: Literal["sequence", "released"] = (
-            "sequence"  # per sequence, or as the authors' trainer
-        )
-        first_token_accuracy: bool = False  # turns compute_accuracy on, which measures it too
+        # Weight of the answer's first token, in [0, 1]; null: LLaMA-Factory's own loss.
+        first_token_weight: float | None = None
+        # Normalized per answer, or as in the authors' trainer.
+        first_token_scheme: Literal["sequence", "released"] = "sequence"
+        # Turns compute_accuracy on, which measures it too.
+        first_token_accuracy: bool = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -94,41 +173,8 @@ def _arguments_class(base: type) -> type:
     return FirstTokenArguments
 
 
-def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
-    """Of one evaluation batch, (B, 4) float32: share of answer tokens right, first token right (0/1), P(Yes) at the first
-    token, and the label there (1 Yes, 0 No, NaN other).
-
-    Rows without an answer are NaN; of several answers in a row (packed batches) the last three columns describe the
-    first. ``logits``: (K, V) of the positions that predict a labeled token, or (B, L, V), or a tuple that begins so.
-    """
-    logits = logits[0] if isinstance(logits, (list, tuple)) else logits
-    mask = find_answers(labels).mask
-    counts, target = mask.sum(1), labels[:, 1:][mask]
-    if logits.dim() == 3:
-        logits = logits[:, :-1][mask]
-    has_answer, row = counts > 0, mask.nonzero()[:, 0]
-    begin = (counts.cumsum(0) - counts)[
-        has_answer
-    ]  # the first token of each row's answers among the K
-    right = (logits.argmax(-1) == target).float()
-    first, wanted = logits[begin].float(), target[begin]
-    statistics = torch.full((len(labels), 4), torch.nan, device=logits.device)
-    statistics[has_answer] = torch.stack(
-        [
-            (torch.zeros_like(counts, dtype=torch.float32).index_add(0, row, right) / counts)[
-                has_answer
-            ],
-            right[begin],
-            torch.sigmoid(first[:, yes_id] - first[:, no_id]),
-            torch.where(wanted == yes_id, 1.0, torch.where(wanted == no_id, 0.0, torch.nan)),
-        ],
-        dim=1,
-    )
-    return statistics
-
-
 def _trainer_class(base: type, upstream_metric: type) -> type:
-    """LLaMA-Factory's SFT trainer with our metric, and our loss in the hook of its own dft loss."""
+    """LLaMA-Factory's SFT trainer with our metrics, and our loss where its ``dft`` loss goes."""
 
     class FirstTokenTrainer(base):
         paco_reward = True
@@ -141,19 +187,15 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                     answer_statistics, yes_id=yes_id, no_id=no_id
                 )
             super().__init__(finetuning_args, processor, *args, **kwargs)
-            _compute_frozen_towers_without_gradients(self.model)
-            if finetuning_args.first_token_weight is None:
-                return
-            weight, scheme = finetuning_args.first_token_weight, finetuning_args.first_token_scheme
-
-            def loss(
-                outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None
-            ) -> torch.Tensor:
-                return first_token_loss(
-                    outputs["logits"], labels, weight, scheme, num_items_in_batch
+            compute_frozen_towers_without_gradients(self.model)
+            if self.args.do_train and self.is_world_process_zero():
+                check_space(Path(self.args.output_dir), self.model, self.args)
+            if finetuning_args.first_token_weight is not None:
+                self.compute_loss_func = partial(
+                    first_token_loss_func,
+                    weight=finetuning_args.first_token_weight,
+                    scheme=finetuning_args.first_token_scheme,
                 )
-
-            self.compute_loss_func = loss
 
         def compute_loss(
             self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -177,19 +219,6 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 count = len(batch_samples)
             else:
                 count = sum(len(find_answers(batch["labels"]).lengths) for batch in batch_samples)
-            # At least 1: a batch whose answers were all truncated has loss 0, not NaN.
-            return self.accelerator.gather(torch.tensor(count, device=device)).sum().clamp(min=1)
+            return self.accelerator.gather(torch.tensor(count, device=device)).sum()
 
     return FirstTokenTrainer
-
-
-def _compute_frozen_towers_without_gradients(model: Any) -> None:
-    """Keep no activations of a frozen vision tower, 14 GiB for two images of a megapixel at 7B.
-
-    For gradient checkpointing, transformers 5 makes the inputs of every tower require gradients.
-    """
-    for name, module in model.named_modules():
-        if name.endswith("visual") and not any(
-            parameter.requires_grad for parameter in module.parameters()
-        ):
-            module.forward = torch.no_grad()(module.forward)
