@@ -1,6 +1,9 @@
 """Reward factories that tests name by import path."""
 
+from pathlib import Path
+
 import numpy as np
+from tiny_run import brightness
 
 
 def factory(scale: float = 1.0, device="nowhere"):
@@ -71,3 +74,28 @@ def unlike_others(calls=None, unscored=""):
 
     score.compares_images = True
     return score
+
+
+def absent_while(file, share: float = 1.0):
+    """brightness; while ``file`` exists, the first ``share`` of a call has no score."""
+    score = brightness()
+
+    def score_unless(images, items):
+        scores = score(images, items)
+        if Path(file).exists():
+            scores[: round(share * len(scores))] = np.nan
+        return scores
+
+    return score_unless
+
+
+def only_comparing():
+    """As win_rate: an image without others of its item has no score."""
+    return compare_or_nothing
+
+
+def compare_or_nothing(images, items):
+    return np.full(len(images), 0.5 if len(images) > 1 else np.nan)
+
+
+compare_or_nothing.compares_images = True

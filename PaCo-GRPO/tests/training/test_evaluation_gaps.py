@@ -1,0 +1,103 @@
+"""Evaluations that lack scores: they stop the run, or are scored again when it resumes."""
+
+import logging
+
+import pytest
+from tiny_run import rows_of, tiny_options, train
+
+from paco_grpo.training.trainer import TrainingStopped
+
+ABSENT = "reward_factories:absent_while"
+
+
+@pytest.fixture
+def run(tiny_flux_dir, tmp_path):
+    """Options of a run with evaluations after epochs 0, 1 and 2, whose evaluation reward is absent while a file exists."""
+
+    def of(share=1.0, **changes):
+        kwargs = {ABSENT: {"file": str(tmp_path / "absent"), "share": share}}
+        settings = {
+            "eval_freq": 1,
+            "test__reward_fn": repr({ABSENT: 1}),
+            "test__reward_fn_kwargs": repr(kwargs),
+            "sample__reward_batch_size": 5,
+        }
+        return tiny_options(tiny_flux_dir, tmp_path, **(settings | changes))
+
+    return of
+
+
+def means(options):
+    return {row["epoch"]: row.get("eval/absent_while_mean") for row in rows_of(options, "eval")}
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_too_few_scores_stop_the_run_and_the_evaluation_is_repeated(run, tmp_path, epoch):
+    complete = run(run_name="complete")
+    train(complete)
+    options = run()
+    before = {}
+    if epoch:  # the evaluations before it are good
+        train(run(num_epochs=epoch - 1))
+        options = run(resume_from="latest")
+        before = means(options)
+    (tmp_path / "absent").touch()
+    with pytest.raises(
+        TrainingStopped, match=f"100% of the images of the evaluation after epoch {epoch} .*restart"
+    ) as stopped:
+        train(options)
+    assert stopped.value.signal_number is None and "resume_from=latest" in str(stopped.value)
+    if epoch:
+        assert means(options) == before  # no row that counts as done
+    (tmp_path / "absent").unlink()
+    train(run(resume_from="latest"))
+    assert means(options) == means(complete)
+
+
+def test_a_few_missing_scores_are_asked_for_again_once(run, tmp_path, caplog):
+    complete = run(run_name="complete")
+    train(complete)
+    lenient = {"train__max_missing_reward_fraction": 0.5, "share": 0.4}
+    (tmp_path / "absent").touch()
+    train(run(num_epochs=1, **lenient))
+    rows = rows_of(run(), "eval")
+    assert [row["eval/missing_share"] for row in rows] == [0.4, 0.4]
+    assert [row["eval/absent_while_missing"] for row in rows] == [0.4, 0.4]
+    (tmp_path / "absent").unlink()
+    with caplog.at_level(logging.INFO):
+        train(run(resume_from="latest", **lenient))
+    assert caplog.text.count("which lacks scores") == 2
+    assert means(run()) == means(complete)  # from the images: the weights of epoch 0 are gone
+    assert [row["phase"] for row in rows_of(run())] == [row["phase"] for row in rows_of(complete)]
+    caplog.clear()
+    train(run(resume_from="latest", num_epochs=3, **lenient))
+    assert "which lacks scores" not in caplog.text
+
+
+def test_images_of_other_settings_are_not_scored_again(run, tmp_path, caplog):
+    lenient = {"train__max_missing_reward_fraction": 1, "num_epochs": 1}
+    (tmp_path / "absent").touch()
+    train(run(**lenient))
+    (tmp_path / "absent").unlink()
+    with caplog.at_level(logging.INFO):
+        train(run(resume_from="latest", test__num_steps=3, **lenient))
+    assert "which lacks scores" not in caplog.text
+
+
+def test_rewards_of_weight_0_may_be_absent(run, tmp_path):
+    (tmp_path / "absent").touch()
+    options = run(num_epochs=1, test__reward_fn=repr({ABSENT: 0, "tiny_run:brightness": 1}))
+    train(options)
+    assert [row["eval/missing_share"] for row in rows_of(options, "eval")] == [1, 1]
+
+
+def test_a_reward_that_compares_images_owes_a_single_one_nothing(run):
+    """The evaluation has 5 images of 3 items, so the third is alone."""
+    options = run(
+        num_epochs=1,
+        test__reward_fn=repr({"reward_factories:only_comparing": 1}),
+        test__reward_fn_kwargs="{}",
+    )
+    train(options)
+    for row in rows_of(options, "eval"):
+        assert row["eval/missing_share"] == 0 and row["eval/only_comparing_mean"] == 0.5
