@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from paco_judge.adapters import load_adapter, local_folder
 from paco_judge.hub import hub_options
 from paco_judge.questions import Pair, theme_question
-from paco_judge.scorer import JudgeScorer, load_adapter, local_folder, trained_limits
+from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_judge.weights import from_pretrained_strict
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import write_limits

@@ -21,6 +21,7 @@ from paco_reward.config import (
     with_accumulation,
 )
 from paco_reward.datasets import check_data
+from paco_reward.environment import check_torchaudio
 from paco_reward.errors import TRAINING_ERRORS, PacoRewardError, report_errors
 from paco_reward.families import model_type_of, with_template
 from paco_reward.output import is_disk_full, locked, with_resume, write_config
@@ -32,6 +33,7 @@ def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) 
     """Check a training configuration, then run it; returns the exit status."""
     config = load_config(config_path, overrides)
     check_types(config)
+    check_torchaudio()
     check_data(config)
     model_type = model_type_of(config)
     config = with_template(config)
