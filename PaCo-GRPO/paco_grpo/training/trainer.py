@@ -30,6 +30,7 @@ from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
 from paco_grpo.training.update import NonFiniteError
+from paco_grpo.training.verification import verify_at_the_end
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Trainer:
                         raise Stopped
                 self._evaluate_if_due(finished=True)
                 self._save()
+                self._verify()
             self.accelerator.end_training()
         finally:
             self.run.close()
@@ -376,6 +378,16 @@ class Trainer:
                 files.archive_superseded(run.checkpoints.root, self.state.epoch)
                 files.archive_superseded(run.folder / "eval", self.state.epoch)
                 run.metrics.keep_until(self.state.epoch)
+        self.accelerator.wait_for_everyone()
+
+    def _verify(self) -> None:
+        """Compare the saved adapter in plain diffusers with the averaged weights that it was made of."""
+        if self.accelerator.is_main_process:
+            checkpoint = self.run.folder / "checkpoints" / files.checkpoint_name(self.state.epoch)
+            with self.state.averaged():
+                verify_at_the_end(
+                    self.state.policy, self.options, checkpoint, self.run.test_items[0]
+                )
         self.accelerator.wait_for_everyone()
 
     def _finished(self) -> bool:

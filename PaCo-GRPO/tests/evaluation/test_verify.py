@@ -1,16 +1,19 @@
 """The saved adapter in plain diffusers gives the trainer's image; damage to the file shows."""
 
 import dataclasses
+import logging
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policies import FAMILIES, disturb, items, trained
+from tiny_run import tiny_options, train
 
 from paco_grpo.evaluation.verify import skip_reason, verify_adapter
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
 from paco_grpo.policies import lora
+from paco_grpo.training import verification
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
 
@@ -45,17 +48,17 @@ def test_each_family(tiny_folder, tmp_path, name):
     lora.save_diffusers(policy, tmp_path)
     (item,) = items(name, "make the star blue", size=(SIDE, SIDE))
     before = state_of(policy)
-    verification = verify_adapter(policy, OPTIONS, tmp_path, item)
-    assert verification.difference < 0.1 and verification.effect > 1 and verification.passed
-    assert "plain diffusers" in str(verification)
+    result = verify_adapter(policy, OPTIONS, tmp_path, item)
+    assert result.difference < 0.1 and result.effect > 1 and result.passed
+    assert "plain diffusers" in str(result)
     assert_unchanged(before, policy)
 
     file = tmp_path / "pytorch_lora_weights.safetensors"
     half = {key: t * (0.5 if ".lora_B." in key else 1) for key, t in load_file(file).items()}
     save_file(half, file)
     weaker = verify_adapter(policy, OPTIONS, tmp_path, item)
-    assert weaker.effect == verification.effect and not weaker.passed
-    assert "DOES NOT HOLD" in str(weaker) and "DOES NOT HOLD" not in str(verification)
+    assert weaker.effect == result.effect and not weaker.passed
+    assert "DOES NOT HOLD" in str(weaker) and "DOES NOT HOLD" not in str(result)
     assert_unchanged(before, policy)
 
 
@@ -65,9 +68,9 @@ def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path, name):
     policy.offload(text_encoders=True, vae=True)
     lora.save_diffusers(policy, tmp_path)
     (item,) = items(name, "make the star blue", size=(SIDE, SIDE))
-    verification = verify_adapter(policy, OPTIONS, tmp_path, item)
-    assert verification.passed and verification.file_error < 0.1
-    assert verification.difference < verification.effect / 4  # plain diffusers rounds elsewhere
+    result = verify_adapter(policy, OPTIONS, tmp_path, item)
+    assert result.passed and result.file_error < 0.1
+    assert result.difference < result.effect / 4  # plain diffusers rounds elsewhere
     disturb(policy, seed=3)  # the file is of other weights than the policy's
     assert not verify_adapter(policy, OPTIONS, tmp_path, item).passed
 
@@ -97,3 +100,22 @@ def test_what_is_not_compared_is_said(group, change, word):
         change = {group: dataclasses.replace(getattr(options, group), **change)}
     reason = skip_reason(dataclasses.replace(options, **change))
     assert reason is None if word is None else word in reason
+
+
+def test_a_run_ends_with_it(tiny_flux_dir, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "paco_grpo")
+    changes = {"num_epochs": 1, "train__learning_rate": 0.05, "test__num_images": 1}
+    run = train(tiny_options(tiny_flux_dir, tmp_path, **changes)).run
+    card = run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "README.md"
+    (sentence,) = (line for line in card.read_text().splitlines() if "plain diffusers" in line)
+    assert "up to 0.00 of 255 levels" in sentence and "NOT HOLD" not in sentence
+    assert sentence in caplog.text
+
+    def broken(*_):
+        raise OSError("no file")
+
+    monkeypatch.setattr(verification, "verify_adapter", broken)
+    train(tiny_options(tiny_flux_dir, tmp_path, **changes, run_name="second"))
+    assert "could not be compared with plain diffusers (OSError: no file)" in caplog.text
+    train(tiny_options(tiny_flux_dir, tmp_path, **changes, use_lora=False, run_name="third"))
+    assert "not compared with plain diffusers: config.use_lora is False" in caplog.text

@@ -1,0 +1,38 @@
+"""After a run: does the saved adapter give the trainer's image in plain diffusers? The log and the model card say it."""
+
+import logging
+from pathlib import Path
+
+from paco_grpo.checkpoint.model_card import add_check
+from paco_grpo.evaluation.verify import Verification, skip_reason, verify_adapter
+from paco_grpo.options import RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.types import Item
+
+logger = logging.getLogger(__name__)
+
+
+def verify_checkpoint(
+    policy: Policy, options: RunOptions, checkpoint: Path, item: Item
+) -> Verification:
+    """Compare ``diffusers/`` of ``checkpoint`` with ``policy``, which has the weights that were saved there."""
+    folder = checkpoint / "diffusers"
+    verification = verify_adapter(policy, options, folder, item)
+    logger.log(logging.INFO if verification.passed else logging.WARNING, "%s", verification)
+    add_check(folder, str(verification))
+    return verification
+
+
+def verify_at_the_end(policy: Policy, options: RunOptions, checkpoint: Path, item: Item) -> None:
+    """``verify_checkpoint`` where it can be done; a problem is a warning, because the run is finished and saved."""
+    if reason := skip_reason(options):
+        logger.info("the checkpoint is not compared with plain diffusers: %s", reason)
+        return
+    try:
+        verify_checkpoint(policy, options, checkpoint, item)
+    except Exception as error:  # noqa: BLE001 - pipelines raise anything
+        logger.warning(
+            "the saved adapter could not be compared with plain diffusers (%s: %s)",
+            type(error).__name__,
+            error,
+        )
