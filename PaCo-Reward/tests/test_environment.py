@@ -37,7 +37,7 @@ def test_training_says_so_before_anything_else(other_cuda):
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(other_cuda)}
     options = {"cwd": PACKAGE, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(command, check=False, timeout=120, **options)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "torchaudio" in done.stderr
     assert "Traceback" not in done.stderr
 
