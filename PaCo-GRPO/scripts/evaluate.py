@@ -8,6 +8,7 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
     --images_per_prompt K   at least 4: also κ, agreement beyond chance (docs/rewards.md), from K noises for each prompt
     --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in DIR/against
+    --verify DIR    only load the file of the checkpoint DIR in plain diffusers and compare one image with the trainer's
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
 With `accelerate launch`, several processes share the images.
 """
@@ -20,13 +21,14 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 0 done, 2 refused, 3 a reward failed."""
+    """Returns the exit status: 0 done, 1 ``--verify`` found a difference, 2 refused, 3 a reward failed."""
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--adapter")
     parser.add_argument("--against")
+    parser.add_argument("--verify")
     parser.add_argument("--benchmarks", default="")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
@@ -40,6 +42,7 @@ def main(arguments: list[str]) -> int:
 
     # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
     from paco_grpo.commands.evaluate import evaluate_all
+    from paco_grpo.commands.verify import verify
     from paco_grpo.options import read_options
     from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.training.build import USER_ERRORS
@@ -47,6 +50,10 @@ def main(arguments: list[str]) -> int:
 
     try:
         require_promised_gpu(os.environ)
+        if own.verify:
+            verification = verify(read_options(rest)[0], own.verify)
+            print(verification)
+            return 0 if verification.passed else 1
         shown = evaluate_all(read_options(rest)[0], own)
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)

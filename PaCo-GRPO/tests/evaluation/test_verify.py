@@ -2,12 +2,13 @@
 
 import dataclasses
 import logging
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policies import FAMILIES, disturb, items, trained
-from tiny_run import tiny_options, train
+from tiny_run import load_script, tiny_options, train
 
 from paco_grpo.evaluation.verify import skip_reason, verify_adapter
 from paco_grpo.options import RunOptions
@@ -100,6 +101,25 @@ def test_what_is_not_compared_is_said(group, change, word):
         change = {group: dataclasses.replace(getattr(options, group), **change)}
     reason = skip_reason(dataclasses.replace(options, **change))
     assert reason is None if word is None else word in reason
+
+
+def test_the_command(trained_run, tmp_path, capsys):
+    main = load_script("evaluate").main
+    checkpoint = tmp_path / "epoch_0002"
+    shutil.copytree(trained_run.folder / "checkpoints" / "epoch_0002", checkpoint)
+    arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--verify", str(checkpoint)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out.strip()
+    assert said in (checkpoint / "diffusers" / "README.md").read_text()
+
+    file = checkpoint / "diffusers" / "pytorch_lora_weights.safetensors"
+    save_file({key: -tensor for key, tensor in load_file(file).items()}, file)  # (−B)(−A) = BA
+    assert main(arguments) == 0
+    save_file({k: t * (-1) ** ("lora_B" in k) for k, t in load_file(file).items()}, file)
+    assert main(arguments) == 1
+    assert "DOES NOT HOLD" in capsys.readouterr().out
+    assert main([*arguments[:-1], str(tmp_path)]) == 2
+    assert "there is no" in capsys.readouterr().err
 
 
 def test_a_run_ends_with_it(tiny_flux_dir, tmp_path, caplog, monkeypatch):
