@@ -24,32 +24,25 @@ class Policy(ABC):
     goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
     """
 
-    lora_targets: ClassVar[
-        tuple[str, ...]
-    ] = ()  # suffixes of modules in ``transformer`` (docs/method.md §6)
-    edits_images: ClassVar[bool] = False  # an item may have a reference image …
-    needs_image: ClassVar[bool] = False  # … must have one …
-    several_images: ClassVar[bool] = False  # … may have more than one
-    has_true_cfg: ClassVar[bool] = False  # it uses a negative prompt
-    text_sees_image: ClassVar[bool] = (
-        False  # its text encoder reads the reference (config.pretrained.image_positions)
-    )
+    # Suffixes of modules in ``transformer`` (docs/method.md §6)
+    lora_targets: ClassVar[tuple[str, ...]] = ()
+    edits_images: ClassVar[bool] = False  # an item may have a reference image
+    needs_image: ClassVar[bool] = False  # an item must have a reference image
+    several_images: ClassVar[bool] = False  # an item may have more than one
+    has_true_cfg: ClassVar[bool] = False  # it can use a negative prompt
+    # Its text encoder reads the reference image (config.pretrained.image_positions).
+    text_sees_image: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts
-    offloads_text_encoders: bool = (
-        False  # ``encode`` copies them to the device: encode many items at a time
-    )
 
+    guided: bool = False  # it was loaded with true CFG, which takes a second forward
+    # ``encode`` copies the text encoders to the device: encode many items at a time.
+    offloads_text_encoders: bool = False
     transformer: nn.Module  # compiled or sharded in place (FSDP2), never wrapped
     size_multiple: int  # heights and widths are multiples of this many pixels
     device: torch.device  # where the transformer computes
     dtype: torch.dtype  # its computing precision; latents are always float32
-
-    @classmethod
-    def would_guide(cls, guidance_scale: float, negative_prompt: str | None) -> bool:
-        """Whether a policy with these options uses true CFG."""
-        return False
 
     @classmethod
     @abstractmethod

@@ -116,7 +116,6 @@ class DiffusersPolicy(Policy):
     card_setup: str = ""
     card_reference: ClassVar[str] = ""
     card_arguments: ClassVar[Mapping[str, str]] = {"image": "reference"}
-    guided: bool = False  # with true CFG: needs features of ``negative_prompt``
 
     def __init__(
         self,

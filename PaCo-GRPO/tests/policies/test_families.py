@@ -92,9 +92,7 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     assert policy.size_multiple_with(policy.pipeline.vae.config) == policy.size_multiple
     latents, forwards = sample(policy, chosen, seeds)
     groups = [2, 1] + [1] * (len(chosen) - 3)  # one forward each per step, two with true CFG
-    assert sorted(forwards) == sorted(
-        groups * STEPS * (2 if getattr(policy, "guided", False) else 1)
-    )
+    assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.guided else 1))
     pipe = load_pipeline(policy, tiny_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
         ours, theirs = (
