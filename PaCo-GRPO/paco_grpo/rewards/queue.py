@@ -1,9 +1,11 @@
 """Rewards in the background: each one scores images in threads of its own while further images are sampled."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
@@ -12,91 +14,134 @@ from PIL import Image
 
 from paco_grpo.distributed.processes import Stopped
 from paco_grpo.item import Item
+from paco_grpo.rewards.exchange import exchange_images
 from paco_grpo.rewards.registry import Reward
 
 BATCH_SIZE = 8  # images per call of a reward, unless the configuration says otherwise
 _POLL_SECONDS = 0.5
-_EXCHANGED = 16  # images that a process sends at a time
 
 
 class ScoringError(RuntimeError):
     """A reward raised an exception."""
 
 
+class Submission(NamedTuple):
+    """An image to score."""
+
+    row: int  # of the result
+    image: Image.Image
+    item: Item
+
+
+class Lane:
+    """The threads and waiting images of one reward.
+
+    A reward is called from one thread, with ``batch_size`` images at a time. One with ``parallel_calls`` > 1 gets one
+    image per call, from so many threads. One with ``compares_images`` gets all images of an item in one call.
+    """
+
+    def __init__(self, name: str, reward: Reward, batch_size: int) -> None:
+        threads = getattr(reward, "parallel_calls", 1)
+        self.name = name
+        self.reward = reward
+        self.compares_images = getattr(reward, "compares_images", False)
+        self.batch_size = batch_size if threads == 1 else 1
+        self.waiting: list[Submission] = []
+        self.calls: dict[Future, list[int]] = {}  # → rows of the result
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"reward-{name}")
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Take in images, and start a call for each full batch."""
+        self.waiting += submissions
+        while len(self.waiting) >= self.batch_size:
+            batch = self.waiting[: self.batch_size]
+            del self.waiting[: self.batch_size]
+            self.start(batch)
+
+    def flush(self) -> None:
+        """Start a call with the images that wait for a full batch."""
+        if self.waiting:
+            self.start(self.waiting)
+            self.waiting = []
+
+    def start(self, batch: Sequence[Submission]) -> None:
+        """Start one call."""
+        images = [submission.image for submission in batch]
+        items = [submission.item for submission in batch]
+        future = self._pool.submit(self._score, images, items)
+        self.calls[future] = [submission.row for submission in batch]
+
+    def _score(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        # Copies: a reward that paints on its images, or changes an item's metadata, changes nothing for others.
+        return self.reward([image.copy() for image in images], [_copy(item) for item in items])
+
+    def close(self) -> None:
+        """Drop the calls that have not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class ScoreQueue:
     """Collects the scores of images that are submitted batch by batch.
 
-    A reward is called from one thread, with ``batch_size`` images (None = 8) at a time. One with ``parallel_calls`` > 1
-    gets one image per call, from so many threads. One with ``compares_images`` is called after the sampling, with all
-    images of an item; items are spread over the processes, and only ``gathered`` returns its scores.
+    Rewards that compare images are called after the sampling. Items are spread over the processes for them, and only
+    ``gathered`` returns their scores.
+
+    Attributes:
+        rewards: By name, in the order of the result's columns.
+        wait_seconds: Time that ``results`` has waited.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
-        self.rewards, self.wait_seconds = dict(rewards), 0.0
-        threads = {
-            name: getattr(reward, "parallel_calls", 1) for name, reward in self.rewards.items()
-        }
-        self._sizes = {
-            name: 1 if count > 1 else batch_size or BATCH_SIZE for name, count in threads.items()
-        }
-        self._pools = {
-            name: ThreadPoolExecutor(n, thread_name_prefix=f"reward-{name}")
-            for name, n in threads.items()
-        }
-        self._comparing = [
-            name
-            for name, reward in self.rewards.items()
-            if getattr(reward, "compares_images", False)
+        """``batch_size``: images per call, None = 8."""
+        self.rewards = dict(rewards)
+        self.wait_seconds = 0.0
+        self._lanes = [
+            Lane(name, reward, batch_size or BATCH_SIZE) for name, reward in rewards.items()
         ]
-        # (row, image, item) that are in no call yet: of each reward, and of those that compare images
-        self._waiting = {name: [] for name in self.rewards if name not in self._comparing}
-        self._held: list[tuple[int, Image.Image, Item]] = []
-        self._calls: dict[Future, tuple[str, np.ndarray]] = {}  # → reward and rows
+        self._comparing = [lane for lane in self._lanes if lane.compares_images]
+        self._to_compare: list[Submission] = []
 
     def submit(
         self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]
     ) -> None:
         """Start scoring ``images``, for ``rows`` of the result. An image that is None has no score."""
-        present = [entry for entry in zip(rows, images, items, strict=True) if entry[1] is not None]
-        for name, waiting in self._waiting.items():
-            waiting += present
-            while len(waiting) >= self._sizes[name]:
-                self._start(name, waiting[: self._sizes[name]])
-                del waiting[: self._sizes[name]]
+        submissions = []
+        for row, image, item in zip(rows, images, items, strict=True):
+            if image is not None:
+                submissions.append(Submission(int(row), image, item))
+        for lane in self._lanes:
+            if not lane.compares_images:
+                lane.submit(submissions)
         if self._comparing:
-            self._held += present
-
-    def _start(self, name: str, entries: Sequence[tuple[int, Image.Image, Item]]) -> None:
-        rows, images, items = zip(*entries, strict=True)
-        future = self._pools[name].submit(self._score, name, images, items)
-        self._calls[future] = name, np.array(rows, dtype=np.int64)
-
-    def _score(self, name: str, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        # Copies: a reward that paints on its images does not change what others see.
-        return self.rewards[name]([image.copy() for image in images], list(items))
+            self._to_compare += submissions
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
         """Wait for everything submitted; (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
 
-        Raises Stopped if ``should_stop``, asked twice a second, answers True; ScoringError if a reward raised.
+        Raises:
+            Stopped: ``should_stop``, asked twice a second, answered True.
+            ScoringError: A reward raised.
         """
-        started, pending = time.perf_counter(), True
-        for name, waiting in self._waiting.items():
-            if waiting:
-                self._start(name, waiting)
-                waiting.clear()
+        started = time.perf_counter()
+        for lane in self._lanes:
+            lane.flush()
+        name_of = {future: lane.name for lane in self._lanes for future in lane.calls}
+        pending = set(name_of)
         while pending:
             if should_stop():
                 raise Stopped
-            done, pending = wait(self._calls, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
+            # All calls again: one that has failed before ends the waiting at once.
+            done, pending = wait(name_of, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
             for future in done:
-                if problem := future.exception():
-                    name, _ = self._calls[future]
-                    raise ScoringError(f"{name}: {type(problem).__name__}: {problem}") from problem
-        scores, columns = np.full((count, len(self.rewards)), math.nan), list(self.rewards)
-        for future, (name, rows) in self._calls.items():
-            scores[rows, columns.index(name)] = future.result()
-        self._calls.clear()
+                problem = future.exception()
+                if problem is not None:
+                    text = f"{name_of[future]}: {type(problem).__name__}: {problem}"
+                    raise ScoringError(text) from problem
+        scores = np.full((count, len(self._lanes)), math.nan)
+        for column, lane in enumerate(self._lanes):
+            for future, rows in lane.calls.items():
+                scores[rows, column] = future.result()
+            lane.calls.clear()
         self.wait_seconds += time.perf_counter() - started
         return scores
 
@@ -107,19 +152,33 @@ class ScoreQueue:
 
         Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
         """
-        scores, processes = np.full((total, len(self.rewards)), math.nan), accelerator.num_processes
-        local = len(range(accelerator.process_index, total, processes))
-        for rank, rows in enumerate(self._results_everywhere(local, should_stop)):
+        process = accelerator.process_index
+        processes = accelerator.num_processes
+        local_count = len(range(process, total, processes))
+        scores = np.full((total, len(self._lanes)), math.nan)
+        for rank, rows in enumerate(self._results_everywhere(local_count, should_stop)):
             scores[rank::processes] = rows
-        if self._comparing:
-            self._start_comparing(accelerator, total)
-            for compared in self._results_everywhere(total, should_stop):
-                scores = np.where(np.isnan(compared), scores, compared)
+        if not self._comparing:
+            return scores
+
+        local = {}
+        for row, image, item in self._to_compare:
+            local[row * processes + process] = (image, item)
+        self._to_compare = []
+        for group in exchange_images(accelerator, local, total):
+            batch = []
+            for position, image in zip(group.positions, group.images, strict=True):
+                batch.append(Submission(position, image, group.item))
+            for lane in self._comparing:
+                lane.start(batch)
+        for compared in self._results_everywhere(total, should_stop):
+            scores = np.where(np.isnan(compared), scores, compared)
         return scores
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""
-        scores, problem = None, None
+        scores = None
+        problem = None
         try:
             scores = self.results(count, should_stop)
         except (ScoringError, Stopped) as error:
@@ -129,46 +188,27 @@ class ScoreQueue:
             raise Stopped
         if problem is not None:
             raise problem
-        if failed := [message for rows, _, message in everywhere if rows is None]:
-            raise ScoringError(f"on another process: {failed[0]}")
+        for rows, _, message in everywhere:
+            if rows is None:
+                raise ScoringError(f"on another process: {message}")
         return [rows for rows, _, _ in everywhere]
-
-    def _start_comparing(self, accelerator: Accelerator, total: int) -> None:
-        """Exchange the held images so that each item's are on one process, and start scoring."""
-        process, processes = accelerator.process_index, accelerator.num_processes
-        held = {row * processes + process: (image, item) for row, image, item in self._held}
-        groups: dict[int, list[int]] = {}  # item id → positions of its images
-        for position, item_id in sorted(
-            gather_object([(p, item.item_id) for p, (_, item) in held.items()])
-        ):
-            groups.setdefault(item_id, []).append(position)
-        owners, load = {}, [0] * processes  # of each position
-        for positions in groups.values():
-            # The owner has the item itself, which need not survive pickling, from an image of its own.
-            owner = min({p % processes for p in positions}, key=lambda rank: (load[rank], rank))
-            load[owner] += len(positions)
-            owners |= dict.fromkeys(positions, owner)
-        mine = {p: image for p, (image, _) in held.items() if owners[p] == process}
-        step = (
-            _EXCHANGED * processes
-        )  # all images of an epoch need not fit into the memory of one process
-        for start in range(0, total, step):
-            sent = [
-                (p, held[p][0]) for p in held if start <= p < start + step and owners[p] != process
-            ]
-            mine |= {p: image for p, image in gather_object(sent) if owners[p] == process}
-        for positions in groups.values():
-            if owners[positions[0]] == process:
-                item = next(held[p][1] for p in positions if p in held)
-                for name in self._comparing:
-                    self._start(name, [(p, mine[p], item) for p in positions])
-        self._held.clear()
 
     def failed(self) -> bool:
         """Whether a call has already ended with an exception; does not wait."""
-        return any(future.done() and future.exception() is not None for future in list(self._calls))
+        for lane in self._lanes:
+            for future in list(lane.calls):
+                if future.done() and future.exception() is not None:
+                    return True
+        return False
 
     def close(self) -> None:
         """Drop the calls that have not begun."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes:
+            lane.close()
+
+
+def _copy(item: Item) -> Item:
+    """``item`` with metadata of its own; its reference images are shared."""
+    clone = copy.copy(item)
+    object.__setattr__(clone, "metadata", copy.deepcopy(item.metadata))
+    return clone

@@ -8,7 +8,10 @@ import pytest
 from PIL import Image
 
 from paco_grpo.distributed.processes import Stopped
+from paco_grpo.item import Item
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
+
+ITEM = Item(0, "a prompt")
 
 
 def gray(level):
@@ -20,14 +23,14 @@ def levels(images, items):
 
 
 def submit(queue, values, start=0):
-    queue.submit([gray(v) for v in values], [None] * len(values), range(start, start + len(values)))
+    queue.submit([gray(v) for v in values], [ITEM] * len(values), range(start, start + len(values)))
 
 
 def test_submitting_does_not_wait_and_scores_keep_their_rows():
     gate = threading.Event()
     slow, fast = lambda *given: gate.wait(5) and levels(*given), lambda *given: 2 * levels(*given)
     queue = ScoreQueue({"slow": slow, "fast": fast}, 2)
-    queue.submit([gray(10), gray(11), None, gray(12)], [None] * 4, [2, 0, 4, 1])
+    queue.submit([gray(10), gray(11), None, gray(12)], [ITEM] * 4, [2, 0, 4, 1])
     submit(queue, [13], start=3)
     gate.set()
     assert queue.results(5)[:4].tolist() == [[11, 22], [12, 24], [10, 20], [13, 26]]
@@ -69,8 +72,29 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
         ScoreQueue({"painter": painter, "gray": lambda *given: time.sleep(0.2) or levels(*given)}),
         gray(10),
     )
-    queue.submit([own], [None], [0])
+    queue.submit([own], [ITEM], [0])
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
+
+
+def test_a_reward_that_changes_metadata_changes_no_other():
+    """Nor the item that the next epoch uses."""
+
+    def forgetful(images, items):
+        items[0].metadata.clear()
+        return levels(images, items)
+
+    def num_criteria(images, items):
+        time.sleep(0.2)
+        criteria = items[0].metadata["criteria"]
+        criteria["style"].append("changed")
+        return np.array([float(len(criteria["style"]))])
+
+    item = Item(0, "a prompt", metadata={"open": True, "criteria": {"style": ["one"]}})
+    queue = ScoreQueue({"forgetful": forgetful, "criteria": num_criteria})
+    for _ in range(2):
+        queue.submit([gray(10)], [item], [0])
+        assert queue.results(1).tolist() == [[10, 2]]
+    assert item.metadata == {"open": True, "criteria": {"style": ["one"]}}
 
 
 def test_failed_reward_is_named():
