@@ -121,8 +121,8 @@ def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.sa
         free_mib = free / 2**20
         needed_mib = needed_bytes / 2**20
         raise ConfigError(
-            f"{folder} has {free_mib:.0f} MiB free, but checkpoints need about {needed_mib:.0f} MiB more; "
-            f"free some or change {option}"
+            f"{folder} has {free_mib:.0f} MiB free, but checkpoints and the pictures of an evaluation need about "
+            f"{needed_mib:.0f} MiB more; free some or change {option}"
         )
 
 

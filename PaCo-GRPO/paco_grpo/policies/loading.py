@@ -26,6 +26,9 @@ POLICIES: dict[str, str] = {
     "ZImagePipeline": "paco_grpo.policies.z_image:ZImagePolicy",
 }
 
+# Words in the names of models that were distilled to few steps.
+_DISTILLED = ("turbo", "schnell", "lightning", "lcm")
+
 
 def load_policy(
     model_path: str | Path,
@@ -89,6 +92,13 @@ def size_multiple(model_path: str | Path) -> int:
 def fewest_steps(model_path: str | Path) -> int:
     """The smallest number of steps for which the schedule of the generator exists."""
     return 2 if _read(model_path, "scheduler/scheduler_config.json").get("shift_terminal") else 1
+
+
+def is_step_distilled(model_path: str | Path) -> bool:
+    """Whether the generator was distilled to few steps: its pipeline says so (FLUX.2 Klein), or its name does."""
+    index = _read(model_path, "model_index.json")
+    names = f"{index.get('_name_or_path', '')} {Path(model_path).name}".lower()
+    return bool(index.get("is_distilled")) or any(word in names for word in _DISTILLED)
 
 
 def _read(model_path: str | Path, name: str) -> dict[str, Any]:

@@ -41,8 +41,13 @@ from paco_grpo.rewards.registry import (
     write_records,
 )
 from paco_grpo.training import checks
-from paco_grpo.training.plan import Plan, make_plan
-from paco_grpo.training.resume import Earlier, find_earlier, space_for_checkpoints
+from paco_grpo.training.plan import Plan, describe_evaluations, make_plan
+from paco_grpo.training.resume import (
+    Earlier,
+    find_earlier,
+    space_for_checkpoints,
+    space_for_pictures,
+)
 from paco_grpo.training.state import EMA, TrainState
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -193,6 +198,7 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
     plan = make_plan(options, strategy.accelerator.num_processes, objective.gradient_steps)
     num_weights = sum(parameter.numel() for parameter in parameters.values())
     space = space_for_checkpoints(options, folder, num_weights, prepared.earlier.epoch)
+    space += space_for_pictures(options, folder, len(items["test"]), prepared.earlier.epoch)
     checks.check_writable(folder, space)
     sampler = GroupSampler(
         len(items["train"]),
@@ -374,5 +380,6 @@ def _record_start(run: Run) -> None:
     for name, text in texts.items():
         write_atomically(run.folder / name, text)
         logger.info("%s:\n%s", run.folder / name, text)
+    logger.info("%s", describe_evaluations(run.options, run.plan, len(run.test_items)))
     for note in run.plan.notes:
         logger.warning("%s", note)

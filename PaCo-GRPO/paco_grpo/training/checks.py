@@ -17,7 +17,7 @@ from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
-from paco_grpo.policies.loading import local_folder
+from paco_grpo.policies.loading import is_step_distilled, local_folder
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.suggest import did_you_mean
@@ -25,6 +25,8 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
+FEW_STEPS = 8  # at most as many does a model take that was distilled to few steps
+MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 
@@ -36,17 +38,19 @@ def raise_if_any(problems: Iterable[str]) -> None:
 
 def check_run(options: RunOptions) -> Objective:
     """Refuse options that contradict each other, the objective, the rewards or the model; returns the objective."""
-    train, problems, objective = options.train, contradictions(options), None
+    train = options.train
+    problems = contradictions(options)
     for name in ("train.use_8bit_adam", "pretrained.quantize"):
         value = attrgetter(name)(options)
         if value and importlib.util.find_spec("bitsandbytes") is None:
             problems.append(
                 f"{name}={value!r} needs bitsandbytes: pip install 'paco-grpo[quantize]'"
             )
-    if options.speed.attention is not None and (
-        problem := attention_problem(options.speed.attention)
-    ):
-        problems.append(f"speed.attention={problem}")
+    if options.speed.attention is not None:
+        problem = attention_problem(options.speed.attention)
+        if problem:
+            problems.append(f"speed.attention={problem}")
+    objective = None
     try:
         describe(train.aggregate_fn)
         objective_class = get_objective(train.loss_type)
@@ -59,66 +63,126 @@ def check_run(options: RunOptions) -> Objective:
             f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter"
         )
     raise_if_any(problems)
-    if options.sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
-        logger.warning(
-            "config.sample.num_images_per_prompt=1: images of different prompts are compared with each other"
+    check_model(options)
+    for warning in questionable(options, objective):
+        logger.warning("config.%s", warning)
+    return objective
+
+
+def questionable(options: RunOptions, objective: Objective) -> list[str]:
+    """A line for what is possible and probably not meant, beginning with an option's name."""
+    sample, train, test = options.sample, options.train, options.test
+    warnings = []
+    if sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
+        warnings.append(
+            "sample.num_images_per_prompt=1: images of different prompts are compared with each other"
         )
     if train.learning_rate == 0:
-        logger.warning("config.train.learning_rate=0: nothing is trained")
-    check_model(options)
-    return objective
+        warnings.append("train.learning_rate=0: nothing is trained")
+    if sample.tail_steps is not None and not (sample.noise_level and sample.noise_steps):
+        warnings.append(
+            f"sample.tail_steps={sample.tail_steps} changes nothing: without noise, no step is the last with noise"
+        )
+    # Embedded guidance is on unless its scale is 0.
+    is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
+    looks_distilled = test.num_steps <= FEW_STEPS and not is_guided
+    is_distilled = looks_distilled or is_step_distilled(options.pretrained.model)
+    if is_distilled and not objective.needs_noise_steps:
+        warnings.append(
+            f"train.loss_type={train.loss_type!r}: {options.pretrained.model} seems to be distilled to few steps. This "
+            "objective trains σ values that such a model never sees, so images blur and training may collapse. "
+            "Use ppo, guard_grpo or flow_dppo, or the model that is not distilled"
+        )
+    return warnings
 
 
 def contradictions(options: RunOptions) -> list[str]:
     """A line for each contradiction, beginning with an option's name."""
-    sample, train, kind = options.sample, options.train, options.pretrained.quantize
-    steps, group, latents = (
-        sample.noise_steps,
-        sample.num_images_per_prompt,
-        sample.latents_per_prompt,
-    )
+    sample = options.sample
+    train = options.train
+    kind = options.pretrained.quantize
+    steps = sample.noise_steps
+    group = sample.num_images_per_prompt
+    latents = sample.latents_per_prompt
+    images = group * sample.unique_sample_num_per_epoch
+    last = sample.num_steps - 1
     rules = (
         (not options.dataset, "dataset is empty; give the folder of the prompt set"),
-        (not any(train.reward_fn.values()),
-         "train.reward_fn gives no reward a weight, such as --config.train.reward_fn.jpeg_compressibility=1"),
-        (max(steps, default=0) >= sample.num_steps,
-         f"sample.noise_steps={steps}: with sample.num_steps={sample.num_steps}, steps are 0 to {sample.num_steps - 1}"),
-        ((sample.num_noise_steps or 0) > len(steps), "sample.num_noise_steps is more than sample.noise_steps has"),
-        (train.timesteps == (), "train.timesteps is empty; None trains on every noise step"),
-        (group % latents, f"sample.latents_per_prompt={latents} does not divide the {group} images of a group"),
-        (train.reference == "start" and train.lora_path is None, "train.reference='start' needs train.lora_path"),
-        (train.lora_path is not None and not options.use_lora, "train.lora_path needs use_lora=True"),
-        (train.beta > 0 and not options.use_lora,
-         "use_lora=False cannot be used with train.beta > 0: the reference is the model without its adapter"),
-        (kind and not options.use_lora, "pretrained.quantize needs use_lora=True: quantized weights cannot be trained"),
-        (kind and options.speed.compile, "speed.compile is not supported with pretrained.quantize"),
-    )  # fmt: skip
+        (
+            not any(train.reward_fn.values()),
+            "train.reward_fn gives no reward a weight, such as "
+            + "--config.train.reward_fn.jpeg_compressibility=1",
+        ),
+        (
+            images > MOST_IMAGES,
+            f"sample.num_images_per_prompt={group} times sample.unique_sample_num_per_epoch"
+            + f"={images // group} are {images:,} images an epoch, more than {MOST_IMAGES:,}",
+        ),
+        (
+            max(steps, default=0) > last,
+            f"sample.noise_steps={steps}: with sample.num_steps={last + 1}, steps are 0 to {last}",
+        ),
+        (
+            (sample.num_noise_steps or 0) > len(steps),
+            "sample.num_noise_steps is more than sample.noise_steps has",
+        ),
+        (
+            train.timesteps == (),
+            "train.timesteps is empty; None trains on every noise step",
+        ),
+        (
+            group % latents,
+            f"sample.latents_per_prompt={latents} does not divide the {group} images of a group",
+        ),
+        (
+            train.reference == "start" and train.lora_path is None,
+            "train.reference='start' needs train.lora_path",
+        ),
+        (
+            train.lora_path is not None and not options.use_lora,
+            "train.lora_path needs use_lora=True",
+        ),
+        (
+            train.beta > 0 and not options.use_lora,
+            "use_lora=False cannot be used with train.beta > 0: "
+            + "the reference is the model without its adapter",
+        ),
+        (
+            kind and not options.use_lora,
+            "pretrained.quantize needs use_lora=True: quantized weights cannot be trained",
+        ),
+        (
+            kind and options.speed.compile,
+            "speed.compile is not supported with pretrained.quantize",
+        ),
+    )
+    problems = [problem for applies, problem in rules if applies]
     rewards = {**train.reward_fn, **options.test.reward_fn}
-    unknown = [
-        f"{split}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{did_you_mean(name, rewards)}"
-        for split in ("train", "test")
-        for name in getattr(options, split).reward_fn_kwargs
-        if name not in rewards
-    ]
-    return [problem for applies, problem in rules if applies] + unknown
+    for split in ("train", "test"):
+        for name in getattr(options, split).reward_fn_kwargs:
+            if name not in rewards:
+                problems.append(
+                    f"{split}.reward_fn_kwargs has {name!r}, which is not a reward of this run."
+                    f"{did_you_mean(name, rewards)}"
+                )
+    return problems
 
 
 def check_model(options: RunOptions) -> None:
     """Refuse what the model cannot do; only its small configuration files are read."""
-    model, sample, problems = options.pretrained.model, options.sample, []
-    multiple, fewest = size_multiple(model), fewest_steps(model)
-    for name, steps in (("sample", sample.num_steps), ("test", options.test.num_steps)):
+    model = options.pretrained.model
+    multiple = size_multiple(model)
+    fewest = fewest_steps(model)
+    problems = []
+    for name, steps in (("sample", options.sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
             problems.append(
                 f"{name}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0"
             )
-    for name, resolution in (
-        ("train", options.train.resolution),
-        ("test", options.test.resolution),
-    ):
-        if resolution % multiple:
+    for name, side in (("train", options.train.resolution), ("test", options.test.resolution)):
+        if side % multiple:
             problems.append(
-                f"{name}.resolution={resolution} is not a multiple of {multiple}, as {model} needs"
+                f"{name}.resolution={side} is not a multiple of {multiple}, as {model} needs"
             )
     raise_if_any(problems)
     if options.train.lora_path is not None:
@@ -127,47 +191,47 @@ def check_model(options: RunOptions) -> None:
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:
     """Refuse a machine whose GPUs torch does not see (often an old driver), unless ``ACCELERATE_USE_CPU`` is set."""
-    if torch.cuda.is_available() or environment.get("ACCELERATE_USE_CPU", "").lower() in (
-        "1",
-        "true",
-        "yes",
-    ):
+    wants_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if torch.cuda.is_available() or wants_cpu:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    promised = bool(visible) and visible != "-1"
-    if visible is None and shutil.which("nvidia-smi"):
-        promised = (
-            "GPU "
-            in subprocess.run(
-                ["nvidia-smi", "-L"], check=False, capture_output=True, text=True
-            ).stdout
-        )
-    if promised:
-        raise ConfigError(
-            f"this machine has GPUs, but torch {torch.__version__} sees none: update the driver or install a torch for it, "
-            "or set ACCELERATE_USE_CPU=true to use the CPU"
-        )
+    if visible is not None:
+        if visible in ("", "-1"):
+            return
+        promise = f"CUDA_VISIBLE_DEVICES={visible} names GPUs"
+    else:
+        if not _nvidia_smi_lists_gpus():
+            return
+        promise = "nvidia-smi lists GPUs"
+    raise ConfigError(
+        f"{promise}, but torch {torch.__version__} sees none. Where there are GPUs, update the driver or install a torch "
+        "for it. To use the CPU, set ACCELERATE_USE_CPU=true"
+    )
+
+
+def _nvidia_smi_lists_gpus() -> bool:
+    if not shutil.which("nvidia-smi"):
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
+    return "GPU " in listed.stdout
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     """Raise a ``DataError`` unless an editor's items have reference images, any other's none, and sizes hold a token."""
-    model, policy = options.pretrained.model, policy_class(options.pretrained.model)
+    model = options.pretrained.model
+    policy = policy_class(model)
     for split, items in splits.items():
         where = f"the {split} items"
-        fewest, most = (count(item.num_images for item in items) for count in (min, max))
-        for applies, problem in (
-            (
-                policy.needs_image and not fewest,
-                "edits images, but {} have none (prompt_fn 'geneval_image' has them)",
-            ),
-            (
-                most and not policy.edits_images,
-                "generates from text alone, but {} have reference images",
-            ),
-            (most > 1 and not policy.several_images, "edits one image, but {} have several"),
-        ):
-            if applies:
-                raise DataError(f"config.pretrained.model={model} {problem.format(where)}")
+        counts = [item.num_images for item in items]
+        problem = None
+        if policy.needs_image and not min(counts):
+            problem = f"edits images, but {where} have none (prompt_fn 'geneval_image' has them)"
+        elif max(counts) and not policy.edits_images:
+            problem = f"generates from text alone, but {where} have reference images"
+        elif max(counts) > 1 and not policy.several_images:
+            problem = f"edits one image, but {where} have several"
+        if problem:
+            raise DataError(f"config.pretrained.model={model} {problem}")
         sized = [item for item in items if item.height is not None]
         multiple = size_multiple(model) if sized else 0
         if sized and options.item_size == "aspect":

@@ -29,17 +29,18 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     A batch larger than a process's share is first reduced to it, so that more processes need not mean more prompts.
     ``gradient_steps`` is the objective's default.
     """
-    sample, train = options.sample, options.train
-    wanted, k = sample.unique_sample_num_per_epoch, sample.num_images_per_prompt
-    batch = min(sample.batch_size, max(1, wanted * k // num_processes))
-    unit = num_processes * batch
-    step = unit // math.gcd(unit, k)
-    prompts = math.ceil(wanted / step) * step
+    sample = options.sample
+    fewest = sample.unique_sample_num_per_epoch
+    k = sample.num_images_per_prompt
+    batch = min(sample.batch_size, max(1, fewest * k // num_processes))
+    # The number of prompts must be a multiple of this one.
+    multiple = num_processes * batch // math.gcd(num_processes * batch, k)
+    prompts = math.ceil(fewest / multiple) * multiple
     share = prompts * k // num_processes
     notes = []
-    if prompts != wanted:
+    if prompts != fewest:
         notes.append(
-            f"sample.unique_sample_num_per_epoch raised from {wanted} to {prompts}, so that {k} images each divide "
+            f"sample.unique_sample_num_per_epoch raised from {fewest} to {prompts}, so that {k} images each divide "
             f"evenly over {num_processes} processes in batches of {batch}"
         )
     return Plan(
@@ -50,8 +51,42 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         samples_per_process=share,
         sample_batch_size=batch,
         rollout_batches=share // batch,
-        gradient_steps=train.gradient_step_per_epoch or gradient_steps,
+        gradient_steps=options.train.gradient_step_per_epoch or gradient_steps,
         notes=tuple(notes),
+    )
+
+
+def evaluation_images(options: RunOptions, num_items: int) -> int:
+    """Images of an evaluation on a set of ``num_items``."""
+    return options.test.num_images or num_items
+
+
+def picture_bytes(options: RunOptions, num_items: int) -> int:
+    """Bytes of the pictures of one evaluation; a PNG of a photograph takes about two for each pixel."""
+    if not options.test.save_eval_images:
+        return 0
+    return 2 * evaluation_images(options, num_items) * options.test.resolution**2
+
+
+def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
+    """How many images the evaluations of a run have, when, and which share of the run's denoising they are."""
+    test = options.test
+    images = evaluation_images(options, num_items)
+    line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
+    size = picture_bytes(options, num_items) / 1e9
+    if size:
+        line += f" (about {size:.1f} GB of pictures)"
+    if options.eval_freq == 0:
+        return f"{line}, only at the end (config.eval_freq=0)"
+    steps = images * test.num_steps
+    steps_of_training = options.eval_freq * plan.samples * options.sample.num_steps
+    pixels = steps * test.resolution**2
+    pixels_of_training = steps_of_training * options.train.resolution**2
+    share = steps / (steps + steps_of_training)
+    share_of_pixels = pixels / (pixels + pixels_of_training)
+    return (
+        f"{line}, before training and every {options.eval_freq} epochs: {share:.0%} of the run's denoising steps, "
+        f"{share_of_pixels:.0%} counted by pixels (config.test.num_images, config.eval_freq)"
     )
 
 

@@ -1,7 +1,9 @@
 """Checks that need objectives, rewards, libraries or a model's small files run before weights are loaded."""
 
 import contextlib
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,44 @@ def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
     }
     check_run(load_named("toy_t2is", *changes.items()))
     assert "sample.num_images_per_prompt" in caplog.text and "train.learning_rate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("facts", "overrides", "warns"),
+    [
+        ({}, {}, False),
+        ({"is_distilled": True}, {}, True),
+        ({"_name_or_path": "Tongyi-MAI/Z-Image-Turbo"}, {}, True),
+        ({}, {"test.num_steps": "8", "sample.guidance_scale": "0"}, True),
+        ({}, {"test.num_steps": "8", "sample.guidance_scale": "3.5"}, False),
+        ({}, {"test.num_steps": "28", "sample.guidance_scale": "0"}, False),
+    ],
+)
+@pytest.mark.parametrize("objective", ["ppo", "nft", "awm", "dgpo"])
+def test_objectives_that_a_distilled_model_does_not_bear(
+    tiny_flux_dir, tmp_path, caplog, facts, overrides, warns, objective
+):
+    model = shutil.copytree(tiny_flux_dir, tmp_path / "model")
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps(index | facts))
+    changes = overrides | {
+        "pretrained.model": str(model), "train.loss_type": objective, "test.reward_fn": "",
+        "train.num_sigmas": "3",
+        "train.reward_fn": "jpeg_compressibility: 1", "train.reward_fn_kwargs": "",
+    }  # fmt: skip
+    check_run(load_named("toy_t2is", *changes.items()))
+    assert ("distilled" in caplog.text) == (warns and objective != "ppo")
+
+
+def test_turbo_is_known_to_be_distilled_without_its_files(tiny_flux_dir, caplog):
+    changes = {"pretrained.model": str(tiny_flux_dir), "train.loss_type": "nft"}
+    check_run(load_named("z_image_turbo_t2is", *changes.items()))
+    assert "distilled" in caplog.text
+
+
+def test_a_tail_without_noise_is_said_to_change_nothing(tiny_flux_dir, caplog):
+    check_run(load_named("t2is_fast_nft", ("pretrained.model", str(tiny_flux_dir))))
+    assert "sample.tail_steps=4 changes nothing" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["kontext_editing", "ocr"])

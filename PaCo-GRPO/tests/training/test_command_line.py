@@ -61,7 +61,11 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, capsys, en
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert load_script("train").train(None, "") == load_script("evaluate").main([]) == 2
-    assert capsys.readouterr().err.count("ACCELERATE_USE_CPU=true") == 2
+    said = capsys.readouterr().err
+    assert said.count("ACCELERATE_USE_CPU=true") == 2
+    # Only what is known: the variable alone does not mean that there are GPUs.
+    promise = "CUDA_VISIBLE_DEVICES=0,1 names GPUs" if environment else "nvidia-smi lists GPUs"
+    assert said.count(f"error: {promise}, but torch") == 2
     for hidden in ({"CUDA_VISIBLE_DEVICES": ""}, environment | {"ACCELERATE_USE_CPU": "true"}):
         require_promised_gpu(hidden)
 
