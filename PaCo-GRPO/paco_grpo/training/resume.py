@@ -15,6 +15,7 @@ from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import read_numbers, verify
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
+from paco_grpo.training.plan import evaluation_images, picture_bytes
 from paco_grpo.types import Item
 from paco_judge.json_io import parse_object
 
@@ -102,6 +103,16 @@ def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, e
     # The next one is whole before the oldest is removed.
     kept = max(0, options.num_checkpoint_limit - existing) + 1
     return size * min(to_write, kept)
+
+
+def space_for_pictures(options: RunOptions, folder: Path, num_items: int, epoch: int) -> int:
+    """Bytes of the pictures of one evaluation, without those that a finished run already has of its last one."""
+    needed = picture_bytes(options, num_items)
+    if epoch < options.num_epochs:
+        return needed
+    pictures = len(list((folder / "eval" / files.checkpoint_name(epoch)).glob("[0-9]*.png")))
+    missing = max(0, evaluation_images(options, num_items) - pictures)
+    return needed * missing // evaluation_images(options, num_items)
 
 
 def _refuse_lost_checkpoints(

@@ -1,6 +1,7 @@
 """Signs of collapse: every limit on constructed statistics, the statistics against NumPy, and a run that collapses."""
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from paco_grpo.monitoring.health import judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, SampleObserver
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import TrainingStopped
+from paco_grpo.training.trainer import Trainer, TrainingStopped
 
 WELL = {
     "health/velocity_change": 0.05,
@@ -33,6 +34,50 @@ def test_limits_of_an_epoch():
         assert (finding.sign, finding.collapse) == (metric, True) and judge_epoch(
             [WELL | {metric: good}]
         ) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sign", ["velocity_change", "latent_std", "distinctness_vs_first"])
+def test_a_sign_that_is_not_finite_is_a_collapse(sign, value):
+    """It compares false with every limit."""
+    (finding,) = judge_epoch([WELL, WELL | {f"health/{sign}": value}])
+    assert finding.collapse and finding.sign == f"health/{sign}"
+    assert f"health/{sign} not finite" in finding.message
+
+
+def test_velocities_that_are_not_finite_are_said_and_stop_the_run(tiny_flux_dir, tmp_path, caplog):
+    """The weights are finite, but so large that what they compute is not."""
+    options = tiny_options(tiny_flux_dir, tmp_path, train__stop_on_collapse=True)
+    run = build_run(options)
+    measure = run.probe._velocity
+
+    def overflow(*arguments):
+        return measure(*arguments) * (1.0 if run.state.step == 0 else float("inf"))
+
+    run.probe._velocity = overflow
+    with pytest.raises(TrainingStopped, match="after epoch 1, health/velocity_change not finite"):
+        Trainer(run).fit()
+    assert "health/velocity_change not finite" in caplog.text
+    (row,) = rows_of(options, "train")
+    assert row["not_finite"] == ["health/velocity_change"]
+
+
+def test_the_base_model_is_measured_before_training_time_begins(
+    tiny_flux_dir, tmp_path, monkeypatch
+):
+    """The first pass of the probe is done once and must not count toward max_train_minutes."""
+    prepare = BaseProbe.prepare
+
+    def slowly(probe):
+        if not probe._states:
+            time.sleep(2)
+        prepare(probe)
+
+    monkeypatch.setattr(BaseProbe, "prepare", slowly)
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)
+    state = train(options).state
+    (row,) = rows_of(options, "train")
+    assert state.train_seconds < 2 and row["time/train_s"] < 2 and row["time/epoch_s"] < 2
 
 
 def evaluation(**means):
