@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_judge import images
-from paco_judge.client import Pair
-from paco_judge.images import UnreadableImage, encode, load_image
-from paco_judge.questions import editing_texts, load_editing_questions, load_question
+from paco_judge.images import UnreadableImage, load_image
+from paco_judge.questions import Pair, editing_texts, load_editing_questions, load_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import ANSWER_TOKENS
 from paco_reward.cli import main
@@ -45,6 +45,12 @@ def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, 
     assert [float(line[-1]) for line in lines] == pytest.approx(expected, abs=1e-4)
 
 
+def as_jpeg(image: Image.Image) -> Image.Image:
+    """As the published script sends images: of quality 75, Pillow's default."""
+    image.save(file := io.BytesIO(), "JPEG", quality=75)
+    return Image.open(file)
+
+
 def test_a_users_question_and_form(paths, answering_judge, tmp_path, tiny, capsys):
     """In this process as over a server: labels, JPEG and answer tokens are the scorer's."""
     (tmp_path / "mine.txt").write_text("Same {theme}?")
@@ -60,7 +66,7 @@ def test_a_users_question_and_form(paths, answering_judge, tmp_path, tiny, capsy
     assert main([*command, "--theme", "boat", *form]) == 0
     shown = float(capsys.readouterr().out.split()[-1])
     scorer = JudgeScorer.from_pretrained(answering_judge)
-    pictures = [Image.open(io.BytesIO(encode(tiny.picture(i), "jpeg"))) for i in range(2)]
+    pictures = [as_jpeg(tiny.picture(i)) for i in range(2)]
     prompt = scorer.prompt(scorer.chat(Pair(*pictures, "Same boat?")).messages)
     for number in (1, 2):
         prompt = prompt.replace("<|vision_start|>", f"<img{number}>: <|vision_START|>", 1)
@@ -100,6 +106,11 @@ def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, caps
         and "no score: neither Yes nor No is among the judge's top 20" in shown.out
     )
     assert "1 of 1 answers have no score" in shown.err
+
+
+def test_an_adapter_is_described(paths, judge_dir, adapter_dir, caplog):
+    main(["score", *paths[:2], "--model", str(judge_dir), "--adapter", str(adapter_dir)])
+    assert re.search(r"adapter .*: (\d+) of \1 layers, .* rank 4, scale 2", caplog.text)
 
 
 def answers(number: int, request: dict):
@@ -154,6 +165,19 @@ def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
         ),
         (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "aspect ratio"),
         (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),
+        (["score", "A", "B", "--model", "./no"], "neither an existing folder nor a name"),
+        (["score", "A", "B", "--model", "org/no"], "hf download org/no"),
+        (["score", "A", "B", "--model", "JUDGE", "--adapter", "org/no"], "hf download org/no"),
+        (["score", "A", "B", "--model", "JUDGE", "--adapter", "./no"], "neither an existing"),
+        (
+            ["score", "A", "B", "--server", "http://127.0.0.1:9", "--html", "A/page.html"],
+            "0.png",  # found before the server is missed
+        ),
+        (
+            ["score", "A", "B", "--model", "JUDGE", "--instruction", "x"]
+            + ["--question", "editing_instruction", "editing_consistency"],
+            "in the place of",
+        ),
     ],
 )
 def test_problems_are_one_line(paths, judge_dir, tmp_path, arguments, named, capsys):
@@ -164,6 +188,7 @@ def test_problems_are_one_line(paths, judge_dir, tmp_path, arguments, named, cap
         "THIN": str(tmp_path / "thin.png"),
         "JUDGE": str(judge_dir),
     }
+    places["A/page.html"] = f"{paths[0]}/page.html"
     assert main([places.get(argument, argument) for argument in arguments]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and named in error

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from paco_judge.client import JudgeError
-from paco_reward import demo, score
+from paco_reward import demo, options, score
 from paco_reward.errors import TRAINING_ERRORS, cleaning_up_on_sigterm, report_errors
 from paco_reward.output import check_writable
 from paco_reward.pairing import command as build_command
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     accuracy = commands.add_parser(
         "accuracy", help="accuracy, AUC and calibration on labeled pairs"
     )
-    score.add_judge_options(accuracy)
+    options.add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument(
         "--dataset",
@@ -102,7 +102,7 @@ def _accuracy(args: argparse.Namespace) -> int:
         labels += pair_labels
         kinds += [name] * len(pair_labels)
     report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(score.load_judge(args), FilePairs(rows), labels, kinds)
+    report |= measure(options.load_scorer(args), FilePairs(rows), labels, kinds)
     text = json.dumps(report, indent=2)
     print(text, flush=True)  # first: the disk may be full by now
     if args.output:

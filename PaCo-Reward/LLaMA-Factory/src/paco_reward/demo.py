@@ -11,8 +11,11 @@ from PIL import Image
 from paco_judge.client import JudgeError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
+from paco_judge.judge import Judge
+from paco_reward.asking import ask, questions_about
 from paco_reward.errors import PacoRewardError
-from paco_reward.score import Judge, add_asking_options, ask, judge_named, questions_about, sheet
+from paco_reward.options import add_asking_options, judge_of
+from paco_reward.sheet import sheet
 
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"
@@ -30,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    page = build(judge_named(args)).queue(max_size=32)
+    page = build(judge_of(args), args.reason_tokens).queue(max_size=32)
     server = {"server_name": "127.0.0.1", "server_port": args.port, "max_file_size": LARGEST_FILE}
     page.launch(**server, quiet=True, prevent_thread_lock=True)
     print(f"The judge's page: http://127.0.0.1:{args.port}. Ctrl-C ends it.", flush=True)
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def build(judge: Judge) -> Any:
+def build(judge: Judge, reason_tokens: int) -> Any:
     """The page, a ``gradio.Blocks``. It asks ``judge`` one question set at a time."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # nothing leaves this machine
     import gradio
@@ -47,17 +50,15 @@ def build(judge: Judge) -> Any:
         files: list | None, rows: float, columns: float, theme: str, edit: str, with_reasons: bool
     ) -> str:
         try:
-            asked = asked_about(
-                files or [], int(rows or 1), int(columns or 1), theme.strip(), edit.strip()
-            )
-            return sheet(ask(judge, *asked, with_reasons))
+            images, names = panels_of(files or [], int(rows or 1), int(columns or 1))
+            questions = questions_on_page(theme.strip(), edit.strip())
+            limit = reason_tokens if with_reasons else None
+            return sheet(ask(judge, images, names, questions, limit))
         except (ValueError, JudgeError) as error:
             raise gradio.Error(str(error), duration=None) from error
 
-    system = [
-        "system-ui",
-        "sans-serif",
-    ]  # a font's name in quotes would be fetched from the network
+    # A font's name in quotes would be fetched from the network.
+    system = ["system-ui", "sans-serif"]
     theme = gradio.themes.Default(font=system, font_mono=["monospace"])
     with gradio.Blocks(title="PaCo-Reward", theme=theme, analytics_enabled=False) as page:
         gradio.Markdown(f"# Are these images consistent?\nJudge: `{judge.name}`")
@@ -87,22 +88,28 @@ def build(judge: Judge) -> Any:
     return page
 
 
-def asked_about(
-    files: Sequence[tuple[str, str | None]], rows: int, columns: int, theme: str, instruction: str
-) -> tuple[list[Image.Image], list[str], dict[str, str]]:
-    """Images of ``files`` (path, caption), cut into panels if there are rows or columns; their names; the questions."""
-    images, names = [], []
+def panels_of(
+    files: Sequence[tuple[str, str | None]], rows: int, columns: int
+) -> tuple[list[Image.Image], list[str]]:
+    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and their names."""
+    images = []
+    names = []
     for path, _ in files:
         panels = split_image(load_image(path), rows, columns)
         images += panels
-        names += [
-            f"{Path(path).name} {n + 1}" if len(panels) > 1 else Path(path).name
-            for n in range(len(panels))
-        ]
+        if len(panels) == 1:
+            names.append(Path(path).name)
+        else:
+            names += [f"{Path(path).name} {number}" for number in range(1, len(panels) + 1)]
     if not 2 <= len(images) <= MOST_IMAGES:
         raise PacoRewardError(
             f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}"
         )
+    return images, names
+
+
+def questions_on_page(theme: str, instruction: str) -> dict[str | None, str]:
+    """``questions_about`` the two text fields, of which one may be filled in."""
     if instruction and theme:
         raise PacoRewardError("give a theme or an editing instruction, not both")
-    return images, names, questions_about(theme or None, instruction or None)
+    return questions_about(theme or None, instruction or None)

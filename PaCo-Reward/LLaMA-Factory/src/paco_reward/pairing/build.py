@@ -33,10 +33,10 @@ from paco_judge.questions import (
 )
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
+from paco_reward.options import client_of
 from paco_reward.pairing import answers, inputs, select
 from paco_reward.pairing.inputs import EditRow, PromptItem
 from paco_reward.pairing.select import LabeledPair
-from paco_reward.score import client_of
 
 EDITING_NAME = "sharegpt_editing"
 TRAIN, TEST = "train", "test"
@@ -62,7 +62,7 @@ def build(options: Namespace) -> dict[str, Any]:
     rankings = inputs.read_rankings(options.rankings, by_folder) if options.rankings else None
     written = inputs.read_reasons(options.reasons_file, by_folder) if options.reasons_file else None
     form = form_of(options, answer_tokens="variants")
-    judge = client_of(options, options.model, form) if options.server else None
+    judge = client_of(options, form) if options.server else None
     if judge:
         judge.check()
     _claim(output, items)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paco_judge.questions import EDITING, add_form_arguments
 from paco_reward.errors import PacoRewardError
-from paco_reward.score import positive
+from paco_reward.options import positive
 
 DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people (--rankings) or a judge
 (--server) rank (docs/judge.md, "Training data"). The same command resumes a stopped run."""

@@ -1,0 +1,124 @@
+"""Asking a judge about some images: all pairs of them, or edits of the first."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from paco_judge.grid import pairs as index_pairs
+from paco_judge.judge import Judge
+from paco_judge.questions import (
+    EDITING,
+    Pair,
+    editing_texts,
+    load_editing_questions,
+    load_question,
+)
+from paco_judge.verdict import Verdict, editing_score, mean_score
+from paco_reward.errors import PacoRewardError
+
+
+@dataclass(frozen=True)
+class PairScore:
+    """The judge's answer about two images of a report."""
+
+    first: int  # number of an image
+    second: int
+    dimension: str | None  # what the question about an edit is about; None: asked about all pairs
+    verdict: Verdict
+    reason: str | None = None  # the whole answer, if it was asked for
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """What a judge says about some images.
+
+    Args:
+        judge: Its name.
+        images: Two or more, RGB.
+        names: Of the images.
+        questions: One under None, asked about every pair; or questions about edits of the first
+            image, by dimension.
+        answers: One for each question on each pair.
+    """
+
+    judge: str
+    images: Sequence[Image.Image]
+    names: Sequence[str]
+    questions: Mapping[str | None, str]
+    answers: Sequence[PairScore]
+
+    @property
+    def about_edits(self) -> bool:
+        return None not in self.questions
+
+    @property
+    def missing(self) -> int:
+        """How many answers have no score."""
+        return sum(not answer.verdict.ok for answer in self.answers)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over all pairs; None if one has no score."""
+        return mean_score([answer.verdict for answer in self.answers])
+
+    @property
+    def rows(self) -> list[PairScore]:
+        """The answers, and after the two answers about an edit the score that follows from them."""
+        if len(self.questions) != 2:
+            return list(self.answers)
+        rows = []
+        for both in zip(self.answers[::2], self.answers[1::2], strict=True):
+            score = editing_score(*(answer.verdict for answer in both))
+            verdict = Verdict(None, "an answer is missing") if score is None else Verdict(score)
+            rows += [*both, PairScore(both[0].first, both[0].second, "overall", verdict)]
+        return rows
+
+
+def ask(
+    judge: Judge,
+    images: Sequence[Image.Image],
+    names: Sequence[str],
+    questions: Mapping[str | None, str],
+    reason_tokens: int | None = None,
+) -> ScoreReport:
+    """The judge's P(Yes), and its whole answers if they may have ``reason_tokens``."""
+    places: list[tuple[int, int, str | None]] = []
+    if None in questions:
+        places += [(first, second, None) for first, second in index_pairs(len(images))]
+    else:
+        for edit in range(1, len(images)):
+            places += [(0, edit, dimension) for dimension in questions]
+    pairs = [
+        Pair(images[first], images[second], questions[dimension])
+        for first, second, dimension in places
+    ]
+    verdicts = judge.verdicts(pairs)
+    reasons: list[str | None] = [None] * len(pairs)
+    if reason_tokens is not None:
+        answers = judge.answers(pairs, reason_tokens)
+        reasons = [answer.text or f"no answer: {answer.error}" for answer in answers]
+    scores = [
+        PairScore(*place, verdict, reason)
+        for place, verdict, reason in zip(places, verdicts, reasons, strict=True)
+    ]
+    return ScoreReport(judge.name, images, names, questions, scores)
+
+
+def questions_about(
+    theme: str | None = None, instruction: str | None = None, templates: Sequence[str] | None = None
+) -> dict[str | None, str]:
+    """``ScoreReport.questions``: on pairs with or without a theme, or, given an instruction, on edits.
+
+    ``templates``: shipped names or text files, one, or for edits up to two; default: theme, pair, or the editing questions.
+    """
+    if instruction is not None:
+        return dict(editing_texts(load_editing_questions(templates or EDITING), instruction))
+    default = "theme" if theme else "pair"
+    name, *others = templates or [default]
+    if others:
+        raise PacoRewardError(
+            "--question: only edits (--instruction) are asked about with two questions"
+        )
+    fields = ("theme",) if theme else ()
+    return {None: load_question(name, fields).text(theme=theme)}

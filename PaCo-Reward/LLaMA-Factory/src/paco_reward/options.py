@@ -1,0 +1,121 @@
+"""Options that name a judge, shared by the commands."""
+
+import argparse
+import os
+from typing import Any
+
+from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.judge import LONGEST_ANSWER, Judge
+from paco_judge.questions import RequestForm, add_form_arguments, form_of
+from paco_reward.errors import PacoRewardError
+
+MAX_CONCURRENCY = 16  # requests in flight at a server that others may use too
+
+
+def positive(text: str) -> int:
+    """A positive whole number, for argparse."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def add_judge_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``load_scorer`` reads."""
+    parser.add_argument(
+        "--model",
+        "--base",
+        dest="model",
+        help="model folder or hub name (served name with --server)",
+    )
+    parser.add_argument("--adapter", help="adapter folder for the model")
+    parser.add_argument(
+        "--batch_size",
+        type=positive,
+        default=32,
+        help="pairs per forward pass (default %(default)s)",
+    )
+    add_form_arguments(parser)
+
+
+def add_asking_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``judge_of`` reads."""
+    parser.add_argument(
+        "--reason_tokens",
+        type=positive,
+        default=LONGEST_ANSWER,
+        help="longest answer (default %(default)s)",
+    )
+    add_judge_options(parser)
+    add_server_options(parser, "ask an OpenAI-compatible server instead of loading a model")
+
+
+def add_server_options(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the options that ``client_of`` reads."""
+    parser.add_argument("--server", metavar="URL", help=help_text)
+    parser.add_argument(
+        "--api_key_env", metavar="VARIABLE", help="environment variable with the server's key"
+    )
+
+
+def load_scorer(args: argparse.Namespace) -> Any:
+    """The ``JudgeScorer`` of --model and --adapter. Raises ValueError or OSError."""
+    from paco_judge.scorer import JudgeScorer
+
+    _prepare_loading(args)
+    return JudgeScorer.from_pretrained(
+        args.model, args.adapter, batch_size=args.batch_size, form=form_of(args)
+    )
+
+
+def judge_of(args: argparse.Namespace) -> Judge:
+    """The judge that a command line names, loaded or on a server. Raises ValueError or OSError."""
+    form = form_of(args)
+    if not args.server:
+        _prepare_loading(args)
+        return Judge.from_pretrained(
+            args.model, args.adapter, batch_size=args.batch_size, form=form
+        )
+    if args.adapter:
+        raise PacoRewardError(
+            "--adapter needs a local model; serve the adapter and name it with --model"
+        )
+    return Judge(
+        args.server,
+        args.model or DEFAULT_MODEL,
+        api_key=_api_key(args),
+        max_concurrency=MAX_CONCURRENCY,
+        form=form,
+    )
+
+
+def client_of(args: argparse.Namespace, form: RequestForm) -> JudgeClient:
+    """The client of --server, --model and --api_key_env."""
+    return JudgeClient(
+        args.server,
+        args.model,
+        api_key=_api_key(args),
+        max_concurrency=MAX_CONCURRENCY,
+        form=form,
+    )
+
+
+def _prepare_loading(args: argparse.Namespace) -> None:
+    from paco_judge.scorer import silence_transformers
+
+    if not args.model:
+        raise PacoRewardError(
+            "name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL"
+        )
+    silence_transformers()
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """The key, from a variable: other users of a machine can see command lines."""
+    if not args.api_key_env:
+        return None
+    key = os.environ.get(args.api_key_env)
+    if not key:
+        raise PacoRewardError(
+            f"--api_key_env {args.api_key_env}: this environment variable is not set; export it"
+        )
+    return key
