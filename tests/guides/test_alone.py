@@ -8,15 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_judge
 from fakes import free_port
-from terminal import REPOSITORY, TOY_SIZE
+from terminal import REPOSITORY, TOY_JUDGE, TOY_SIZE
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:
+    # pip's and uv's settings of this machine, and our pins, are not a user's.
+    ours = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
     clean = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("PIP_", "UV_"))
     }
     clean["PYTHONFAULTHANDLER"] = "1"  # a crash names its place
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
@@ -29,41 +34,54 @@ def run(command: list, cwd: Path, **variables: str) -> str:
 
 @pytest.fixture
 def place(tmp_path):
-    """(a clone, the interpreter of an empty environment as `conda create` makes it, `pip install`)."""
+    """(a clone, the interpreter of an empty environment, which has not even setuptools, `pip`)."""
     copy = tmp_path / "clone"
     run(["git", "clone", "-q", "--depth", "1", f"file://{REPOSITORY}", copy], tmp_path)
     uv = shutil.which("uv") or Path(sys.executable).with_name("uv")
-    run([uv, "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "env"], tmp_path)
+    run([uv, "venv", "-q", "--python", sys.executable, tmp_path / "env"], tmp_path)
     python = tmp_path / "env" / "bin" / "python"
 
-    def pip(arguments: list[str], folder: Path) -> None:
-        # Without our constraints, as for a user who follows the guide.
-        names = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
-        variables = {name: os.environ[own] for name, own in names.items() if own in os.environ}
-        run([uv, "pip", "install", "-q", "--python", python, *arguments], folder, **variables)
+    def pip(command: str, arguments: list[str], folder: Path) -> None:
+        variables = {"UV_NO_CONFIG": "1"}
+        mirrors = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
+        for name, pips_name in mirrors.items():
+            if value := os.environ.get(name, os.environ.get(pips_name)):
+                variables[name] = value
+        run([uv, "pip", command, "-q", "--python", python, *arguments], folder, **variables)
 
-    pip(["setuptools", "wheel"], tmp_path)
     yield copy, python, pip
     shutil.rmtree(tmp_path, ignore_errors=True)  # gigabytes
 
 
+def activated(python: Path) -> dict[str, str]:
+    path = f"{python.parent}:{os.environ['PATH']}"
+    return {"VIRTUAL_ENV": str(python.parents[1]), "PATH": path, "HF_HUB_OFFLINE": "1"}
+
+
 def test_paco_reward(place):
+    """Without pins, torch and torchaudio fit each other: LLaMA-Factory imports both before it trains."""
     copy, python, pip = place
-    folder = copy / "PaCo-Reward" / "LLaMA-Factory"
-    pip(["-e", ".[torch,metrics]", "--no-build-isolation"], folder)
-    run([python, "-m", "pip", "check"], folder)
+    folder = copy / "PaCo-Reward"
+    pip("install", ["-e", ".[torch,metrics]", "--no-build-isolation"], folder / "LLaMA-Factory")
+    pip("check", [], folder)
     assert "build-dataset" in run([python.with_name("paco-reward"), "--help"], copy)
-    run([python, "-c", "import paco_judge.client, paco_reward.overlay, scipy, torchvision"], copy)
+    data = tiny_judge.save_pairs(
+        copy / "quickstart/out/world/reward_data", 8, "toy_pairs_cot_train"
+    )
+    words = [f"{name}={str(value).lower()}" for name, value in TOY_JUDGE.items()]
+    words += [f"dataset_dir={data}", f"output_dir={copy / 'judge'}"]
+    train = ["bash", "train/paco_reward.sh", "config/toy_reward_lora.yaml", *words]
+    run(train, folder, **activated(python))
+    assert (copy / "judge" / "adapter_model.safetensors").exists()
 
 
 def test_paco_grpo(place, published, open_clip, tmp_path):
     copy, python, pip = place
     folder, port = copy / "PaCo-GRPO", free_port()
     judge, clip = published["X-GenGroup/PaCo-Reward-7B"], published["yuvalkirstain/PickScore_v1"]
-    pip(["-e", "."], folder)
-    run([python, "-m", "pip", "check"], copy)
-    variables = {
-        "VIRTUAL_ENV": str(python.parents[1]), "PATH": f"{python.parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1",
+    pip("install", ["-e", "."], folder)
+    pip("check", [], folder)
+    variables = activated(python) | {
         "VLLM_ENGINE": "transformers", "VLLM_PORT": str(port), "VLLM_LABEL": "alone", "PACO_RUNTIME_DIR": str(tmp_path / "run"),
         "VLLM_MODEL_PATHS": f"{judge},{judge}", "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
     }  # fmt: skip
