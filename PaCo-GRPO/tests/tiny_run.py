@@ -6,10 +6,11 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
-from tiny_policies import picture
+from tiny_policies import FAMILIES, NAMES, picture
 
 from paco_grpo.options import RunOptions, load_options
 from paco_grpo.rewards.queue import ScoreQueue
@@ -135,6 +136,30 @@ def tiny_edit_options(
     """toy_kontext or toy_qwen_edit, made tiny."""
     overrides = overrides_for(model, folder, partial(write_edits, references=references), **changes)
     return load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", overrides.items())
+
+
+# An epoch of four images in two steps.
+SMALL = {
+    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2,
+    "num_epochs": 1, "save_freq": 0, "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4,
+    "max_sequence_length": 16, "train__reward_fn_kwargs": "{}",
+    "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}',
+}  # fmt: skip
+CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
+
+
+def family_options(name: str, model: Path, folder: Path, **changes: Any) -> RunOptions:
+    """A small run of the family ``name`` in tiny_policies.py, with its guidance."""
+    family = FAMILIES[name]
+    guidance = {}
+    for key, value in ({} if name in NAMES else family.options).items():
+        group = "" if key in RunOptions.__dataclass_fields__ else "sample__"
+        guidance[f"{group}{key}"] = value
+    changes = SMALL | guidance | changes
+    if not family.references:
+        return tiny_options(model, folder, **changes)
+    configuration = CONFIGURATIONS.get(name, "toy_kontext")
+    return tiny_edit_options(configuration, model, folder, family.references, **changes)
 
 
 def train(options: RunOptions) -> Trainer:

@@ -5,40 +5,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tiny_policies import FAMILIES, NAMES
-from tiny_run import rows_of, tiny_edit_options, tiny_options
+from tiny_policies import FAMILIES
+from tiny_run import family_options, rows_of
 
 from paco_grpo.objectives import OBJECTIVES
-from paco_grpo.options import RunOptions
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
-CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
-OTHERS = [name for name in FAMILIES if name not in NAMES]
-SMALL = {
-    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2,
-    "num_epochs": 1, "save_freq": 0, "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4,
-    "max_sequence_length": 16, "train__reward_fn_kwargs": "{}",
-    "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}',
-}  # fmt: skip
-
 # The two σ of two steps.
 BOTH = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction": 1}
-
-
-def config_for(name, folder, model, **changes):
-    family = FAMILIES[name]
-    own = family.options if name in OTHERS else {}
-    own = {
-        key if key in RunOptions.__dataclass_fields__ else f"sample__{key}": value
-        for key, value in own.items()
-    }
-    changes = SMALL | own | changes
-    if not family.references:
-        return tiny_options(model, folder, **changes)
-    return tiny_edit_options(
-        CONFIGURATIONS.get(name, "toy_kontext"), model, folder, family.references, **changes
-    )
 
 
 def cases():
@@ -54,8 +29,8 @@ def cases():
 @pytest.mark.parametrize("name,loss_type", cases())
 def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     more = BOTH if loss_type in ("awm", "dgpo") else {}
-    config = config_for(
-        name, tmp_path, tiny_folder(name), train__loss_type=loss_type, train__beta=0.01, **more
+    config = family_options(
+        name, tiny_folder(name), tmp_path, train__loss_type=loss_type, train__beta=0.01, **more
     )
     run = build_run(config)
     before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
@@ -87,7 +62,7 @@ def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
     }
 
     def build(**changes):
-        return build_run(config_for(name, tmp_path, tiny_folder(name), **options | changes))
+        return build_run(family_options(name, tiny_folder(name), tmp_path, **options | changes))
 
     whole, sizes = build(), []
     decode = whole.state.policy.decode

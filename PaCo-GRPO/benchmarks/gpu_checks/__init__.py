@@ -1,0 +1,1 @@
+"""The parts of check_gpu.py: how steps run, toy models against the CPU, full-size models, several GPUs, the judge."""
