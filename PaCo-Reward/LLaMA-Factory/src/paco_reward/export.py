@@ -58,7 +58,7 @@ def export(base: str, adapter: str, output: str | Path) -> float:
         except Exception as error:
             if is_disk_full(error):
                 raise PacoRewardError(
-                    f"the disk of {output.parent} is full ({error}); free some space, or name an "
+                    f"there is no room in {output.parent} ({error}); free some space, or name an "
                     "--output on another disk"
                 ) from error
             raise

@@ -94,7 +94,7 @@ def train(config: dict[str, Any]) -> int:
         if not is_disk_full(error):
             raise
         raise PacoRewardError(
-            f"the disk of {config['output_dir']} is full ({error}); free some space and repeat the "
+            f"there is no room in {config['output_dir']} ({error}); free some space and repeat the "
             "command, which resumes from the last checkpoint"
         ) from error
     return 0

@@ -22,7 +22,7 @@ STATE_FILE = "trainer_state.json"  # the last file that transformers writes into
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of safetensors and of torch.save on a full disk; they are no OSErrors.
-_FULL_TEXTS = ("os error 28", "os error 122", "PytorchStreamWriter failed")
+_FULL_TEXTS = ("os error 27)", "os error 28)", "os error 122)", "PytorchStreamWriter failed")
 
 
 @contextmanager
