@@ -8,6 +8,7 @@ If VLLM_API_KEY is set, this key is needed on every route except /health, and pa
 import argparse
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,8 @@ _REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
 _ANSWER_HEADERS = ("content-type", "x-request-id")
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of their own.
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
+# A path with empty parts, dots or control characters could lead out of /v1 at the engine.
+_PATH = re.compile(r"[\w-]+(/[\w-]+)*", re.ASCII)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
 
 
@@ -74,6 +77,8 @@ def build_app(
 
     @app.post("/v1/{path:path}")
     async def forward(request: Request, path: str) -> Response:
+        if not _PATH.fullmatch(path):
+            raise ApiError(f"POST {request.scope['path'][:200]!r}: Not Found", 404)
         body = await read_body(request, max_body_bytes)
         try:
             model = str(json.loads(body)["model"])
@@ -83,19 +88,21 @@ def build_app(
             message = f"model {model[:200]!r} is not served here; served: {', '.join(upstreams)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
         headers = {"content-type": "application/json"} | _chosen(request.headers, _REQUEST_HEADERS)
-        asked = http.build_request(
-            "POST", f"{upstreams[model]}/v1/{path}", content=body, headers=headers
-        )
+        url = f"{upstreams[model]}/v1/{path}"
         try:
-            answer = await http.send(asked, stream=True)
+            answer = await http.send(
+                http.build_request("POST", url, content=body, headers=headers), stream=True
+            )
         except httpx.HTTPError as error:
             raise ApiError(
                 f"the server of {model!r} did not answer ({error!r}); see /health", 502
             ) from error
         return StreamingResponse(
-            answer.aiter_raw(), answer.status_code, _chosen(answer.headers, _ANSWER_HEADERS),
+            answer.aiter_raw(),
+            answer.status_code,
+            _chosen(answer.headers, _ANSWER_HEADERS),
             background=BackgroundTask(answer.aclose),
-        )  # fmt: skip
+        )
 
     return app
 
@@ -111,7 +118,8 @@ def main() -> None:
     parser.add_argument("--upstream", action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--max-body-mb", type=float, default=32)
     arguments = parser.parse_args()
-    upstreams = dict(entry.split("=", 1) for entry in arguments.upstream)
+    # A name may hold "=", a URL of ours does not.
+    upstreams = dict(entry.rsplit("=", 1) for entry in arguments.upstream)
     limit = int(arguments.max_body_mb * (1 << 20))
     app = build_app(upstreams, api_key=os.environ.get("VLLM_API_KEY") or None, max_body_bytes=limit)
     uvicorn.run(

@@ -15,7 +15,7 @@ import reprlib
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,13 +38,13 @@ from pydantic import (
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
 from paco_judge.images import UnreadableImage, as_received, open_image
-from paco_judge.scorer import Chat, JudgeScorer
+from paco_judge.scorer import EDGES, Chat, JudgeScorer, set_limits
 
 logger = logging.getLogger(__name__)
 
 _FAILED = "the engine failed on this request; its log says why"
 MAX_BATCH = 64  # requests that are taken from the queue together
-MAX_REQUEST_PIXELS = 1 << 27  # of all images of a request, 400 MB as RGB
+MAX_REQUEST_PIXELS = 1 << 25  # of all images of a request: two of 16 megapixels
 # Padded tokens in one forward. Larger batches fall out of a CPU's caches and run slower per pair.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 _LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
@@ -101,11 +101,9 @@ class ChatRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return (
-            {name: value for name, value in body.items() if value is not None}
-            if isinstance(body, dict)
-            else body
-        )
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
     @property
     def limit(self) -> int | None:
@@ -114,7 +112,8 @@ class ChatRequest(BaseModel):
 
     def chat(self) -> tuple[list[dict], list[str]]:
         """The messages of the scorer's ``Chat``, and the images' URLs."""
-        urls, messages = [], []
+        urls = []
+        messages = []
         for message in self.messages:
             parts = [part.model_dump() for part in message.content]
             urls += [part["image_url"] for part in parts if "image_url" in part]
@@ -141,17 +140,22 @@ def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequ
     return request
 
 
+async def _stays() -> bool:
+    return False
+
+
 @dataclass
 class Job:
-    """A request in the queue; ``answer`` receives ``found``."""
+    """A request in the queue; ``answer`` receives ``result``."""
 
     request: ChatRequest
+    caller_left: Callable[[], Awaitable[bool]] = _stays
     answer: asyncio.Future = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     chat: Chat | None = None
     tokens: int = 0  # of the prompt
-    found: dict | ApiError | None = None  # choice and token counts
+    result: dict | ApiError | None = None  # choice and token counts
 
 
 class Engine:
@@ -161,20 +165,23 @@ class Engine:
     """
 
     def __init__(self, scorer: JudgeScorer, max_model_len: int):
-        self.scorer, self.max_model_len = scorer, max_model_len
+        self.scorer = scorer
+        self.max_model_len = max_model_len
         self._tokenizer = scorer.processor.tokenizer
         eos = scorer.model.generation_config.eos_token_id
-        self.eos_ids = {
-            *(eos if isinstance(eos, list) else [eos]),
-            self._tokenizer.eos_token_id,
-        } - {None}
+        eos_ids = eos if isinstance(eos, list) else [eos]
+        self.eos_ids = {*eos_ids, self._tokenizer.eos_token_id} - {None}
+        # No text of more bytes fits: it is refused before the tokenizer works on it for seconds.
+        self._most_bytes = max_model_len * max(map(len, self._tokenizer.get_vocab()))
         self._batch_tokens = _BATCH_TOKENS[scorer.model.device.type]
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
 
-    async def ask(self, request: ChatRequest) -> dict:
-        """Choice and usage. Raises ApiError."""
-        job = Job(request)
+    async def ask(
+        self, request: ChatRequest, caller_left: Callable[[], Awaitable[bool]] = _stays
+    ) -> dict:
+        """Choice and usage. ``caller_left``: asked before any work is done. Raises ApiError."""
+        job = Job(request, caller_left)
         self._queue.put_nowait(job)
         return await job.answer
 
@@ -184,29 +191,36 @@ class Engine:
             jobs = [await self._queue.get()]
             while len(jobs) < MAX_BATCH and not self._queue.empty():
                 jobs.append(self._queue.get_nowait())
+            for job in jobs:
+                if await job.caller_left():
+                    job.result = ApiError("the caller left", 499)
             await asyncio.get_running_loop().run_in_executor(self._thread, self.work, jobs)
             for job in jobs:
-                if not job.answer.cancelled():
-                    (
-                        job.answer.set_result
-                        if isinstance(job.found, dict)
-                        else job.answer.set_exception
-                    )(job.found)
+                if job.answer.cancelled():
+                    continue
+                if isinstance(job.result, ApiError):
+                    job.answer.set_exception(job.result)
+                else:
+                    job.answer.set_result(job.result)
 
     def work(self, jobs: Sequence[Job]) -> None:
-        """Find each job's answer or error; what is wrong with one costs the others nothing."""
+        """Find the result of each job without one; what is wrong with one costs the others nothing."""
         groups: list[list[Job]] = []  # for one forward each
         for job in jobs:
+            if job.result is not None:
+                continue
             try:
                 self._open(job)
             except Exception:  # a chat template may refuse a conversation in any way
                 logger.exception("a request failed")
-                job.found = ApiError(_FAILED, 500)
-            if job.found is None:
-                longest = max(each.tokens for each in [job, *(groups[-1] if groups else [])])
-                if not groups or longest * (len(groups[-1]) + 1) > self._batch_tokens:
-                    groups.append([])
-                groups[-1].append(job)
+                job.result = ApiError(_FAILED, 500)
+            if job.result is not None:
+                continue
+            group = groups[-1] if groups else []
+            longest = max(member.tokens for member in [job, *group])
+            if not groups or longest * (len(group) + 1) > self._batch_tokens:
+                groups.append([])
+            groups[-1].append(job)
         while groups:
             group = groups.pop()
             try:
@@ -216,59 +230,81 @@ class Engine:
                 if len(group) > 1:
                     groups += [[job] for job in group]
                 else:
-                    group[0].found = ApiError(_FAILED, 500)
+                    group[0].result = ApiError(_FAILED, 500)
 
     def _open(self, job: Job) -> None:
         """Read the headers of a request's images, and measure its prompt."""
         try:
             messages, urls = job.request.chat()
+            self._check_text(messages)
             images = [
                 open_image(base64.b64decode(url.partition(",")[2], validate=True)) for url in urls
             ]
             if sum(image.width * image.height for image in images) > MAX_REQUEST_PIXELS:
                 raise UnreadableImage(
-                    f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request"
+                    f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request; make it smaller"
                 )
             job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
+        except ApiError as error:
+            job.result = error
+            return
         except ValueError as error:
             text = f"an image {error}" if isinstance(error, UnreadableImage) else str(error)
-            job.found = ApiError(text, param="messages", code="invalid_image")
+            job.result = ApiError(text, param="messages", code="invalid_image")
             return
         if job.tokens + (job.request.limit or 1) > self.max_model_len:
-            text = f"the prompt has {job.tokens} tokens; with the answer, at most {self.max_model_len} (MAX_MODEL_LEN)"
-            job.found = ApiError(text, param="messages", code="context_length_exceeded")
+            job.result = self._too_long(f"{job.tokens} tokens")
+
+    def _check_text(self, messages: Sequence[dict]) -> None:
+        """Refuse a text that no tokenization could shorten enough. Raises ApiError."""
+        parts = [part for message in messages for part in message["content"]]
+        num_bytes = sum(len(part.get("text", "").encode()) for part in parts)
+        if num_bytes > self._most_bytes:
+            raise self._too_long(f"{num_bytes} bytes of text")
+
+    def _too_long(self, size: str) -> ApiError:
+        message = (
+            f"the prompt has {size}; with the answer, at most {self.max_model_len} tokens "
+            "(MAX_MODEL_LEN)"
+        )
+        return ApiError(message, param="messages", code="context_length_exceeded")
 
     def _answer(self, jobs: Sequence[Job]) -> None:
         """One forward, and more for answers of several tokens."""
         for job in jobs:
             try:
-                job.chat = Chat(
-                    job.chat.messages, [as_received(image) for image in job.chat.images]
-                )
+                images = [as_received(image) for image in job.chat.images]
+                job.chat = Chat(job.chat.messages, images)
             except UnreadableImage as error:
-                job.found = ApiError(str(error), param="messages", code="invalid_image")
-        if not (jobs := [job for job in jobs if job.found is None]):
+                job.result = ApiError(str(error), param="messages", code="invalid_image")
+        jobs = [job for job in jobs if job.result is None]
+        if not jobs:
             return
         rows = self.scorer.first_token_logits([job.chat for job in jobs])
         ids = [[int(logits.argmax())] for logits in rows]
-        if longer := [index for index, job in enumerate(jobs) if job.request.limit != 1]:
+        longer = [index for index, job in enumerate(jobs) if job.request.limit != 1]
+        if longer:
             limits = [jobs[i].request.limit or self.max_model_len - jobs[i].tokens for i in longer]
-            written = self.scorer.generate([jobs[i].chat for i in longer], max(limits)).tolist()
-            for index, row, limit in zip(longer, written, limits, strict=True):
-                end = next(
-                    (place + 1 for place, token in enumerate(row) if token in self.eos_ids),
-                    len(row),
-                )
-                ids[index] = row[: min(end, limit)]
+            chats = [jobs[index].chat for index in longer]
+            generated = self.scorer.generate(chats, max(limits)).tolist()
+            for index, tokens, limit in zip(longer, generated, limits, strict=True):
+                ids[index] = self._until_end(tokens)[:limit]
         for job, logits, tokens in zip(jobs, rows, ids, strict=True):
             if np.isnan(logits).any():
                 # No 5xx, after which clients would ask again.
-                job.found = ApiError(
+                job.result = ApiError(
                     "the model's logits are not numbers: its weights are damaged", 422
                 )
             else:
-                job.found = self._choice(job, logits, tokens)
+                job.result = self._choice(job, logits, tokens)
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        """Generated tokens up to the first that ends the answer."""
+        for place, token in enumerate(tokens):
+            if token in self.eos_ids:
+                return tokens[: place + 1]
+        return tokens
 
     def _choice(self, job: Job, logits: np.ndarray, ids: list[int]) -> dict:
         """The choice and the usage, as OpenAI writes them."""
@@ -276,14 +312,12 @@ class Engine:
         if job.request.logprobs:
             scores = logits.astype(np.float64)
             scores -= np.logaddexp.reduce(scores)
-            top = np.argpartition(-scores, job.request.top_logprobs)[: job.request.top_logprobs]
-            entries = [
-                self._entry(int(token), scores[token])
-                for token in top[np.argsort(-scores[top], kind="stable")]
-            ]
-            logprobs = {
-                "content": [self._entry(ids[0], scores[ids[0]]) | {"top_logprobs": entries}]
-            }
+            count = min(job.request.top_logprobs, len(scores))
+            top = np.argpartition(-scores, count - 1)[:count]
+            top = top[np.argsort(-scores[top], kind="stable")]
+            entries = [self._entry(int(token), scores[token]) for token in top]
+            first = self._entry(ids[0], scores[ids[0]])
+            logprobs = {"content": [first | {"top_logprobs": entries}]}
         choice = {
             "index": 0,
             "message": {
@@ -340,13 +374,14 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        asked = parse_request(await read_body(request, max_body_bytes), name, max_images)
+        body = await read_body(request, max_body_bytes)
+        result = await engine.ask(parse_request(body, name, max_images), request.is_disconnected)
         head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": int(time.time()),
         }
-        return JSONResponse(head | {"model": name} | await engine.ask(asked))
+        return JSONResponse(head | {"model": name} | result)
 
     return app
 
@@ -366,15 +401,24 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--max-images", type=int, default=16, help="images in one request")
     parser.add_argument("--max-body-mb", type=float, default=32)
+    parser.add_argument(
+        "--max-pixels", type=int, help="shrink larger images to it (default: as the model says)"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logger.info("loading the weights of %s", arguments.model)
     try:
         scorer = JudgeScorer.from_pretrained(arguments.model)
     except (OSError, ValueError) as error:
         print(f"cannot serve {arguments.model}: {error}", file=sys.stderr)
         return 1
+    if arguments.max_pixels:
+        size = scorer.processor.image_processor.size
+        set_limits(
+            scorer.processor, {edge: min(size[edge], arguments.max_pixels) for edge in EDGES}
+        )
     longest = getattr(
         scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len
     )

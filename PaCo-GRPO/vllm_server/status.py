@@ -12,41 +12,10 @@ import os
 import sys
 from dataclasses import asdict
 
-from vllm_server.plan import LaunchError
+from vllm_server.settings import LaunchError
 from vllm_server.state import STATE, end, label_folder, read, runtime_root
 
-
-def status(as_json: bool) -> int:
-    """Print a row for each server; the exit status. A label whose file is damaged hides no other label."""
-    rows, damaged = [], False
-    for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):
-        try:
-            servers = read(file.parent)
-        except LaunchError as error:
-            print(f"status: {error}", file=sys.stderr)
-            damaged = True
-            continue
-        for server in servers:
-            state = server.state(os.environ.get("VLLM_API_KEY") or None)
-            rows.append({"label": file.parent.name, "state": state} | asdict(server))
-    if as_json:
-        print(json.dumps(rows))
-    else:
-        line = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
-        print("\n".join(line.format(**row) for row in rows) or "No servers.")
-    return 1 if damaged else 0 if all(row["state"] == "healthy" for row in rows) else 3
-
-
-def stop() -> int:
-    """End the servers of one label; the exit status."""
-    folder = label_folder(os.environ)
-    servers = read(folder)
-    end(folder, servers)
-    print(
-        "\n".join(f"{server.name} at {server.url}: ended" for server in servers)
-        or f"No servers of {folder.name!r}."
-    )
-    return 0
+_LINE = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
 
 
 def main() -> int:
@@ -60,9 +29,47 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return stop() if arguments.stop else status(arguments.json)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:
         print(f"{'stop' if arguments.stop else 'status'}: {error}", file=sys.stderr)
         return 1
+
+
+def status(as_json: bool) -> int:
+    """Print a row for each server; the exit status. A label whose file is damaged hides no other label."""
+    rows = []
+    is_damaged = False
+    for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):
+        try:
+            servers = read(file.parent)
+        except LaunchError as error:
+            print(f"status: {error}", file=sys.stderr)
+            is_damaged = True
+            continue
+        for server in servers:
+            state = server.state(os.environ.get("VLLM_API_KEY") or None)
+            rows.append({"label": file.parent.name, "state": state} | asdict(server))
+    if as_json:
+        print(json.dumps(rows))
+    elif rows:
+        print("\n".join(_LINE.format(**row) for row in rows))
+    else:
+        print("No servers.")
+    if is_damaged:
+        return 1
+    return 0 if all(row["state"] == "healthy" for row in rows) else 3
+
+
+def stop() -> int:
+    """End the servers of one label; the exit status."""
+    folder = label_folder(os.environ)
+    servers = read(folder)
+    ended = end(folder, servers)
+    for server in servers:
+        result = "ended" if server in ended else "was not running"
+        print(f"{server.name} at {server.url}: {result}")
+    if not servers:
+        print(f"No servers of {folder.name!r}.")
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,15 +16,11 @@ parser.add_argument("model")
 parser.add_argument("--served-model-name", required=True)
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
-parser.add_argument("--lora-modules", nargs="+", default=[])
 arguments, rest = parser.parse_known_args()
 fault = os.environ.get("FAKE_VLLM", "")
 if fault.partition(" ")[0] not in (arguments.served_model_name, fault.partition(" ")[0].lower()):
     fault = ""  # "Other dies" is meant for the server of that name
-names = [
-    arguments.served_model_name,
-    *(module.partition("=")[0] for module in arguments.lora_modules),
-]
+names = [arguments.served_model_name]
 if folder := os.environ.get("FAKE_VLLM_RECORD"):
     child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
     record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}

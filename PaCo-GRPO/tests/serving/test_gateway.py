@@ -1,5 +1,7 @@
 """The gateway: one port, each request to the server of its model."""
 
+from urllib.parse import unquote
+
 import httpx
 import pytest
 from fastapi import FastAPI, Request
@@ -125,6 +127,29 @@ async def test_what_cannot_be_forwarded_is_an_error_in_openais_format(upstreams,
             "code",
         }
         assert not upstreams.asked
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/../health", "/v1/%2e%2e/health", "/v1//health", "/v1/x/", "/v1/%00", "/v1/a%0ab"]
+)
+async def test_no_path_leads_out_of_v1(upstreams, path):
+    """httpx would tidy them up first, so the gateway gets them as a server hands them over."""
+    app = build_app({"A": "http://u:1"}, transport=upstreams)
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "headers": [],
+        "path": unquote(path), "raw_path": path.encode(), "query_string": b"", "root_path": "",
+    }  # fmt: skip
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"model": "A"}'}
+
+    async def send(message):
+        sent.append(message)
+
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)
+    assert sent[0]["status"] == 404 and not upstreams.asked
 
 
 async def test_the_key_is_checked_and_passed_on(upstreams):

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import json
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
+from paco_grpo.asgi import ApiError
 from paco_judge.client import Pair
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages, theme_question
@@ -207,3 +209,39 @@ async def test_a_request_that_fails_costs_the_others_nothing(engine, http, tiny,
     )
     assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 500, 422]
     assert sum("memory" in texts for texts in calls) <= 2
+
+
+async def test_more_alternatives_than_there_are_tokens(engine, http, tiny):
+    """Of a toy's vocabulary, all are listed."""
+    plain = engine.scorer.first_token_logits
+    engine.scorer.first_token_logits = lambda chats: plain(chats)[:, :7]
+    try:
+        answer = await http.post("/v1/chat/completions", json=body(pairs_of(tiny, 1)[0]))
+    finally:
+        del engine.scorer.first_token_logits
+    (entry,) = answer.json()["choices"][0]["logprobs"]["content"]
+    assert answer.status_code == 200 and len(entry["top_logprobs"]) == 7
+
+
+async def test_nothing_is_computed_for_a_caller_who_left(engine, http, tiny, monkeypatch):
+    opened = []
+    plain = engine._open
+    monkeypatch.setattr(engine, "_open", lambda job: opened.append(job) or plain(job))
+
+    async def left() -> bool:
+        return True
+
+    request = judge_server.parse_request(json.dumps(body(pairs_of(tiny, 1)[0])).encode(), "Judge")
+    with pytest.raises(ApiError, match="left"):
+        await engine.ask(request, left)
+    assert not opened
+    answer = await http.post("/v1/chat/completions", json=body(pairs_of(tiny, 1)[0]))
+    assert answer.status_code == 200 and len(opened) == 1
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenized(engine, http, tiny, monkeypatch):
+    monkeypatch.setattr(engine.scorer, "length", None)
+    text = [{"role": "user", "content": "a" * (engine._most_bytes + 1)}]
+    answer = await http.post("/v1/chat/completions", json=SCORE | {"messages": text})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -17,14 +17,14 @@ import pytest
 from fakes import free_port
 from safetensors.numpy import load_file, save_file
 from serving_tools import VLLM_PYTHON, all_ended, option, wait_for
-from vllm_server.plan import LaunchError, LaunchSettings
 
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
-from vllm_server import engines
+from vllm_server import engines, status
 from vllm_server.launch import launch
-from vllm_server.state import Server, end, locked
+from vllm_server.settings import LaunchError, LaunchSettings
+from vllm_server.state import Server, end, locked, write
 
 
 def test_launch_status_stop(shell):
@@ -111,12 +111,16 @@ def test_bad_settings_are_refused_before_anything_starts(shell, monkeypatch):
         ({"VLLM_MODEL_PATHS": "nobody/no-such-model"}, "nobody/no-such-model"),
         ({"VLLM_MODEL_PATHS": "model,model", "VLLM_MODEL_NAMES": "a,a"}, "VLLM_MODEL_NAMES"),
         ({"VLLM_REPLICAS": "0"}, "VLLM_REPLICAS"),
-        ({"VLLM_LORA": "adapter=nowhere"}, "nowhere"),
+        ({"VLLM_LORA": "adapter=nowhere"}, "paco-reward export"),
+        ({"VLLM_MODEL_NAMES": "--host"}, "VLLM_MODEL_NAMES"),
+        ({"VLLM_MODEL_NAMES": "a\nb"}, "VLLM_MODEL_NAMES"),
+        ({"VLLM_HOST": "0.0.0.0"}, "VLLM_API_KEY"),
+        ({"VLLM_API_SERVERS": "4", "VLLM_ENGINE": "transformers"}, "VLLM_API_SERVERS"),
         ({"VLLM_API_KEY": "key\n"}, "VLLM_API_KEY"),
-        ({"VLLM_LORA": "adapter=.", "VLLM_ENGINE": "transformers"}, "VLLM_LORA"),
-        ({"VLLM_HOST": "203.0.113.7"}, "203.0.113.7"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES"),
+        ({"VLLM_HOST": "203.0.113.7", "VLLM_API_KEY": "k"}, "203.0.113.7"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES=) to serve on the CPU"),
         ({"VLLM_LABEL": "../x"}, "VLLM_LABEL"),
+        ({"VLLM_LABEL": "port-8000.lock"}, "VLLM_LABEL"),
         ({"PACO_RUNTIME_DIR": f"{shell.cwd}/open"}, "others can write"),
     ):
         with pytest.raises(LaunchError) as error:
@@ -142,16 +146,21 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
 
 def test_after_the_launcher_was_killed_its_servers_are_known_and_the_label_is_usable_again(shell):
     launch = shell.start("launch.sh", FAKE_VLLM="hangs, stubborn")
-    pids = shell.fake_pids()
+    server, child = shell.fake_pids()
     wait_for((shell.folder / "state.json").exists)
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=60)
-    assert "VLLM_LABEL=test bash vllm_server/stop.sh" in shell.failed_launch()
+    errors = shell.failed_launch()
+    assert "VLLM_LABEL=test bash vllm_server/stop.sh" in errors
+    assert f"pid {server}, started 20" in errors
     assert [row["state"] for row in shell.status()] == ["loading or stuck"]
-    os.kill(pids[0], signal.SIGKILL)  # its child outlives it
+    os.kill(server, signal.SIGKILL)  # its child outlives it
+    assert f"pid {child}, started 20" in shell.failed_launch(), "it may still hold a GPU's memory"
     shell.stop()
-    all_ended(pids)
+    all_ended([server, child])
     shell.launch()
+    other = shell.failed_launch(VLLM_LABEL="other")
+    assert "Judge of label 'test', pid" in other, "who has the port"
 
 
 def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
@@ -292,14 +301,70 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     ] * 2
 
 
-def test_a_reused_pid_is_left_alone(tmp_path):
+RECORD = {
+    "name": "J", "model": "m", "url": "http://127.0.0.1:1", "engine": "vllm", "names": ("J",),
+    "gpus": (), "command": [],
+}  # fmt: skip
+
+
+def test_stop_signals_nothing_but_what_it_started(tmp_path):
+    """A pid that was reused, by a process or as the number of a session whose first process has ended."""
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    address = "http://127.0.0.1:1"
-    recorded = Server(
-        "J", "m", address, "vllm", ("J",), (), [], pid=innocent.pid, started=time.time() - 100
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 60 >/dev/null & echo $!"], stdout=-1, start_new_session=True
     )
-    end(tmp_path, [recorded], 1.0)
-    assert not recorded.alive() and recorded.members() == []
-    assert innocent.poll() is None
+    orphan = int(shell.communicate()[0])
+    assert os.getsid(orphan) == shell.pid
+    for pid in (innocent.pid, shell.pid):
+        recorded = Server(**RECORD, pid=pid, started=time.time() - 100, mark="of an earlier launch")
+        assert end(tmp_path, [recorded], 1.0) == []
+        assert not recorded.alive() and recorded.members() == []
+    assert innocent.poll() is None and psutil.pid_exists(orphan)
     innocent.kill()
     innocent.wait()
+    os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("damage", ["pid 0", "pid 1", "pid -1", "no pid", "a folder", "a link"])
+def test_damaged_state_is_one_line_and_hides_no_other_label(damage, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PACO_RUNTIME_DIR", str(tmp_path))
+    good = Server(**RECORD, pid=1 << 22, started=1.0)
+    (tmp_path / "good").mkdir(mode=0o700)
+    write(tmp_path / "good", [good])
+    bad = tmp_path / "bad"
+    bad.mkdir(mode=0o700)
+    record = RECORD | {"started": time.time()}
+    if damage.startswith("pid"):
+        record["pid"] = int(damage.removeprefix("pid "))
+    if damage == "a folder":
+        (bad / "state.json").mkdir()
+    else:
+        (bad / "state.json").write_text(json.dumps([record]))
+    if damage == "a link":
+        bad.rename(tmp_path / "elsewhere.lock")
+        bad.symlink_to(tmp_path / "elsewhere.lock")
+    monkeypatch.setenv("VLLM_LABEL", "bad")
+    monkeypatch.setattr(sys, "argv", ["status.py", "--stop"])
+    assert status.main() == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("stop: ") and errors.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["status.py"])
+    assert status.main() == 1
+    assert "good" in capsys.readouterr().out
+    monkeypatch.setenv("VLLM_LABEL", "good")
+    monkeypatch.setattr(sys, "argv", ["status.py", "--stop"])
+    assert status.main() == 0
+    assert capsys.readouterr().out == "J at http://127.0.0.1:1: was not running\n"
+
+
+def test_what_lies_at_a_labels_place(shell, tmp_path):
+    root = Path(shell.environment["PACO_RUNTIME_DIR"])
+    root.mkdir(mode=0o700)
+    (root / "file").touch()
+    (root / "open").mkdir()
+    (root / "open").chmod(0o777)
+    (root / "lock" / "lock").mkdir(parents=True, mode=0o700)
+    (root / "lock").chmod(0o700)
+    for label in ("file", "open", "lock"):
+        with pytest.raises(LaunchError, match=f"{root}/{label}"):
+            launch(shell.environment | {"VLLM_LABEL": label})

@@ -4,23 +4,15 @@ import json
 import os
 import subprocess
 
-import numpy as np
 import pytest
 from fakes import free_port
-from safetensors.numpy import save_file
 from serving_tools import VLLM_PYTHON, option
 
-from vllm_server import launch, plan
-from vllm_server.engines import Engine, engine_command, process_environment
-from vllm_server.plan import (
-    LaunchError,
-    LaunchSettings,
-    Model,
-    divide_gpus,
-    parallel_size,
-    read_models,
-    visible_gpus,
-)
+from vllm_server import gpus as gpus_module
+from vllm_server import launch
+from vllm_server.engines import Engine, engine_command, num_api_servers, process_environment
+from vllm_server.gpus import Place, divide_gpus, parallel_size, visible_gpus
+from vllm_server.settings import LaunchError, LaunchSettings, Model, read_models
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 4096}
 VLLM = Engine("vllm", "py", "1")
@@ -28,7 +20,7 @@ VLLM = Engine("vllm", "py", "1")
 
 @pytest.fixture(autouse=True)
 def eight_gpus_of_80_gib(monkeypatch):
-    monkeypatch.setattr(plan, "gpu_memory", lambda: [80 << 30] * 8)
+    monkeypatch.setattr(gpus_module, "gpu_memory", lambda: [80 << 30] * 8)
 
 
 def test_tensor_parallel_size():
@@ -91,18 +83,23 @@ def test_gpus_must_exist():
             visible_gpus({"CUDA_VISIBLE_DEVICES": wanted})
 
 
-def test_the_size_of_a_hub_model_is_that_of_its_cached_snapshot(tmp_path, monkeypatch):
+def test_a_hub_model_has_the_settings_and_the_size_of_its_cached_snapshot(tmp_path, monkeypatch):
     import huggingface_hub
 
+    from paco_judge import hub
+
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | QWEN))
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"\0" * 1000)
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda name, file, **options: str(tmp_path / file)
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"min_pixels": 3136, "max_pixels": 12845056}'
     )
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"\0" * 1000)
+    monkeypatch.setattr(hub, "hub_options", lambda name: {"local_files_only": True})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "X-GenGroup/PaCo-Reward-7B"})
     (model,) = read_models(settings)
     assert (model.path, model.name) == ("X-GenGroup/PaCo-Reward-7B", "PaCo-Reward-7B")
     assert model.weight_bytes == 1000 and model.family == "qwen2_5_vl"
+    assert model.max_pixels == 12845056
 
 
 @pytest.fixture
@@ -118,7 +115,7 @@ def planned(monkeypatch, model, two):
             "VLLM_MODEL_NAMES": "Judge",
             "VLLM_PORT": str(free_port()),
         }
-        servers = launch.make_plan(
+        servers = launch.plan_servers(
             LaunchSettings.from_environment(one | variables), one | variables
         )
         return {server.name: server for server in servers}
@@ -128,15 +125,16 @@ def planned(monkeypatch, model, two):
 
 def test_vllm_on_a_cpu(planned, model):
     variables = {
-        "VLLM_HOST": "0.0.0.0",
+        "VLLM_HOST": "127.0.0.2",
         "VLLM_EXTRA_ARGS": "--seed 3",
         "VLLM_MAX_IMAGES": "5",
         "VLLM_LABEL": "a",
     }
     (judge,) = planned(**variables, CUDA_VISIBLE_DEVICES="").values()
-    words = judge.command[3:]  # after the interpreter, -c and the program
+    words = judge.command[3:]  # after the interpreter, -m and the program
     assert words[:2] == ["serve", str(model)], "relative folders become absolute"
-    assert option(words, "--host") == "0.0.0.0" and judge.url.startswith("http://127.0.0.1:")
+    assert option(words, "--host") == "127.0.0.2" and judge.url.startswith("http://127.0.0.2:")
+    assert "--api-server-count" not in words and "--mm-processor-kwargs" not in words
     assert option(words, "--max-model-len") == "2048", "no longer than the model's"
     assert json.loads(option(words, "--limit-mm-per-prompt")) == {"image": 5, "video": 0}
     assert "--enforce-eager" in words and words[-2:] == ["--seed", "3"]
@@ -154,48 +152,80 @@ def test_vllm_on_a_cpu(planned, model):
     )
 
 
-def test_gpus_and_adapters_of_two_models(planned, two, model, capsys):
-    assert (
-        planned()["Judge"].gpus == ("0",)
-        and "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
-    )
+def test_gpus_of_two_models(planned, two, capsys):
+    assert planned()["Judge"].gpus == ("0",)
+    assert "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
     (copied,) = planned(CUDA_VISIBLE_DEVICES="0,1", VLLM_REPLICAS="2").values()
-    assert (
-        option(copied.command, "--data-parallel-size") == "2"
-        and "GPU 0,1, 2 copies" in capsys.readouterr().out
-    )
-    adapter = model.parent / "adapter"
-    adapter.mkdir()
-    config = {"peft_type": "LORA", "r": 12, "base_model_name_or_path": "/elsewhere/second"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    gpus = {"CUDA_VISIBLE_DEVICES": "3,2,1,0", "VLLM_TP": "1", "VLLM_LORA": "tuned=adapter"}
-
-    def save(part: str) -> None:
-        weights = {f"a.{part}.lora_A.weight": np.zeros((12, 4), np.float32)}
-        save_file(weights, adapter / "adapter_model.safetensors")
-
-    save("visual")
-    with pytest.raises(LaunchError, match="tuned changes the vision tower"):
-        planned(**two, **gpus)
-    save("language_model")
+    assert option(copied.command, "--data-parallel-size") == "2"
+    assert "GPU 0,1, 2 copies" in capsys.readouterr().out
+    gpus = {"CUDA_VISIBLE_DEVICES": "3,2,1,0", "VLLM_TP": "1"}
     servers = planned(**two, **gpus)
-    output = capsys.readouterr().out
-    assert "GPUs 1,0 stay unused" in output and "tuned (LoRA) from" in output
-    judge, other = (servers[name].command for name in ("Judge", "Other"))
+    assert "GPUs 1,0 stay unused" in capsys.readouterr().out
     assert (servers["Judge"].gpus, servers["Other"].gpus) == (("3",), ("2",))
     assert process_environment("vllm", ("3", "2"), gpus)["CUDA_VISIBLE_DEVICES"] == "3,2"
-    assert option(other, "--lora-modules") == f"tuned={adapter}" and "--enable-lora" not in judge
-    assert servers["gateway"].names == ("Judge", "Other", "tuned")
-    assert f"--upstream=tuned={servers['Other'].url}" in servers["gateway"].command
+    assert servers["gateway"].names == ("Judge", "Other")
+    assert f"--upstream=Other={servers['Other'].url}" in servers["gateway"].command
+
+
+def test_requests_are_read_by_as_many_processes_as_cores_allow(planned, two, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    (judge,) = planned(CUDA_VISIBLE_DEVICES="0").values()
+    assert option(judge.command, "--api-server-count") == "4"
+    output = capsys.readouterr().out
+    assert "4 API servers (VLLM_API_SERVERS)" in output and "--api-server-count 4" in output
+    threads = process_environment("vllm", ("0",), {}, judge.api_servers)
+    assert threads["VLLM_MEDIA_LOADING_THREAD_COUNT"] == "2"
+    (judge,) = planned(CUDA_VISIBLE_DEVICES="0", VLLM_API_SERVERS="2").values()
+    assert option(judge.command, "--api-server-count") == "2"
+    (judge,) = planned(CUDA_VISIBLE_DEVICES="0", VLLM_API_SERVERS="1").values()
+    assert "--api-server-count" not in judge.command
+    (judge,) = planned(CUDA_VISIBLE_DEVICES="0", VLLM_EXTRA_ARGS="--api-server-count 3").values()
+    assert judge.command[-2:] == ["--api-server-count", "3"], "the last one wins"
+    for cores, models, place, count in (
+        (64, 1, Place(()), 1),
+        (16, 1, Place(("0",)), 2),
+        (4, 1, Place(("0",)), 1),
+        (32, 2, Place(("0",)), 2),
+        (64, 1, Place(tuple("01234567"), 8), 8),  # vLLM's own default is one for each copy
+    ):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: range(cores))
+        assert num_api_servers(SETTINGS, models, place) == count
+
+
+def test_images_are_at_most_as_large_as_in_the_judges_training(planned, model, capsys):
+    """And no limit is raised: an exported judge has that of its own training."""
+    file = model / "preprocessor_config.json"
+    file.write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
+    (judge,) = planned(CUDA_VISIBLE_DEVICES="").values()
+    assert option(judge.command, "--mm-processor-kwargs") == '{"max_pixels": 2097152}'
+    output = capsys.readouterr().out
+    assert "at most 2097152 pixels" in output and "VLLM_MAX_PIXELS" in output
+    for variable, kwargs in ("0", None), ("20000000", None), ("1000000", '{"max_pixels": 1000000}'):
+        (judge,) = planned(CUDA_VISIBLE_DEVICES="", VLLM_MAX_PIXELS=variable).values()
+        assert ("--mm-processor-kwargs" in judge.command) == (kwargs is not None)
+        assert kwargs is None or kwargs in judge.command
+    for settings in (
+        {"size": {"shortest_edge": 3136, "longest_edge": 1000000}},
+        {"size": {"height": 448, "width": 448}},
+        {"size": {"longest_edge": 980}},  # of another processor: pixels along a side
+    ):
+        file.write_text(json.dumps(settings))
+        (judge,) = planned(CUDA_VISIBLE_DEVICES="").values()
+        assert "--mm-processor-kwargs" not in judge.command
+    file.write_text(json.dumps({"size": {"shortest_edge": 65536, "longest_edge": 16777216}}))
+    transformers = Engine("transformers", "py", "1")
+    (model,) = read_models(LaunchSettings.from_environment({"VLLM_MODEL_PATHS": str(model)}))
+    words = engine_command(transformers, SETTINGS, model, ("127.0.0.1", 1), Place(()))
+    assert option(words, "--max-pixels") == "2097152"
 
 
 SETTINGS = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "/m/judge/"})
-ADAPTERS = {"x": "/a/x", "y": "/a/y"}
 
 
-def command(gpus=(), copies=1, family="qwen2_5_vl", **model) -> list[str]:
+def command(gpus=(), copies=1, family="qwen2_5_vl", api_servers=1, **model) -> list[str]:
     model = Model("judge", "/m/judge", QWEN, family, 0, **model)
-    return engine_command(VLLM, SETTINGS, model, ("127.0.0.1", 20001), gpus, copies)
+    place = Place(gpus, copies)
+    return engine_command(VLLM, SETTINGS, model, ("127.0.0.1", 20001), place, api_servers)
 
 
 def test_qwen3_5_does_not_think_and_is_bfloat16_on_a_cpu():
@@ -213,20 +243,17 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-    print(json.dumps([given.tensor_parallel_size, given.data_parallel_size, given.max_lora_rank,
-                      [module.name for module in given.lora_modules or []],
-                      given.allowed_media_domains]))
+    print(json.dumps([given.tensor_parallel_size, given.data_parallel_size, given.api_server_count,
+                      given.mm_processor_kwargs, given.allowed_media_domains]))
 """
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
 def test_vllm_understands_its_command_line():
-    options = 5  # after the interpreter, -c, the program, serve and the model
-    lines = [
-        command(gpus=tuple("01234567"), copies=2, adapters=ADAPTERS, lora_rank=33)[options:],
-        command()[options:],
-    ]
+    options = 5  # after the interpreter, -m, the program, serve and the model
+    eight = command(tuple("01234567"), copies=2, api_servers=4, max_pixels=12845056)
+    lines = [eight[options:], [*eight[options:], "--api-server-count", "3"], command()[options:]]
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
         [str(VLLM_PYTHON), "-c", _PARSE], input=json.dumps(lines), env=environment,
@@ -235,6 +262,7 @@ def test_vllm_understands_its_command_line():
     assert done.returncode == 0, done.stderr[-3000:]
     read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert read == [
-        [4, 2, 64, ["x", "y"], ["no/remote/media"]],
-        [1, 1, 16, [], ["no/remote/media"]],
+        [4, 2, 4, {"max_pixels": 2097152}, ["no/remote/media"]],
+        [4, 2, 3, {"max_pixels": 2097152}, ["no/remote/media"]],
+        [1, 1, None, None, ["no/remote/media"]],
     ]
