@@ -14,7 +14,6 @@ setup(
         "gradio",  # the range is LLaMA-Factory's
         "imagehash>=4.3",
         "jinja2>=3.1",
-        "networkx>=3",
         "numpy>=2.0",
         "omegaconf>=2.3",
         "peft>=0.18",

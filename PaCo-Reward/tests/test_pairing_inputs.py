@@ -1,5 +1,6 @@
 """build-dataset: problems of inputs and options are reported before anything is cut or asked; unusual valid inputs."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,28 @@ def test_problems_of_a_ranking(world, tmp_path, change):
         ({"sets_only": True, "reasons": True}, "--server"),
         ({"sets_only": True, "yes_ranks": 3, "no_ranks": 2}, "--candidates"),
         ({"server": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
+        ({"sets_only": True, "min_gap": "nan"}, "--min_gap nan"),
+        ({"sets_only": True, "min_gap": -0.1}, "--min_gap -0.1"),
+        ({"sets_only": True, "test_share": 2}, "--test_share 2"),
+        ({"sets_only": True, "test_share": "nan"}, "--test_share nan"),
+        ({"sets_only": True, "duplicate_bits": 99}, "--duplicate_bits 99"),
+        ({"sets_only": True, "name": "../x"}, "--name '../x'"),
     ],
 )
 def test_problems_of_options(world, tmp_path, change, named):
     assert named in problem(world, tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_copy_of_the_images_continues_and_other_images_are_refused(world, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(world, copy, copy_function=shutil.copyfile)  # with other times
+    build(world, tmp_path / "out", sets_only=True)
+    build(copy, tmp_path / "out", sets_only=True)
+    first, second, *_ = sorted((copy / "grids").iterdir())
+    shutil.copyfile(second, first)
+    message = problem(copy, tmp_path / "out", sets_only=True)
+    assert "was built from other prompts or images" in message
 
 
 def test_sets_of_nothing_are_an_error(world, tmp_path, lines):

@@ -65,6 +65,7 @@ def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
         "c": pixels(of_colour(0, "blue"), views),
         "d": pixels(0, views[::-1]),
         "e": pixels(3, views),
+        "f": 0.95 * base,  # the same hash, and a thumbnail that is darker by more than 6 of 255
     }
     for name, image in shown.items():
         Image.fromarray(to_uint8(image)).save(tmp_path / f"{name}.png")
@@ -75,6 +76,7 @@ def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
         "c.png": "c.png",
         "d.png": "d.png",
         "e.png": "e.png",
+        "f.png": "f.png",
     }
 
 
@@ -111,6 +113,9 @@ def test_repeated_and_disputed_pairs_are_left_out():
         ('"yes" - the same fox in both.', ("Yes", "The same fox in both.")),
         ("Yes", None),
         ("Yesterday both were the same.", None),
+        ("No-one is the same in the two.", None),
+        ("Nothing of it is the same.", None),
+        ("> _NO_: the hat is missing here.", ("No", "The hat is missing here.")),
         ("Yes. Look at <|image_pad|> and its colours.", None),
     ],
 )

@@ -84,3 +84,20 @@ def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(family
     assert good.p_yes == pytest.approx(p_yes(scorer, pairs[:1])[0], abs=1e-5)
     with pytest.raises(ValueError, match=re.escape(token)):
         scorer.reasons(bad)
+
+
+@pytest.mark.parametrize(("has_gpu", "dtype"), [(True, "auto"), (False, torch.float32)])
+def test_weights_are_loaded_as_stored_on_a_gpu_and_in_float32_on_a_cpu(
+    tmp_path_factory, monkeypatch, has_gpu, dtype
+):
+    """A 7B judge in float32 takes twice the memory of a GPU, and no score shows it."""
+    folder = tiny_judge.save_judge(tmp_path_factory.mktemp("judge") / "judge")
+
+    def load(model_class, path, **options):
+        assert options["dtype"] == dtype
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("paco_judge.scorer.from_pretrained_strict", load)
+    with pytest.raises(InterruptedError):
+        JudgeScorer.from_pretrained(folder)

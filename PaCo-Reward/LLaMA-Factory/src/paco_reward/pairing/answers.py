@@ -4,85 +4,143 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
-from paco_judge.client import JudgeClient, Pair
+from paco_judge.client import JudgeClient
 from paco_judge.images import load_image
+from paco_judge.questions import Pair, load_question
+from paco_judge.verdict import verdict_of
 from paco_reward.datasets import RESERVED, TAG
 from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
 
+REASON = "reason"  # the template of a request for reasons
 REASON_TOKENS = 256
 _PAIRS_AT_ONCE = 64
-_VERDICT = re.compile(r"^[\s\"'“”*_#>\-]*(yes|no)\b[\s\"'“”*_.,:;!\-–—]*", re.IGNORECASE)
+# What a model may put around the first word of an answer, and after it.
+_VERDICT = re.compile(r"[\s\"'“”*_#>\-]*(yes|no)", re.IGNORECASE)
+_MARKS_AFTER = " \t\n\r\"'“”*_.,:;!-–—"
 _FEWEST_REASON_CHARACTERS = 12
 
 logger = logging.getLogger(__name__)
 
 PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
+ValueOrError = tuple[Any, str | None]
 
 
-def ask(
-    asked: Iterable[PairQuestion], output: Path, judge: JudgeClient, what: str, texts: bool = False
-) -> dict[PairQuestion, Any]:
-    """P(Yes) of images and questions, or with ``texts`` whole answers; those without an answer have no entry.
+class Journal:
+    """Answers of a server in a file, so that a killed run repeats no question.
 
-    A file in OUTPUT/work keeps all answers, so that a killed run repeats no question. Raises PacoRewardError: the server
-    gives no answers, or that file is damaged.
+    Args:
+        file: JSON lines with ``key`` and ``value``; made if it does not exist.
+
+    Raises:
+        PacoRewardError: The file is damaged. A last line that a kill cut off is dropped.
     """
-    file = output / "work" / ("reasons.jsonl" if texts else "scores.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    form = () if texts else astuple(judge.form)
-    keys = {one: json.dumps([judge.check(), *one, *form]) for one in asked}
-    with file.open("a+b") as journal:
-        whole, _, _ = file.read_bytes().rpartition(b"\n")  # a kill may have cut the last line off
-        journal.truncate(len(whole) + bool(whole))
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file.open("a+b")
+        whole, line_feed, _ = file.read_bytes().rpartition(b"\n")
+        self._file.truncate(len(whole) + len(line_feed))
         try:
-            known = {row["key"]: row["value"] for row in map(json.loads, whole.splitlines())}
+            rows = [json.loads(line) for line in whole.splitlines()]
+            self.values: dict[str, Any] = {row["key"]: row["value"] for row in rows}
         except (ValueError, LookupError, TypeError) as error:
+            self._file.close()
             raise PacoRewardError(
                 f"{file} has a damaged line ({error}); remove that line to ask again"
             ) from error
-        todo, errors = [one for one, key in keys.items() if key not in known], []
-        for start in tqdm(
-            range(0, len(todo), _PAIRS_AT_ONCE), desc=what, unit_scale=_PAIRS_AT_ONCE
-        ):
-            own = todo[start : start + _PAIRS_AT_ONCE]
-            pairs = [
-                Pair(load_image(output / first), load_image(output / second), text)
-                for first, second, text in own
-            ]
-            if texts:
-                found = [(a.text, a.error) for a in judge.generate(pairs, REASON_TOKENS)]
+
+    def append(self, key: str, value: Any) -> None:
+        """Keep an answer; it is in the file when this returns."""
+        self.values[key] = value
+        self._file.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def scores(
+    questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
+) -> dict[PairQuestion, float]:
+    """P(Yes) to each question that was answered. Raises PacoRewardError: The server answers nothing."""
+
+    def ask(pairs: list[Pair]) -> list[ValueOrError]:
+        return [(verdict.p_yes, verdict.error) for verdict in judge.score(pairs)]
+
+    model = judge.check()
+    form = astuple(judge.form)
+    keys = {question: json.dumps([model, *question, *form]) for question in questions}
+    with Journal(output / "work" / "scores.jsonl") as journal:
+        return _ask(keys, journal, output, ask, what)
+
+
+def texts(
+    questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
+) -> dict[PairQuestion, str]:
+    """The whole answer to each question that was answered. Raises PacoRewardError: The server answers nothing."""
+
+    def ask(pairs: list[Pair]) -> list[ValueOrError]:
+        return [(answer.text, answer.error) for answer in judge.generate(pairs, REASON_TOKENS)]
+
+    model = judge.check()
+    keys = {question: json.dumps([model, *question]) for question in questions}
+    with Journal(output / "work" / "reasons.jsonl") as journal:
+        return _ask(keys, journal, output, ask, what)
+
+
+def _ask(
+    keys: Mapping[PairQuestion, str],
+    journal: Journal,
+    output: Path,
+    ask: Callable[[list[Pair]], list[ValueOrError]],
+    what: str,
+) -> dict[PairQuestion, Any]:
+    """Ask what the journal does not hold; returns what it holds then."""
+    open_questions = [question for question, key in keys.items() if key not in journal.values]
+    errors: list[str] = []
+    starts = range(0, len(open_questions), _PAIRS_AT_ONCE)
+    for start in tqdm(starts, desc=what, unit_scale=_PAIRS_AT_ONCE):
+        batch = open_questions[start : start + _PAIRS_AT_ONCE]
+        pairs = [
+            Pair(load_image(output / first), load_image(output / second), text)
+            for first, second, text in batch
+        ]
+        batch_errors = []
+        for question, (value, error) in zip(batch, ask(pairs), strict=True):
+            if error is None:
+                journal.append(keys[question], value)
             else:
-                found = [(verdict.p_yes, verdict.error) for verdict in judge.score(pairs)]
-            for one, (value, error) in zip(own, found, strict=True):
-                if error is None:
-                    known[keys[one]] = value
-                    journal.write(json.dumps({"key": keys[one], "value": value}).encode() + b"\n")
-            journal.flush()
-            errors += [error for _, error in found if error is not None]
-            if all(error is not None for _, error in found) and (
-                len(own) == _PAIRS_AT_ONCE or not known
-            ):
-                raise PacoRewardError(
-                    f"no answer to {len(own)} {what}, first: {found[0][1]}; run again to continue"
-                )
+                batch_errors.append(error)
+        errors += batch_errors
+        # A whole batch without an answer, or nothing answered ever: then it is the server.
+        is_evidence = len(batch) == _PAIRS_AT_ONCE or not journal.values
+        if len(batch_errors) == len(batch) and is_evidence:
+            raise PacoRewardError(
+                f"no answer to {len(batch)} {what}, first: {batch_errors[0]}; run again to continue"
+            )
     if errors:
         logger.warning(
             "no answer to %d of %d %s, first: %s; run again",
             len(errors),
-            len(todo),
+            len(open_questions),
             what,
             errors[0],
         )
-    return {one: known[key] for one, key in keys.items() if key in known}
+    return {
+        question: journal.values[key] for question, key in keys.items() if key in journal.values
+    }
 
 
 def rank_by_scores(
@@ -97,26 +155,24 @@ def rank_by_scores(
     Sets with a missing score are left out and counted; the next run asks again.
     """
 
-    def asked(one: CandidateSet, name: str) -> PairQuestion:
-        return (
-            f"images/{one.folder}/{one.ref_image}",
-            f"images/{one.folder}/{name}",
-            questions[one.folder],
-        )
+    def question_about(candidates: CandidateSet, name: str) -> PairQuestion:
+        folder = candidates.folder
+        reference = f"images/{folder}/{candidates.ref_image}"
+        return reference, f"images/{folder}/{name}", questions[folder]
 
-    known = ask(
-        (asked(one, name) for one in sets for name in one.comp_images), output, judge, "rankings"
-    )
+    asked = [question_about(one, name) for one in sets for name in one.comp_images]
+    known = scores(asked, output, judge, "rankings")
     rankings = []
-    for one in sets:
-        scores = {name: known.get(asked(one, name)) for name in one.comp_images}
-        if None in scores.values():
+    for candidates in sets:
+        p_yes = {
+            name: known.get(question_about(candidates, name)) for name in candidates.comp_images
+        }
+        if None in p_yes.values():
             counts["rankings_without_answer"] += 1
             continue
-        ranked = sorted(scores, key=scores.get, reverse=True)
-        rankings.append(
-            Ranking(**dict(one), rank_images=ranked, scores=[scores[name] for name in ranked])
-        )
+        ranked = sorted(p_yes, key=p_yes.get, reverse=True)
+        values = [p_yes[name] for name in ranked]
+        rankings.append(Ranking(**dict(candidates), rank_images=ranked, scores=values))
     return rankings
 
 
@@ -125,7 +181,7 @@ def label_edits(
 ) -> list[LabeledPair]:
     """Editing pairs with a judge's labels: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2."""
     keys = [(pair.first, pair.second, pair.question) for pair in pairs]
-    known = ask(keys, output, judge, "editing labels")
+    known = scores(keys, output, judge, "editing labels")
     labeled = []
     for pair, p_yes in zip(pairs, map(known.get, keys), strict=True):
         if p_yes is None:
@@ -141,15 +197,12 @@ def write_reasons(
     pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter
 ) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``)."""
-    # Wording of ours. It lets the model disagree with the verdict: the pair is then left out.
-    request = (
-        "This question was asked about the two images:\n\n{0.question}\n\nThe verdict that was given is: {0.verdict}. "
-        'Write the answer. Begin with the word "{0.verdict}." and then give, in two to four sentences, the detailed '
-        "reasons that can be seen in the two images. Do not mention that a verdict was given. If what you see clearly "
-        "contradicts the verdict, begin with the verdict that you would give instead."
-    )
-    keys = {pair: (pair.first, pair.second, request.format(pair)) for pair in pairs}
-    known = ask(keys.values(), output, judge, "reasons", texts=True)
+    template = load_question(REASON)
+    keys = {}
+    for pair in pairs:
+        request = template.text(question=pair.question, verdict=pair.verdict)
+        keys[pair] = (pair.first, pair.second, request)
+    known = texts(list(keys.values()), output, judge, "reasons")
     answered = [(pair, known[key]) for pair, key in keys.items() if key in known]
     counts["reasons_without_answer"] += len(keys) - len(answered)
     return _agreeing(answered, counts)
@@ -172,28 +225,33 @@ def given_reasons(
 def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> list[LabeledPair]:
     kept = []
     for pair, answer in answered:
-        verdict, reasons = read_reason(answer) or (None, None)
-        agrees = (
-            "unreadable"
-            if verdict is None
-            else "kept"
-            if verdict == pair.verdict
-            else "contradicting"
-        )
-        counts[f"reasons_{agrees}"] += 1
-        if agrees == "kept":
-            kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
+        verdict_and_reasons = read_reason(answer)
+        if verdict_and_reasons is None:
+            counts["reasons_unreadable"] += 1
+            continue
+        verdict, reasons = verdict_and_reasons
+        if verdict != pair.verdict:
+            counts["reasons_contradicting"] += 1
+            continue
+        counts["reasons_kept"] += 1
+        kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
     return kept
 
 
 def read_reason(answer: str) -> tuple[str, str] | None:
-    """``("Yes", "Both show …")`` of a written answer; None without a verdict or without reasons."""
-    match = _VERDICT.match(answer)
-    if match is None:
+    """``("Yes", "Both show …")`` of a written answer; None without a verdict or without reasons.
+
+    Models write the verdict in bold, in quotation marks or in capitals, too.
+    """
+    word = _VERDICT.match(answer)
+    if word is None:
         return None
-    reasons = " ".join(answer[match.end() :].split()).strip("*_ ")
-    if len(reasons) < _FEWEST_REASON_CHARACTERS or any(
-        token in reasons for token in (TAG, *RESERVED)
-    ):
+    rest = answer[word.end() :].lstrip("_*")
+    says_yes = verdict_of(word[1].capitalize() + rest)
+    if says_yes is None:  # "Nothing", "Not sure"
         return None
-    return match[1].capitalize(), reasons[0].upper() + reasons[1:]
+    reasons = " ".join(rest.lstrip(_MARKS_AFTER).split()).strip("*_ ")
+    is_reserved = any(token in reasons for token in (TAG, *RESERVED))
+    if len(reasons) < _FEWEST_REASON_CHARACTERS or is_reserved:
+        return None
+    return "Yes" if says_yes else "No", reasons[0].upper() + reasons[1:]

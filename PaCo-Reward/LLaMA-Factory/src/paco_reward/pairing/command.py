@@ -1,6 +1,7 @@
 """`paco-reward build-dataset`: its options and its summary."""
 
 import argparse
+import re
 from pathlib import Path
 
 from paco_judge.questions import EDITING, add_form_arguments
@@ -16,9 +17,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "build training pairs from generated images, rankings and edits"
     parser = commands.add_parser("build-dataset", help=text, description=DESCRIPTION)
     parser.set_defaults(command=run)
-    folder, file = {"type": Path, "metavar": "FOLDER"}, {"type": Path, "metavar": "FILE"}
+    folder = {"type": Path, "metavar": "FOLDER"}
+    file = {"type": Path, "metavar": "FILE"}
     count = {"type": positive, "metavar": "N"}
-    images, ranked, reasons = (parser.add_mutually_exclusive_group() for _ in range(3))
+    images = parser.add_mutually_exclusive_group()
+    ranked = parser.add_mutually_exclusive_group()
+    reasons = parser.add_mutually_exclusive_group()
     add = parser.add_argument
     add("--output", **folder, required=True, help="the data set's folder")
     images.add_argument(
@@ -113,33 +117,32 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check what argparse does not. Raises PacoRewardError."""
-    images, ranks = options.grids or options.sub_figures, options.yes_ranks + options.no_ranks
-    labels = options.rankings or options.server or options.sets_only
-    for problem, message in (
-        (
-            not images and not options.editing,
-            "nothing to build from: give --grids, --sub_figures or --editing",
-        ),
-        (
-            bool(images) != bool(options.metadata),
-            "images (--grids, --sub_figures) need --metadata, and it them",
-        ),
-        (
-            images and not labels,
-            "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only",
-        ),
-        (
-            options.reasons and not options.server,
-            "--reasons are written by a model: give --server URL",
-        ),
-        (
-            not options.rankings and ranks > options.candidates,
-            "--yes_ranks and --no_ranks exceed --candidates",
-        ),
-    ):
-        if problem:
-            raise PacoRewardError(message)
+    """Check what argparse does not, before anything is read or cut. Raises PacoRewardError."""
+    has_images = options.grids is not None or options.sub_figures is not None
+    if not has_images and options.editing is None:
+        raise PacoRewardError("nothing to build from: give --grids, --sub_figures or --editing")
+    if has_images != (options.metadata is not None):
+        raise PacoRewardError("images (--grids, --sub_figures) need --metadata, and it them")
+    if has_images and not (options.rankings or options.server or options.sets_only):
+        raise PacoRewardError(
+            "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"
+        )
+    if options.reasons and not options.server:
+        raise PacoRewardError("--reasons are written by a model: give --server URL")
+    if not options.rankings and options.yes_ranks + options.no_ranks > options.candidates:
+        raise PacoRewardError("--yes_ranks and --no_ranks exceed --candidates")
+    if not 0 <= options.min_gap < 1:  # not true of NaN
+        raise PacoRewardError(f"--min_gap {options.min_gap} must be at least 0 and less than 1")
+    if not 0 <= options.test_share < 1:
+        raise PacoRewardError(
+            f"--test_share {options.test_share} must be at least 0 and less than 1"
+        )
+    if not 0 <= options.duplicate_bits <= 64:
+        raise PacoRewardError(f"--duplicate_bits {options.duplicate_bits} must be 0 to 64")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", options.name):
+        raise PacoRewardError(
+            f"--name {options.name!r} becomes a file name: use letters, digits, _, . and -"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-import networkx
+import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
@@ -125,9 +127,8 @@ class PromptItem:
     place: str  # the line it was read from
     group: str  # of prompts that share a theme; train and test are split by it
     split: str | None  # train or test, where the metadata decides
-    sources: dict[
-        str, tuple[Path, int | None]
-    ]  # by name, the file and the panel of it to be cut out (None: all of it)
+    # By name: the file and the panel of it to be cut out (None: all of it).
+    sources: dict[str, tuple[Path, int | None]]
     generations: list[list[str]]  # names of each one's panels, row-major
 
 
@@ -179,54 +180,67 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
 
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
     """For each entry the first of its group: entries that share a key, directly or through others."""
-    graph = networkx.Graph()
-    for own in keys:
-        networkx.add_path(graph, own)
-    parts = {key: n for n, part in enumerate(networkx.connected_components(graph)) for key in part}
-    first: dict[int, int] = {}
-    return [first.setdefault(parts[own[0]], index) for index, own in enumerate(keys)]
+    numbers: dict[Hashable, int] = {}
+    for of_entry in keys:
+        for key in of_entry:
+            numbers.setdefault(key, len(numbers))
+    # A graph of keys with an edge from each entry's first key to each of its keys.
+    starts = [numbers[of_entry[0]] for of_entry in keys for _ in of_entry]
+    ends = [numbers[key] for of_entry in keys for key in of_entry]
+    graph = coo_array((np.ones(len(ends)), (starts, ends)), shape=(len(numbers), len(numbers)))
+    _, components = connected_components(graph, directed=False)
+    firsts: dict[int, int] = {}
+    groups = []
+    for index, of_entry in enumerate(keys):
+        component = int(components[numbers[of_entry[0]]])
+        groups.append(firsts.setdefault(component, index))
+    return groups
 
 
-Found = tuple[
-    dict[str, tuple[Path, int | None]], list[list[str]]
-]  # ``sources`` and ``generations`` of a prompt
+# ``sources`` and ``generations`` of a prompt.
+Found = tuple[dict[str, tuple[Path, int | None]], list[list[str]]]
 
 
 def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
-    idx, place = rows[0].idx, rows[0].place
-    files = dict.fromkeys(_existing(folder, file, row.place) for row in rows for file in row.files)
-    name = re.compile(re.escape(idx) + r"([_-].*)?")
-    files = (
-        list(files)
-        or _images(folder / idx)
-        or [file for file in _images(folder) if name.fullmatch(file.stem)]
-    )
+    idx = rows[0].idx
+    named = [_existing(folder, file, row.place) for row in rows for file in row.files]
+    files = list(dict.fromkeys(named)) or _images(folder / idx)
+    if not files:
+        name = re.compile(re.escape(idx) + r"([_-].*)?")
+        files = [file for file in _images(folder) if name.fullmatch(file.stem)]
     if not files:
         raise PacoRewardError(
-            f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*"
+            f"{rows[0].place}: no image in {folder} is named in the line, {idx}/* or {idx}_*"
         )
-    generations = [
-        [f"{number:02d}/{panel}.png" for panel in range(panels)] for number in range(len(files))
-    ]
-    cut = zip(files, generations, strict=True)
-    return {
-        name: (file, panel) for file, names in cut for panel, name in enumerate(names)
-    }, generations
+    sources = {}
+    generations = []
+    for number, file in enumerate(files):
+        names = [f"{number:02d}/{panel}.png" for panel in range(panels)]
+        generations.append(names)
+        for panel, name in enumerate(names):
+            sources[name] = (file, panel)
+    return sources, generations
 
 
 def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
-    own, place, generations = folder / rows[0].idx, rows[0].place, []
-    for part in sorted(path for path in own.glob("*") if path.is_dir()):
-        generations.append([f"{part.name}/{file.name}" for file in _images(part)])
-        if len(generations[-1]) != panels:
-            raise PacoRewardError(
-                f"{place}: {part} has {len(generations[-1])} images for {panels} panels"
-            )
+    prompt_folder = folder / rows[0].idx
+    place = rows[0].place
+    sources = {}
+    generations = []
+    for part in sorted(path for path in prompt_folder.glob("*") if path.is_dir()):
+        files = _images(part)
+        if len(files) != panels:
+            raise PacoRewardError(f"{place}: {part} has {len(files)} images for {panels} panels")
+        names = [f"{part.name}/{file.name}" for file in files]
+        generations.append(names)
+        for name, file in zip(names, files, strict=True):
+            sources[name] = (file, None)
     if not generations:
         raise PacoRewardError(
-            f"{place}: no sub-figures in {own}: put them at {own}/<generation>/*.png"
+            f"{place}: no sub-figures in {prompt_folder}: "
+            f"put them at {prompt_folder}/<generation>/*.png"
         )
-    return {name: (own / name, None) for names in generations for name in names}, generations
+    return sources, generations
 
 
 def _existing(folder: Path, name: str, place: str) -> Path:
