@@ -124,8 +124,13 @@ def port(terminal, open_clip) -> int:
     for file in (REPOSITORY / "PaCo-Reward" / "config").glob("*.yaml"):
         values = yaml.safe_load(file.read_text()) | TOY_JUDGE
         (clone / "PaCo-Reward" / "config" / file.name).write_text(yaml.safe_dump(values))
+    data = clone / "PaCo-Reward" / "PaCo-Dataset"
     for name in DATA_SETS:
-        tiny_judge.save_pairs(clone / "PaCo-Reward" / "PaCo-Dataset", 8, name)
+        tiny_judge.save_pairs(data, 8, name)
+    # As on the hub: the images are in an archive.
+    shutil.make_archive(str(data / "images"), "gztar", data, "images")
+    shutil.rmtree(data / "images")
+    (data / "decompress.sh").write_text("tar -xzf images.tar.gz && rm images.tar.gz\n")
     (clone / ".venv").unlink(missing_ok=True)
     (clone / ".venv").symlink_to(sys.prefix)
     return port
