@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
-# Adapters that were trained with transformers before 4.52 name the layers as the published folders do.
+# Adapters that were trained with transformers before 4.52 name the layers as the published folders
+# do.
 _NEW_NAMES = {
     "^visual": "model.visual",
     r"^model(?!\.(language_model|visual))": "model.language_model",

@@ -86,10 +86,9 @@ class JudgeClient:
     """Asks one model of one server; usable from several threads at once.
 
     Args:
-        base_url: With or without a trailing ``/v1``.
-        model: Served name, in upper or lower case.
-        max_concurrency: Requests in flight.
-        deadline_s: Seconds for a whole ``score``, retries included. Later calls do not wait again for a
+        base_url: With or without a trailing ``/v1``. model: Served name, in upper or lower case.
+            max_concurrency: Requests in flight. deadline_s: Seconds for a whole ``score``, retries
+            included. Later calls do not wait again for a
             server that has answered nothing for so long: they try briefly until it answers.
     """
 
@@ -107,7 +106,8 @@ class JudgeClient:
             raise ValueError(f"{base_url!r} is not an http:// or https:// URL")
         if max_concurrency < 1 or deadline_s <= 0:
             raise ValueError(
-                f"need max_concurrency >= 1 and deadline_s > 0, got {max_concurrency} and {deadline_s}"
+                "need max_concurrency >= 1 and deadline_s > 0, "
+                f"got {max_concurrency} and {deadline_s}"
             )
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.model = model
@@ -173,7 +173,10 @@ class JudgeClient:
             )
 
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair, in order. Raises JudgeError: The first call found no server, or another model."""
+        """One verdict for each pair, in order.
+
+        Raises JudgeError: The first call found no server, or another model.
+        """
         model = self.check()
         deadline = time.monotonic() + self.deadline_s
         answers = transport.run(self._ask_all(model, pairs, SCORING, deadline))
@@ -191,7 +194,10 @@ class JudgeClient:
     async def _ask_all(
         self, model: str, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
     ) -> list[tuple[Any, str | None]]:
-        """What ``fields`` ask for, and why it is missing, for each pair; ``deadline`` None: each has its own."""
+        """What ``fields`` ask for, and why it is missing, for each pair.
+
+        ``deadline`` None: each has its own.
+        """
         images = {id(image): image for pair in pairs for image in pair.images}
         encoding = [self._send(image) for image in images.values()]
         sent = dict(zip(images, await asyncio.gather(*encoding), strict=True))

@@ -1,7 +1,8 @@
 """Grid prompts and grid images.
 
-A grid prompt reads ``… a RxC grid layout <theme>.<shared description> LABEL:text LABEL:text …`` with labels such as
-``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are returned row-major: left to right, then top to bottom.
+A grid prompt reads ``… a RxC grid layout <theme>.<shared description> LABEL:text LABEL:text …``
+with labels such as ``[TOP]-[LEFT]:``, ``[MIDDLE]:`` or ``PANEL-3:``. Panels are returned row-major:
+left to right, then top to bottom.
 """
 
 import itertools
@@ -11,9 +12,14 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-_LAYOUT = re.compile(r"(\d{1,9})\s*[x⨉]\s*(\d{1,9})")
+# At most two digits: "1024x1024" is a size, and so is "64x64 px".
+_LAYOUT = re.compile(
+    r"(?<![\d.,])(\d{1,2})\s*[xX×⨉]\s*(\d{1,2})(?![\d.,]*\d)(?![\s-]*(?:px|pixel))"
+    r"(?P<named>[\s-]+(?:grid|layout))?"
+)
 _BRACKET = r"\[[A-Z0-9]+(?:-[A-Z0-9]+)*\]"
-# A label counts only where a sentence or a quotation has just ended: the same characters inside a text are text.
+# A label counts only where a sentence or a quotation has just ended: the same characters inside a
+# text are text.
 _LABEL = re.compile(rf'(?<=[."”])\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d{{1,9}}):')
 _NAMED_ROWS = {"TOP": 0, "MIDDLE-TOP": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-BOTTOM": 3, "BOTTOM": 4}
 _NAMED_COLS = {"LEFT": 0, "MIDDLE-LEFT": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-RIGHT": 3, "RIGHT": 4}
@@ -34,13 +40,18 @@ class GridPrompt:
 
 
 def parse_layout(prompt: str) -> tuple[int, int]:
-    """(rows, cols) of the first ``RxC`` in the prompt; (1, 1) without one. Raises PromptLayoutError."""
-    match = _LAYOUT.search(prompt)
-    if match is None:
+    """(rows, cols) of the first ``RxC grid`` or ``RxC`` in the prompt; (1, 1) without one.
+
+    Raises PromptLayoutError: It has no panels.
+    """
+    matches = list(_LAYOUT.finditer(prompt))
+    if not matches:
         return 1, 1
-    rows, cols = int(match[1]), int(match[2])
+    match = next((match for match in matches if match["named"]), matches[0])
+    rows = int(match[1])
+    cols = int(match[2])
     if rows < 1 or cols < 1:
-        raise PromptLayoutError(f"layout {match[0]!r} has no panels")
+        raise PromptLayoutError(f"layout {rows}x{cols} has no panels")
     return rows, cols
 
 
@@ -50,44 +61,51 @@ def split_prompt(prompt: str) -> GridPrompt:
     A prompt without layout and labels is one panel: theme and panel text are the prompt itself.
 
     Raises:
-        PromptLayoutError: There are not rows x columns panel texts, a label occurs twice, or a panel is empty.
+        PromptLayoutError: There are not rows x columns panel texts, a label occurs twice, or a
+            panel is empty.
     """
     rows, cols = parse_layout(prompt)
     labels = list(_LABEL.finditer(prompt))
     if not labels and rows * cols == 1:
         return GridPrompt(prompt.strip(), (prompt.strip(),), 1, 1)
-    names, excerpt = [match["label"] for match in labels], textwrap.shorten(prompt, 160)
+    names = [match["label"] for match in labels]
+    excerpt = textwrap.shorten(prompt, 160)
     if len(names) != rows * cols:
         raise PromptLayoutError(
-            f"a {rows}x{cols} layout but {len(names)} panel labels ({', '.join(names) or 'none'}); a label such as "
-            f"'[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. Prompt: {excerpt}"
+            f"a {rows}x{cols} layout but {len(names)} panel labels ({', '.join(names) or 'none'}); "
+            "a label such as '[TOP]-[LEFT]:' or 'PANEL-1:' must follow '. ' or '\" '. "
+            f"Prompt: {excerpt}"
         )
     ends = [match.start() for match in labels[1:]] + [len(prompt)]
-    texts = {
-        match["label"]: prompt[match.end() : end].strip()
-        for match, end in zip(labels, ends, strict=True)
-    }
+    texts: dict[str, str] = {}
+    for match, end in zip(labels, ends, strict=True):
+        texts[match["label"]] = prompt[match.end() : end].strip()
     if len(texts) < len(names):
         raise PromptLayoutError(
             f"a panel label occurs more than once: {', '.join(names)}. Prompt: {excerpt}"
         )
-    if empty := [name for name, text in texts.items() if not text]:
-        raise PromptLayoutError(f"panel {empty[0]!r} has no text. Prompt: {excerpt}")
+    for name, text in texts.items():
+        if not text:
+            raise PromptLayoutError(f"panel {name!r} has no text. Prompt: {excerpt}")
     places = [_position(name) for name in names]
     if None not in places and len(set(places)) == len(places):  # else in the prompt's order
         names.sort(key=_position)
-    return GridPrompt(
-        prompt[: labels[0].start()].strip(), tuple(texts[name] for name in names), rows, cols
-    )
+    theme = prompt[: labels[0].start()].strip()
+    return GridPrompt(theme, tuple(texts[name] for name in names), rows, cols)
 
 
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
-    """``rows * cols`` equal cells, row-major. Pixels left over at the right or bottom are dropped. Raises ValueError."""
+    """``rows * cols`` equal cells, row-major.
+
+    Pixels left over at the right or bottom are dropped. Raises ValueError.
+    """
     if not (1 <= rows <= image.height and 1 <= cols <= image.width):
         raise ValueError(
-            f"an image of {image.width}x{image.height} pixels cannot be cut into {rows}x{cols} cells"
+            f"an image of {image.width}x{image.height} pixels cannot be cut into "
+            f"{rows}x{cols} cells"
         )
-    width, height = image.width // cols, image.height // rows
+    width = image.width // cols
+    height = image.height // rows
     corners = [(col * width, row * height) for row in range(rows) for col in range(cols)]
     return [image.crop((left, top, left + width, top + height)) for left, top in corners]
 
@@ -104,8 +122,6 @@ def _position(name: str) -> tuple[int, int] | None:
     first, _, second = name.strip("[]").partition("]-[")
     if not second:
         first, second = ("TOP", first) if first in _NAMED_COLS else (first, "MIDDLE")
-    return (
-        (_NAMED_ROWS[first], _NAMED_COLS[second])
-        if first in _NAMED_ROWS and second in _NAMED_COLS
-        else None
-    )
+    if first not in _NAMED_ROWS or second not in _NAMED_COLS:
+        return None
+    return _NAMED_ROWS[first], _NAMED_COLS[second]

@@ -23,7 +23,7 @@ def missing_weights(name: str | Path, problem: str) -> str:
 
 
 def hub_options(name: str | Path, file: str = "config.json") -> dict[str, bool]:
-    """Options for ``from_pretrained(name)`` or ``snapshot_download(name)``, which do not wait for an absent hub.
+    """Options for ``from_pretrained`` or ``snapshot_download``: no waiting for an absent hub.
 
     ``local_files_only`` is True for a folder, and for cached weights while the hub cannot be
     reached: asked for files that are not cached, the hub's own client would retry for 23 seconds.
@@ -46,7 +46,8 @@ def hub_options(name: str | Path, file: str = "config.json") -> dict[str, bool]:
         validate_repo_id(str(name))
     except errors.HFValidationError as error:
         raise MissingWeights(
-            f"{name} is neither an existing folder nor a name on the hub, such as organization/model"
+            f"{name} is neither an existing folder nor a name on the hub, such as "
+            "organization/model"
         ) from error
     is_cached = isinstance(try_to_load_from_cache(str(name), file), str)
     try:

@@ -26,7 +26,10 @@ class UnreadableImage(ValueError):
 
 
 def open_image(source: str | Path | bytes) -> Image.Image:
-    """An image of ``FORMATS`` from a file or a file's content; only its header is read. Raises UnreadableImage."""
+    """An image of ``FORMATS`` from a file or a file's content; only its header is read.
+
+    Raises UnreadableImage.
+    """
     try:
         image = Image.open(
             io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS
@@ -52,7 +55,10 @@ def read_image(source: str | Path | bytes) -> Image.Image:
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
-    """The RGB image in a file, at an http(s) URL, or of another image. Raises UnreadableImage, naming the source."""
+    """The RGB image in a file, at an http(s) URL, or of another image.
+
+    Raises UnreadableImage, naming the source.
+    """
     if isinstance(source, Image.Image):
         return as_received(source)
     content: str | Path | bytes = source
@@ -116,7 +122,10 @@ def _shades_of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:
-    """The file of an image, as RGB: ``png``, or ``jpeg`` with Pillow's default quality. Raises UnreadableImage."""
+    """The file of an image, as RGB: ``png``, or ``jpeg`` with Pillow's default quality.
+
+    Raises UnreadableImage.
+    """
     buffer = io.BytesIO()
     as_received(image).save(buffer, **_SAVE[image_format])
     return buffer.getvalue()

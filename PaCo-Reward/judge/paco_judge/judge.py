@@ -114,7 +114,7 @@ class Judge:
         edited: AnyImage | Sequence[AnyImage],
         instruction: str | Sequence[str],
     ) -> Any:
-        """sqrt(P(the rest is kept) · P(the instruction is followed)): a float, or a list of floats for lists."""
+        """sqrt(P(the rest is kept) · P(the instruction is followed)), or a list for lists."""
         (sources, edits, instructions), is_list = _broadcast(source, edited, instruction)
         images = _loaded([*sources, *edits])
         questions = load_editing_questions()
@@ -137,7 +137,7 @@ class Judge:
         theme: str | Sequence[str] | None = None,
         max_tokens: int = LONGEST_ANSWER,
     ) -> Any:
-        """The judge's whole answer to ``score``'s question, which begins with Yes or No, or a list of answers."""
+        """The whole answer to ``score``'s question, Yes or No and reasons, or a list for lists."""
         pairs, is_list = self._pairs(image_a, image_b, theme)
         texts = [_text(answer) for answer in self.answers(pairs, max_tokens)]
         return texts if is_list else texts[0]
@@ -166,7 +166,10 @@ class Judge:
 
 
 def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
-    """The arguments as lists of one length, and whether one of them was a list. Raises ValueError."""
+    """The arguments as lists of one length, and whether one of them was a list.
+
+    Raises ValueError.
+    """
     lengths = {len(value) for value in values if isinstance(value, (list, tuple))}
     if len(lengths) > 1:
         raise ValueError(f"lists of one length are needed, not of {sorted(lengths)}")

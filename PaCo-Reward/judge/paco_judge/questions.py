@@ -71,7 +71,7 @@ class Question:
     def texts(
         self, criteria: Mapping[str, Mapping[str, str]], **values: str
     ) -> dict[str, tuple[str, ...]]:
-        """The texts to ask, by dimension: one for each criterion if the template is about criteria, else one.
+        """The texts to ask, by dimension: one for each criterion, or one if there is no {criterion}.
 
         ``criteria`` are ``{dimension: {name: text}}``. Raises ValueError if none has text.
         """
@@ -90,7 +90,10 @@ class Question:
 
 
 def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
-    """A shipped template, or the one in a text file. ``about``: fields that the caller fills in. Raises ValueError."""
+    """A shipped template, or the one in a text file.
+
+    ``about``: fields that the caller fills in. Raises ValueError.
+    """
     try:
         file = Path(question).expanduser()
         name, template = question, shipped().get(question)
@@ -113,11 +116,15 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
 
 
 def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Question, ...]:
-    """One question about an edit, or two: is the rest kept, is the instruction followed. Raises ValueError."""
+    """One question about an edit, or two: is the rest kept, is the instruction followed.
+
+    Raises ValueError.
+    """
     names = (question,) if isinstance(question, str) else tuple(question)
     if len(names) not in (1, 2):
         raise ValueError(
-            f"an edit is asked about with one or two questions, not {len(names)}: {', '.join(names)}"
+            f"an edit is asked about with one or two questions, not {len(names)}: "
+            f"{', '.join(names)}"
         )
     for name, expected in zip(names, EDITING, strict=False):
         if len(names) == 2 and name in EDITING and name != expected:
@@ -131,7 +138,7 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
 def editing_texts(
     questions: Sequence[Question], instruction: str, dimension: str = "overall"
 ) -> dict[str, str]:
-    """The texts on (reference, edited) that decide one of ``EDIT_DIMENSIONS``, by what each is about.
+    """The texts that decide one of ``EDIT_DIMENSIONS``, by what each is about.
 
     ``overall`` needs both. A single question decides every dimension, and has its own name.
     Raises ValueError.

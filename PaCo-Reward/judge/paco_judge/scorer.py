@@ -1,10 +1,11 @@
 """The judge in this process, with transformers: images and a question become P(Yes).
 
-    judge = JudgeScorer.from_pretrained("path/to/judge")            # adapter="path/to/lora" for base + adapter
-    verdicts = judge.score([Pair(load_image("a.png"), load_image("b.png"), theme_question("one fox in four seasons"))])
+    judge = JudgeScorer.from_pretrained("path/to/base", adapter="path/to/lora")
+    question = theme_question("one fox in four seasons")
+    verdicts = judge.score([Pair(load_image("a.png"), load_image("b.png"), question)])
 
-`paco-reward`, the benchmarks and the CPU engine score here. It needs the extra ``scorer`` (torch, transformers, peft).
-Shapes: B chats, L tokens, V vocabulary.
+`paco-reward`, the benchmarks and the CPU engine score here. It needs the extra ``scorer`` (torch,
+transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 
 import json
@@ -103,7 +104,8 @@ class JudgeScorer:
     def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
         """A verdict for each pair, in order; it does not depend on the pair's batch.
 
-        ``top``: only so many of the most probable tokens count, as with a server's ``top_logprobs``; None: all.
+        ``top``: only so many of the most probable tokens count, as with a server's
+        ``top_logprobs``; None: all.
         """
         verdicts: dict[int, Verdict] = {}
         for start in range(0, len(pairs), self.batch_size):
@@ -134,7 +136,10 @@ class JudgeScorer:
         return verdicts
 
     def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
-        """The whole greedy answer to each pair. Raises ValueError: The model cannot take a text or an image."""
+        """The whole greedy answer to each pair.
+
+        Raises ValueError: The model cannot take a text or an image.
+        """
         chats = [self.chat(pair) for pair in pairs]
         answers = []
         for start in range(0, len(chats), self.batch_size):
@@ -155,7 +160,10 @@ class JudgeScorer:
         return chat
 
     def check(self, chat: Chat) -> None:
-        """Look at texts and sizes of images, which are not decoded. Raises ValueError: The model cannot take one."""
+        """Look at texts and sizes of images, which are not decoded.
+
+        Raises ValueError: The model cannot take one.
+        """
         kinds = ("image_token", "video_token")
         reserved = [getattr(self.processor, kind, None) for kind in kinds]
         for message in chat.messages:
@@ -223,7 +231,10 @@ class JudgeScorer:
 
 
 def answer_ids(tokenizer: Any, answer_tokens: str = "exact") -> tuple[list[int], list[int]]:
-    """Token ids that count as Yes and as No: of the words that are one token each. Raises ValueError."""
+    """Token ids that count as Yes and as No: of the words that are one token each.
+
+    Raises ValueError.
+    """
     ids = []
     for words in ANSWER_TOKENS[answer_tokens]:
         encoded = [tokenizer.encode(word, add_special_tokens=False) for word in words]
@@ -249,7 +260,10 @@ def silence_transformers() -> None:
 
 
 def trained_limits(adapter: str | Path) -> dict[str, int] | None:
-    """Fewest and most pixels of an image in an adapter's training; None if its folder does not say."""
+    """Fewest and most pixels of an image in an adapter's training.
+
+    None if its folder does not say.
+    """
     folder = local_folder(adapter, PROCESSOR_FILES, CONFIG)
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())

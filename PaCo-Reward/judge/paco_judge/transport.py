@@ -46,7 +46,10 @@ _executor = ThreadPoolExecutor(1)
 
 
 class NoAnswer(Exception):
-    """A request without a usable answer. ``status``: the server's HTTP status; None if it did not answer in time."""
+    """A request without a usable answer.
+
+    ``status``: the server's HTTP status; None if it did not answer in time.
+    """
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -101,7 +104,7 @@ def json_headers(api_key: str | None) -> dict[str, str]:
 
 
 async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
-    """Post until there is an answer, a permanent error, or the ``deadline`` (of ``time.monotonic``). Raises NoAnswer.
+    """Post until there is an answer or a permanent error, or until the deadline. Raises NoAnswer.
 
     Repeats while there is no connection or the server is busy, and after the server failed as
     ``FAILURE_PAUSES_S`` say. A server that was silent for a whole deadline before is tried once and

@@ -1,5 +1,6 @@
-"""P(Yes) from a model's answer: score = P(Yes) / (P(Yes) + P(No)) at the first answer token (arXiv 2512.04784).
+"""P(Yes) from a model's answer (arXiv 2512.04784).
 
+score = P(Yes) / (P(Yes) + P(No)) at the first answer token.
 A missing score is ``None`` with a cause, never a number.
 """
 
@@ -108,10 +109,11 @@ def p_yes_from_logits(
     no_ids: int | Sequence[int],
     top: int | None = None,
 ) -> np.ndarray:
-    """The score from logits of shape (..., V), in float64, of shape (...); the ids' probabilities are summed.
+    """The score from logits (..., V), of shape (...), in float64.
 
-    ``top``: as with a server's ``top_logprobs``, only so many of the largest logits count. NaN where neither Yes nor No
-    is among them.
+    The probabilities of the ids are summed.
+    ``top``: as with a server's ``top_logprobs``, only so many of the largest logits count. NaN
+    where neither Yes nor No is among them.
     """
     logits = np.asarray(logits, dtype=np.float64)
     if top is not None and top < logits.shape[-1]:
@@ -135,7 +137,10 @@ def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float 
 
 
 def mean_score(verdicts: Sequence[Verdict]) -> float | None:
-    """The score of an image, the mean over its pairs; None if one has no score, or without pairs."""
+    """The score of an image, the mean over its pairs.
+
+    None if one has no score, or without pairs.
+    """
     return _mean([verdict.p_yes for verdict in verdicts])
 
 
@@ -146,7 +151,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def editing_score(*answers: Verdict) -> float | None:
-    """The score of an edit, the root of its two answers' product, or its only answer; None if one is missing."""
+    """The score of an edit, the root of its two answers' product, or its only answer.
+
+    None if one is missing.
+    """
     if any(answer.p_yes is None for answer in answers):
         return None
     product = math.prod(answer.p_yes for answer in answers)

@@ -1,9 +1,10 @@
-"""Loading with transformers that refuses incomplete weights, which transformers itself fills with random values.
+"""Loading with transformers that refuses incomplete weights.
 
+transformers itself fills them with random values.
     python -m paco_judge.weights MODEL
 
-checks a model by the headers of its files. Exit status 1 and one sentence for wrong weights, 3 and the reason if they
-cannot be checked.
+checks a model by the headers of its files. Exit status 1 and one sentence for wrong weights, 3 and
+the reason if they cannot be checked.
 """
 
 import json
@@ -17,9 +18,12 @@ class WrongWeights(ValueError):
 
 
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
-    """``model_class.from_pretrained(path, **options)``; with ``device_map="meta"`` it reads headers only.
+    """``model_class.from_pretrained(path, **options)``, complete or not at all.
 
-    Raises WrongWeights: A file is damaged or missing, or tensors of the model are missing or have another shape.
+    With ``device_map="meta"`` it reads headers only.
+
+    Raises WrongWeights: A file is damaged or missing, or tensors of the model are missing or have
+    another shape.
     """
     from safetensors import SafetensorError
 
@@ -29,7 +33,8 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
         )
     except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
         raise WrongWeights(
-            f"the weights in {path} are damaged or incomplete ({error}): download or export them again"
+            f"the weights in {path} are damaged or incomplete ({error}): download or export them "
+            "again"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise WrongWeights(
@@ -61,7 +66,8 @@ def main(path: str) -> int:
         import transformers
         from transformers.integrations import accelerate
 
-        # transformers wants accelerate for any device_map, which the meta device does not need and vLLM does not bring.
+        # transformers wants accelerate for any device_map, which the meta device does not need and
+        # vLLM does not bring.
         accelerate.is_accelerate_available = lambda *_: True
         model_class = getattr(
             transformers, transformers.AutoConfig.from_pretrained(path).architectures[0]

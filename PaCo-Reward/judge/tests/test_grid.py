@@ -26,6 +26,25 @@ def test_layout_is_the_first_one_stated_rows_first():
     assert [parse_layout(prompt) for prompt in prompts] == [(2, 3), (1, 7), (2, 4), (1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "layout"),
+    [
+        ("a 2×2 grid", (2, 2)),  # the multiplication sign
+        ("a 2X3 grid layout", (2, 3)),
+        ("A 1024x1024 image with a 2x2 grid layout", (2, 2)),
+        ("768 × 512, a 1×3 grid", (1, 3)),
+        ("a 64x64 px icon, a 2x1-grid", (2, 1)),
+        ("a 4x4 truck in a 2x3 grid layout", (2, 3)),
+        ("a 1024x1024 photo", (1, 1)),
+        ("a 64x64-pixel icon", (1, 1)),
+        ("12.5x10.5 cm", (1, 1)),
+        ("a 32 x 32 pixels icon", (1, 1)),
+    ],
+)
+def test_sizes_and_other_products_are_no_layouts(prompt, layout):
+    assert parse_layout(prompt) == layout
+
+
 @given(layout=st.sampled_from(sorted(LABELS)), data=st.data())
 def test_splitting_undoes_building(layout, data):
     rows, cols = layout

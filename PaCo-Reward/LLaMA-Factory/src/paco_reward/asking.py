@@ -108,9 +108,10 @@ def ask(
 def questions_about(
     theme: str | None = None, instruction: str | None = None, templates: Sequence[str] | None = None
 ) -> dict[str | None, str]:
-    """``ScoreReport.questions``: on pairs with or without a theme, or, given an instruction, on edits.
+    """``ScoreReport.questions``: on pairs, with or without a theme, or on edits.
 
-    ``templates``: shipped names or text files, one, or for edits up to two; default: theme, pair, or the editing questions.
+    ``templates``: shipped names or text files, one, or for edits up to two; default: theme, pair,
+    or the editing questions.
     """
     if instruction is not None:
         return dict(editing_texts(load_editing_questions(templates or EDITING), instruction))

@@ -1,4 +1,4 @@
-"""`paco-reward demo`: a page where a person shows images to a judge and sees its scores and reasons."""
+"""`paco-reward demo`: a page where a person shows images to a judge and sees its answers."""
 
 import argparse
 import os
@@ -23,7 +23,10 @@ LARGEST_FILE = "32mb"
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `demo` to the command line."""
-    text = "a page on this machine: drop images or a grid, and see the scores of all pairs and the judge's reasons"
+    text = (
+        "a page on this machine: drop images or a grid, and see the scores of all pairs and the "
+        "judge's reasons"
+    )
     parser = commands.add_parser("demo", help=text, description=text)
     text = "default: %(default)s; from elsewhere: ssh -L PORT:127.0.0.1:PORT"
     parser.add_argument("--port", type=int, default=7860, help=text)
@@ -91,7 +94,7 @@ def build(judge: Judge, reason_tokens: int) -> Any:
 def panels_of(
     files: Sequence[tuple[str, str | None]], rows: int, columns: int
 ) -> tuple[list[Image.Image], list[str]]:
-    """The images of ``files`` (path, caption), cut into panels if there are rows or columns, and their names."""
+    """The images of ``files`` (path, caption) and their names, cut into panels of a grid."""
     images = []
     names = []
     for path, _ in files:
@@ -103,7 +106,8 @@ def panels_of(
             names += [f"{Path(path).name} {number}" for number in range(1, len(panels) + 1)]
     if not 2 <= len(images) <= MOST_IMAGES:
         raise PacoRewardError(
-            f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, not {len(images)}"
+            f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, "
+            f"not {len(images)}"
         )
     return images, names
 

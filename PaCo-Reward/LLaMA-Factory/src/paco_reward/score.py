@@ -1,4 +1,4 @@
-"""`paco-reward score`: what a judge says about some images, all pairs of them or edits of the first."""
+"""`paco-reward score`: a judge's answers about all pairs of some images, or edits of the first."""
 
 import argparse
 from pathlib import Path

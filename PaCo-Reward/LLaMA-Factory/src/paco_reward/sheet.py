@@ -14,7 +14,10 @@ _YES = (133, 193, 233)
 
 
 def sheet(report: ScoreReport, whole_page: bool = False) -> str:
-    """HTML with the pictures inside, to put into a page or as a ``whole_page``; every text in it is escaped."""
+    """HTML with the pictures inside, to put into a page or as a ``whole_page``.
+
+    Every text in it is escaped.
+    """
     html = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
     template = jinja2.Template(html, autoescape=True, undefined=jinja2.StrictUndefined)
     return template.render(

@@ -74,7 +74,10 @@ class Journal:
 def scores(
     questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
 ) -> dict[PairQuestion, float]:
-    """P(Yes) to each question that was answered. Raises PacoRewardError: The server answers nothing."""
+    """P(Yes) to each question that was answered.
+
+    Raises PacoRewardError: The server answers nothing.
+    """
 
     def ask(pairs: list[Pair]) -> list[ValueOrError]:
         return [(verdict.p_yes, verdict.error) for verdict in judge.score(pairs)]
@@ -89,7 +92,10 @@ def scores(
 def texts(
     questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
 ) -> dict[PairQuestion, str]:
-    """The whole answer to each question that was answered. Raises PacoRewardError: The server answers nothing."""
+    """The whole answer to each question that was answered.
+
+    Raises PacoRewardError: The server answers nothing.
+    """
 
     def ask(pairs: list[Pair]) -> list[ValueOrError]:
         return [(answer.text, answer.error) for answer in judge.generate(pairs, REASON_TOKENS)]
@@ -150,7 +156,7 @@ def rank_by_scores(
     judge: JudgeClient,
     counts: Counter,
 ) -> list[Ranking]:
-    """Rank the candidates of each set by a judge's P(Yes) of its folder's question on (reference, candidate).
+    """Rank the candidates of each set by a judge's P(Yes) on (reference, candidate).
 
     Sets with a missing score are left out and counted; the next run asks again.
     """
@@ -196,7 +202,10 @@ def label_edits(
 def write_reasons(
     pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter
 ) -> list[LabeledPair]:
-    """The pairs whose written answer agrees with their label, with that answer (``Yes. Both show …``)."""
+    """The pairs whose written answer agrees with their label, with that answer (``Yes.
+
+    Both show …``).
+    """
     template = load_question(REASON)
     keys = {}
     for pair in pairs:

@@ -2,7 +2,8 @@
 
 OUTPUT/
   images/<idx>/…, editing_images/…        sub-figures and edits
-  prompt_data.jsonl, sets.jsonl           what was paired; consistency_full_rank.jsonl: the rankings used
+  prompt_data.jsonl, sets.jsonl           what was paired
+  consistency_full_rank.jsonl             the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
   stats.json                              numbers
   work/                                   answers of the server: delete to ask again
@@ -72,7 +73,8 @@ class Inputs:
 def build(options: Namespace) -> dict[str, Any]:
     """Build the data set; returns the content of stats.json.
 
-    Problems of options, inputs and server are raised before anything is cut or asked (ValueError, OSError, JudgeError).
+    Problems of options, inputs and server are raised before anything is cut or asked (ValueError,
+    OSError, JudgeError).
     """
     read = read_inputs(options)
     _claim(options.output, read.items)
@@ -124,7 +126,10 @@ def read_inputs(options: Namespace) -> Inputs:
 
 
 def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
-    """Data sets of sub-figures: sets, rankings, labels. Empty if only sets for people are wanted."""
+    """Data sets of sub-figures: sets, rankings, labels.
+
+    Empty if only sets for people are wanted.
+    """
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
     _write_lines(options.output / "prompt_data.jsonl", prompts)
     rankings = read.rankings
@@ -208,7 +213,7 @@ def theme_pairs(
 def clean(
     labeled: Sequence[LabeledPair], options: Namespace, counts: Counter
 ) -> tuple[list[LabeledPair], dict[str, str]]:
-    """The shuffled pairs without near-duplicates, and the image that each image is a near-duplicate of."""
+    """The shuffled pairs without near-duplicates, and ``select.leaders`` of their images."""
     counts["pairs_labelled"] += len(labeled)
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
@@ -219,7 +224,7 @@ def clean(
 def groups_for_testing(
     pairs: Sequence[LabeledPair], decided: Mapping[str, str], options: Namespace
 ) -> set[str]:
-    """Groups whose pairs are for testing: those ``decided`` by the metadata, and a share of the rest."""
+    """Groups for testing: those ``decided`` by the metadata, and a share of the rest."""
     undecided = {pair.group for pair in pairs} - set(decided)
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     return testing | {group for group, part in decided.items() if part == TEST}
@@ -268,7 +273,10 @@ def _nothing_left(what: str, counts: Mapping[str, int]) -> str:
 def _editing_pairs(
     edits: Sequence[EditRow], output: Path, questions: Sequence[Question]
 ) -> tuple[list[LabeledPair], list[LabeledPair]]:
-    """A pair for each question on each edit: labeled and other ones. Images are copied to OUTPUT by content hash."""
+    """A pair for each question on each edit: labeled and other ones.
+
+    Images are copied to OUTPUT by content hash.
+    """
     labeled = []
     unlabeled = []
     for edit in edits:
@@ -295,7 +303,7 @@ def _stored(file: Path, output: Path) -> str:
 
 
 def _claim(output: Path, items: Sequence[PromptItem]) -> None:
-    """Record the inputs of the output folder: sub-figures and answers of other ones are never reused.
+    """Record the inputs of the output folder: nothing that was made of others is reused.
 
     Images count by name and content: a copy of them continues a run.
     """
@@ -310,13 +318,17 @@ def _claim(output: Path, items: Sequence[PromptItem]) -> None:
     note = output / "work" / "inputs.txt"
     if note.is_file() and note.read_text() != digest:
         raise PacoRewardError(
-            f"{output} was built from other prompts or images; choose another --output, or delete it"
+            f"{output} was built from other prompts or images; choose another --output, "
+            "or delete it"
         )
     _write(note, digest)
 
 
 def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
-    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet; returns the number of all sub-figures."""
+    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet.
+
+    Returns the number of all sub-figures.
+    """
 
     @lru_cache(maxsize=1)  # the panels of an image follow each other
     def cut(file: Path, rows: int, cols: int) -> list[Image.Image]:
@@ -341,7 +353,10 @@ def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
 def _write_datasets(
     output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
 ) -> dict[str, dict[str, int]]:
-    """NAME.json for each data set (ShareGPT), and dataset_info.json; ``images`` stands before each question."""
+    """NAME.json for each data set (ShareGPT), and dataset_info.json.
+
+    ``images`` stands before each question.
+    """
     info = {}
     numbers = {}
     for name, pairs in datasets.items():

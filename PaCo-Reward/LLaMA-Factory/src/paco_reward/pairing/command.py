@@ -8,8 +8,9 @@ from paco_judge.questions import EDITING, add_form_arguments
 from paco_reward.errors import PacoRewardError
 from paco_reward.options import positive
 
-DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people (--rankings) or a judge
-(--server) rank (docs/judge.md, "Training data"). The same command resumes a stopped run."""
+DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people
+(--rankings) or a judge (--server) rank (docs/judge.md, "Training data"). The same command resumes a
+stopped run."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -156,9 +157,8 @@ def run(args: argparse.Namespace) -> int:
     for name, numbers in stats["datasets"].items():
         print(f"{name}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
     if args.sets_only:
-        print(
-            f"add rank_images (best first) to the lines of {args.output / 'sets.jsonl'}; pass the file to --rankings"
-        )
+        sets = args.output / "sets.jsonl"
+        print(f"add rank_images (best first) to the lines of {sets}; pass the file to --rankings")
     else:
         print(f"written to {args.output}; stats.json holds these numbers")
     return int(any(name.endswith("_without_answer") for name in stats["counts"]))

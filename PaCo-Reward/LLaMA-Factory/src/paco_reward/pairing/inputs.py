@@ -1,8 +1,10 @@
-"""Reading the inputs: prompts with their images, rankings, edits, written reasons. Every problem names its line.
+"""Reading the inputs: prompts with their images, rankings, edits, written reasons.
 
+Every problem names its line.
 Images of a prompt, the first of these that exists (``idx``: of its line in the metadata):
 
-  grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png and <idx>_*.png
+  grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*,
+                FOLDER/<idx>.png and <idx>_*.png
   sub-figures   FOLDER/<idx>/<generation>/* in the order of their names
 """
 
@@ -79,25 +81,28 @@ class CandidateSet(Row):
 
 
 class Ranking(CandidateSet):
-    """``rank_images``: the candidates, best first. ``scores``: P(Yes) in the same order, where a judge gave them."""
+    """``rank_images``: the candidates, best first.
+
+    ``scores``: P(Yes) in the same order, where a judge gave them.
+    """
 
     rank_images: list[str] = Field(min_length=2)
     scores: list[float] | None = None
 
     @model_validator(mode="after")
     def _each_once(self) -> "Ranking":
-        names = {self.ref_image, *self.rank_images}
-        if len(names) <= len(self.rank_images) or set(self.comp_images or self.rank_images) != set(
-            self.rank_images
-        ):
+        are_different = len({self.ref_image, *self.rank_images}) == 1 + len(self.rank_images)
+        candidates = self.comp_images or self.rank_images
+        if not are_different or set(candidates) != set(self.rank_images):
             raise ValueError(
-                "rank_images must be the comp_images, best first, each once and without the ref_image"
+                "rank_images must be the comp_images, best first, each once and without the "
+                "ref_image"
             )
         return self
 
 
 class ReasonRow(Row):
-    """A reason for a pair, and its images in the order in which it mentions them ("the first shows …")."""
+    """A reason for a pair, and its images in the order in which it mentions them."""
 
     folder: str
     images: tuple[str, str]
@@ -105,7 +110,10 @@ class ReasonRow(Row):
 
 
 class EditRow(Row):
-    """An edit (paths relative to the file). Labels: all else stayed consistent; the edit follows the instruction."""
+    """An edit (paths relative to the file).
+
+    Labels: all else stayed consistent; the edit follows the instruction.
+    """
 
     source: str
     edited: str
@@ -151,7 +159,10 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
 
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
-    """All prompts with their images; ``grids``: the folder holds grids, not sub-figures. Raises PacoRewardError."""
+    """All prompts with their images; ``grids``: the folder holds grids, not sub-figures.
+
+    Raises PacoRewardError.
+    """
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
     for row in read_rows(metadata, PromptRow):
         prompts.setdefault(row.idx, []).append(row)
@@ -167,7 +178,8 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
         first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
         if row.split != first.split:
             raise PacoRewardError(
-                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme ({first.place})"
+                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme "
+                f"({first.place})"
             )
         sources, generations = (_grids if grids else _sub_figures)(
             [row, *more], folder, len(grid.panels)
@@ -280,10 +292,13 @@ def _check_names(
     if row.folder not in items:
         raise PacoRewardError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
     known = items[row.folder].sources
-    if unknown := [name for name in images if name not in known]:
-        raise PacoRewardError(
-            f"{row.place}: {unknown[0]!r} is not a sub-figure of prompt {row.folder}; known: {', '.join([*known][:5])} …"
-        )
+    for name in images:
+        if name not in known:
+            shown = ", ".join(list(known)[:5])
+            raise PacoRewardError(
+                f"{row.place}: {name!r} is not a sub-figure of prompt {row.folder}; "
+                f"known: {shown} …"
+            )
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:

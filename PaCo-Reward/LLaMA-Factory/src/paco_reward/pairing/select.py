@@ -1,6 +1,7 @@
 """The selection rules: candidate sets, labels from rankings, near-duplicates, splits, balance.
 
-Random choices depend on the seed and on the chosen thing only, not on other inputs or on the order of the work.
+Random choices depend on the seed and on the chosen thing only, not on other inputs or on the order
+of the work.
 """
 
 import hashlib
@@ -46,48 +47,45 @@ def order_key(seed: int, *parts: object) -> bytes:
 
 
 def candidate_sets(item: PromptItem, candidates: int, sets: int, seed: int) -> list[CandidateSet]:
-    """Up to ``sets`` sets of one prompt, each of up to ``candidates``; none with fewer than two generations or panels.
+    """Up to ``sets`` sets of one prompt, each of up to ``candidates``.
 
-    The reference is panel i of one generation; the candidates are panel j ≠ i of the same generation and of others. They
-    answer one panel text, so they differ in how consistent they are with the reference, not in content.
+    The reference is panel i of one generation. The candidates are panel j ≠ i of the same
+    generation and of others. They answer one panel text, so they differ in how consistent they are
+    with the reference, not in content. There are none with fewer than two generations or panels.
     """
-    generations, panels = len(item.generations), range(len(item.grid.panels))
-    if generations < 2:
+    generations = range(len(item.generations))
+    panels = range(len(item.grid.panels))
+    if len(generations) < 2:
         return []
     rng = random.Random(order_key(seed, item.folder, "sets"))
-    places = [
-        place for place in product(range(generations), panels, panels) if place[1] != place[2]
-    ]
+    places = [place for place in product(generations, panels, panels) if place[1] != place[2]]
     formed = []
-    for own, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
-        others = [g for g in range(generations) if g != own]
-        chosen = [own, *rng.sample(others, min(candidates - 1, len(others)))]
-        names = [item.generations[g][panel] for g in sorted(chosen)]
-        formed.append(
-            CandidateSet(
-                folder=item.folder, ref_image=item.generations[own][reference], comp_images=names
-            )
-        )
+    for generation, reference, panel in sorted(rng.sample(places, min(sets, len(places)))):
+        others = [other for other in generations if other != generation]
+        chosen = [generation, *rng.sample(others, min(candidates - 1, len(others)))]
+        ref_image = item.generations[generation][reference]
+        names = [item.generations[number][panel] for number in sorted(chosen)]
+        formed.append(CandidateSet(folder=item.folder, ref_image=ref_image, comp_images=names))
     return formed
 
 
 def labels_of_ranking(
     ranking: Ranking, yes_ranks: int, no_ranks: int, min_gap: float
 ) -> list[tuple[str, bool]] | None:
-    """(candidate, label): Yes for the best ``yes_ranks`` of a ranking, No for the worst ``no_ranks``.
+    """(candidate, label): Yes for the best ``yes_ranks``, No for the worst ``no_ranks``.
 
-    None if the ranking is too short, or if its scores for Yes and No differ by less than ``min_gap``.
+    None if the ranking is too short, or if its scores for Yes and No differ by less than
+    ``min_gap``.
     """
-    names, scores = ranking.rank_images, ranking.scores
-    if (
-        len(names) < yes_ranks + no_ranks
-        or scores
-        and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap
-    ):
+    names = ranking.rank_images
+    scores = ranking.scores
+    if len(names) < yes_ranks + no_ranks:
         return None
-    return [(name, True) for name in names[:yes_ranks]] + [
-        (name, False) for name in names[-no_ranks:]
-    ]
+    if scores and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap:
+        return None
+    best = [(name, True) for name in names[:yes_ranks]]
+    worst = [(name, False) for name in names[-no_ranks:]]
+    return best + worst
 
 
 def pairs_of_rankings(
@@ -97,9 +95,11 @@ def pairs_of_rankings(
     seed: int,
     counts: Counter,
 ) -> list[LabeledPair]:
-    """The labeled pairs of rankings with their ``labels_of_ranking``; the seed chooses the order of the two images.
+    """The labeled pairs of rankings with their ``labels_of_ranking``.
 
-    Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out (``pairs_disputed``).
+    The seed chooses the order of the two images.
+    Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out
+    (``pairs_disputed``).
     """
     votes: dict[tuple[str, str, str], list[bool]] = {}
     for ranking, labeled in rankings:
@@ -109,7 +109,8 @@ def pairs_of_rankings(
             votes.setdefault((ranking.folder, first, second), []).append(label)
     pairs = []
     for (folder, first, second), labels in sorted(votes.items()):
-        yes, no = labels.count(True), labels.count(False)
+        yes = labels.count(True)
+        no = labels.count(False)
         if yes == no:
             counts["pairs_disputed"] += 1
             continue
@@ -121,32 +122,30 @@ def pairs_of_rankings(
 
 
 def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
-    """For each image (path in ``root``) the first one by name that it is a near-duplicate of; itself if there is none.
+    """For each image (path in ``root``) the first by name that it is a near-duplicate of, or itself.
 
-    Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits, and 16 x 16 thumbnails within 6/255
-    root-mean-square: the hash ignores color.
+    Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits, and 16 x 16
+    thumbnails within 6/255 root-mean-square: the hash ignores color.
     """
     ordered = sorted(set(names))
     hashes = np.empty((len(ordered), 64), dtype=bool)
     firsts: list[tuple[str, np.ndarray]] = []
-    found: dict[str, str] = {}
+    leader: dict[str, str] = {}
     for name in ordered:
         image = load_image(root / name)
-        own = imagehash.phash(image).hash.ravel()
-        small = np.asarray(
-            image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX), dtype=np.float32
-        )
-        near = np.flatnonzero((hashes[: len(firsts)] != own).sum(1) <= bits)
-        alike = (
-            firsts[i][0]
-            for i in near
-            if np.sqrt(np.mean((firsts[i][1] - small) ** 2)) <= LARGEST_RMS
-        )
-        found[name] = next(alike, name)
-        if found[name] == name:
-            hashes[len(firsts)] = own
-            firsts.append((name, small))
-    return found
+        image_hash = imagehash.phash(image).hash.ravel()
+        small = image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+        thumbnail = np.asarray(small, dtype=np.float32)
+        leader[name] = name
+        for number in np.flatnonzero((hashes[: len(firsts)] != image_hash).sum(1) <= bits):
+            first, first_thumbnail = firsts[number]
+            if np.sqrt(np.mean((first_thumbnail - thumbnail) ** 2)) <= LARGEST_RMS:
+                leader[name] = first
+                break
+        else:
+            hashes[len(firsts)] = image_hash
+            firsts.append((name, thumbnail))
+    return leader
 
 
 def without_duplicates(
@@ -154,9 +153,9 @@ def without_duplicates(
 ) -> list[LabeledPair]:
     """The pairs without near-duplicates; order is kept.
 
-    A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An editing pair of two is
-    kept: an edit may be small. A pair that repeats an earlier one is left out; with another label, both are. Theme pairs
-    are compared regardless of image order and theme.
+    A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An
+    editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left
+    out; with another label, both are. Theme pairs are compared regardless of image order and theme.
     """
     groups: dict[tuple, list[LabeledPair]] = {}
     for pair in pairs:
@@ -181,7 +180,10 @@ def without_duplicates(
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """``share`` of the groups, rounded; unless it is 0, of two or more at least one is for testing, and one is not."""
+    """``share`` of the groups, rounded.
+
+    Unless it is 0, of two or more at least one is for testing, and one is not.
+    """
     known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
     if share <= 0 or len(known) < 2:
         return set()
