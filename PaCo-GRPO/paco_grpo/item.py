@@ -1,56 +1,47 @@
 """An entry of a prompt set. No torch here: the environment of a reward service need not have it."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from PIL import Image
 
-
-class _Lazy:
-    """A field whose value, or each entry of a tuple, may be a function without arguments, called on every access.
-
-    46,000 reference images do not fit in memory, and PIL keeps the pixels of an image once they are read.
-    """
-
-    def __init__(self, default: Any = None) -> None:
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._slot = f"_{name}"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self._default
-        value = instance.__dict__[self._slot]
-        return tuple(map(_read, value)) if isinstance(value, tuple) else _read(value)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.__dict__[self._slot] = value
-
-
-def _read(value: Any) -> Any:
-    return value() if callable(value) else value
+Reference = Image.Image | Callable[[], Image.Image]
 
 
 @dataclass(frozen=True)
 class Item:
-    """An image may be given as a function without arguments, called on every access: keep it while it is needed."""
+    """A prompt, or an instruction with the images that it edits."""
 
     item_id: int  # position in its data set; groups are formed by it, never by text (two items may share a prompt)
     prompt: str
     height: int | None = None  # requested pixels, None = the configured resolution
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the row it was read from
-    image: Image.Image | None = _Lazy()  # type: ignore[assignment] # reference image of an editing item (RGB)
-    more_images: tuple[Image.Image, ...] = _Lazy(())  # type: ignore[assignment] # further ones, in order
+    # Reference images of an editing item (RGB), in order, or functions that read them: 46,000 images do not fit in memory,
+    # and PIL keeps the pixels of an image once they are read.
+    references: tuple[Reference, ...] = ()
 
     @property
     def images(self) -> tuple[Image.Image, ...]:
-        """All reference images."""
-        return () if self.num_images == 0 else (self.image, *self.more_images)
+        """The reference images, read at every access unless the item is loaded."""
+        return tuple(_read(reference) for reference in self.references)
+
+    @property
+    def image(self) -> Image.Image | None:
+        """The first reference image."""
+        return _read(self.references[0]) if self.references else None
 
     @property
     def num_images(self) -> int:
         """How many reference images there are; none is read."""
-        return 0 if self.__dict__["_image"] is None else 1 + len(self.__dict__["_more_images"])
+        return len(self.references)
+
+    def load(self) -> Self:
+        """The same item with its reference images in memory; keep it only while it is needed."""
+        return dataclasses.replace(self, references=self.images)
+
+
+def _read(reference: Reference) -> Image.Image:
+    return reference() if callable(reference) else reference

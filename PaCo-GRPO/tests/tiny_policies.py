@@ -165,8 +165,8 @@ def items(
     """An item for each prompt; for an editor with pictures, the first of size ``reference``."""
     made, count = [], (FAMILIES | VARIANTS)[name].references
     for i, prompt in enumerate(prompts):
-        first, *more = [picture(i + 100 * k, *(reference or size)) for k in range(count)] or [None]
-        made.append(Item(i, prompt, *size, image=first, more_images=tuple(more)))
+        references = tuple(picture(i + 100 * k, *(reference or size)) for k in range(count))
+        made.append(Item(i, prompt, *size, references=references))
     return made
 
 

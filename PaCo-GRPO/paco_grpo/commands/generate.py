@@ -53,16 +53,9 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
             else row.get("images") or [row.get("image")]
         )
         paths = [(file or Path()).parent / name for name in names if name]
-        first, *more = [read_reference(path, f"{where}: {path}") for path in paths] or [None]
-        items.append(
-            Item(
-                number,
-                *common_fields(row, where),
-                metadata=row,
-                image=first,
-                more_images=tuple(more),
-            )
-        )
+        references = tuple(read_reference(path, f"{where}: {path}") for path in paths)
+        prompt, height, width = common_fields(row, where)
+        items.append(Item(number, prompt, height, width, row, references))
     return items
 
 

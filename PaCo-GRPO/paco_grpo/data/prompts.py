@@ -129,7 +129,7 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
             raise DataError(
                 f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'"
             )
-        own = []
+        references = []
         for name in names:
             if not isinstance(name, str) or not os.path.isfile(
                 folder / name
@@ -137,10 +137,9 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
                 raise DataError(
                     f"{where}: field {field!r} must name a file in {folder}, got {name!r}"
                 )
-            own.append(
-                partial(read_reference, folder / name, f"{where}: field {field!r} ({name!r})")
-            )
-        items.append(Item(len(items), prompt, height, width, dict(row), own[0], tuple(own[1:])))
+            source = f"{where}: field {field!r} ({name!r})"
+            references.append(partial(read_reference, folder / name, source))
+        items.append(Item(len(items), prompt, height, width, dict(row), tuple(references)))
     return items
 
 
@@ -173,13 +172,11 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
                 what = f"{where}: field {column!r}"
                 if not count:
                     raise DataError(f"{what} has no image")
-                own = [
+                references = tuple(
                     partial(_image_of_row, read, column, row, number, what)
                     for number in range(count)
-                ]
-                items.append(
-                    Item(len(items), prompt, height, width, metadata, own[0], tuple(own[1:]))
                 )
+                items.append(Item(len(items), prompt, height, width, metadata, references))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again"

@@ -34,7 +34,7 @@ def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
     An edit without a size takes its image's shape. ``resolution`` is the side of a square of the wanted area, ``mode`` is
     ``config.item_size``.
     """
-    item = dataclasses.replace(item)  # loads a lazy image once
+    item = item.load()
     if item.num_images and (mode == "aspect" or item.height is None):
         height, width = policy.size_like(item, resolution)
     elif mode == "exact":

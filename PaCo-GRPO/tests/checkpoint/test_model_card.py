@@ -65,7 +65,7 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
     exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
 
-    item = Item(0, PROMPTS[edits], image=photo if edits else None)
+    item = Item(0, PROMPTS[edits], references=(photo,) if edits else ())
     (ours,) = draw(policy, [item], [0], SIDE, SIDE, num_steps=3)
     with Image.open("image.png") as image:
         difference = np.asarray(image, np.int16) - np.asarray(ours, np.int16)

@@ -58,7 +58,7 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     assert files == {"sheet.png", *(f"0000{i}_seed{seed}.png" for i in (0, 1) for seed in (0, 7))}
 
     reference = Image.open(tmp_path / "a.png") if name in EDITORS else None
-    (expected,) = draw(policy, [Item(0, "make it blue", image=reference)], [7], 32, 32, 2)
+    (expected,) = draw(policy, [Item(0, "make it blue", references=(reference,))], [7], 32, 32, 2)
     with Image.open(tmp_path / "out" / "00000_seed7.png") as image:
         assert np.abs(np.asarray(image, np.int16) - np.asarray(expected, np.int16)).max() <= 1
     if name in EDITORS:  # sampled in the shape of its reference

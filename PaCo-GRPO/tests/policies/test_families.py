@@ -73,8 +73,12 @@ def mixed_items(name):
     ]
     if chosen[0].num_images:
         other = (64, 128) if name.startswith("flux2") else (30, 60)  # FLUX.2 enlarges nothing
-        chosen[1] = dataclasses.replace(chosen[1], image=picture(7, *other))
-        chosen.append(dataclasses.replace(chosen[0], image=picture(8, 96, 32).convert("L")))
+        chosen[1] = dataclasses.replace(
+            chosen[1], references=(picture(7, *other), *chosen[1].references[1:])
+        )
+        gray = picture(8, 96, 32).convert("L")
+        references = (gray, *chosen[0].references[1:])
+        chosen.append(dataclasses.replace(chosen[0], references=references))
     return chosen
 
 

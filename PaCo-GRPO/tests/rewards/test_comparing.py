@@ -16,7 +16,8 @@ REWARD = "reward_factories:unlike_others"
 TOTAL = 22
 rng = np.random.default_rng(0)
 ITEMS = [
-    Item(int(i), f"item {i}", image=lambda: None) for i in rng.permutation(np.arange(TOTAL) % 5)
+    Item(int(i), f"item {i}", references=(lambda: None,))
+    for i in rng.permutation(np.arange(TOTAL) % 5)
 ]  # not picklable
 GRAYS = rng.integers(256, size=TOTAL)
 LEFT_OUT = 7

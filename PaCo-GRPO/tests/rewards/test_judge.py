@@ -193,7 +193,7 @@ def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(data, 
 
 
 def test_win_rate_compares_within_prompts_and_shows_the_references_first():
-    cat, edit = Item(0, "a cat"), Item(1, "make it blue", image=RED, more_images=(GREEN,))
+    cat, edit = Item(0, "a cat"), Item(1, "make it blue", references=(RED, GREEN))
     with judge_that(lambda parts: 0.9) as judge:
         scores = WinRate(judge.url)(
             [RED, BLUE, RED, BLUE, RED], [cat, cat, edit, edit, Item(2, "x")]
@@ -211,7 +211,7 @@ def test_win_rate_compares_within_prompts_and_shows_the_references_first():
 
 
 def test_editing_is_the_geometric_mean_of_kept_and_followed():
-    item = Item(3, "make it blue", image=lambda: RED.copy())
+    item = Item(3, "make it blue", references=(lambda: RED.copy(),))
     followed, kept = editing_texts(load_editing_questions(), item.prompt).values()
     answers = {kept: 0.81, followed: 0.49}
     with judge_that(lambda parts: answers[parts[-1]]) as judge:
@@ -234,7 +234,7 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed():
 
 
 def test_several_references_are_asked_about_one_by_one_and_the_instruction_with_all():
-    item = Item(3, "put them side by side", image=RED, more_images=(GREEN.copy, BLUE))
+    item = Item(3, "put them side by side", references=(RED, GREEN.copy, BLUE))
     kept = load_question("editing_consistency").text(instruction=item.prompt)
     followed = load_question("editing_instruction_several").text(instruction=item.prompt)
     p_kept = {(255, 0, 0): 0.9, (0, 255, 0): 0.6, (0, 0, 255): 0.3}
@@ -325,7 +325,7 @@ def test_a_run_records_what_its_rewards_ask(tmp_path):
         ("consistency_score", Item(0, PROMPT)),
         ("between_images", Item(0, PROMPT, metadata={"open": True})),
         ("win_rate", Item(0, PROMPT)),
-        ("consistency_for_editing", Item(0, "make it blue", image=RED)),
+        ("consistency_for_editing", Item(0, "make it blue", references=(RED,))),
         ("grid_layout", Item(0, PROMPT)),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(name):
 
 
 NO_TEXT = Item(7, "a fox")
-GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', image=IMAGES[0])
+GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', references=(IMAGES[0],))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', image=IMAGES[0])
         (
             "edit_score",
             {"server": "http://127.0.0.1:9"},
-            Item(9, "two", image=IMAGES[0], more_images=(IMAGES[0],)),
+            Item(9, "two", references=(IMAGES[0], IMAGES[0])),
         ),
     ],
 )

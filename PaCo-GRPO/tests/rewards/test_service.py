@@ -120,7 +120,7 @@ def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
 
 def test_images_and_items_arrive_and_an_item_is_sent_once():
     grid = Item(4, 'say "é"', 64, 32, metadata={"criteria": {"Style": {"a": None}}, "idx": "x"})
-    edit = Item(2, "edit", image=lambda: noise(9), more_images=(noise(8), lambda: noise(7)))
+    edit = Item(2, "edit", references=(lambda: noise(9), noise(8), lambda: noise(7)))
     items = [grid, edit, grid, edit]
     body = encode_request(IMAGES[:4], items)
     assert len(json.loads(body)["items"]) == 2
@@ -168,7 +168,8 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
     """Its package is not in this environment."""
     images = [Image.new("RGB", (16, 16), color) for color in COLORS]
     items = [
-        Item(i, "paint it", image=Image.new("RGB", (16, 16), "white")) for i in range(len(images))
+        Item(i, "paint it", references=(Image.new("RGB", (16, 16), "white"),))
+        for i in range(len(images))
     ]
     color_of = {data_url(image): color for image, color in zip(images, COLORS, strict=True)}
 

@@ -86,9 +86,9 @@ def test_a_missing_public_set_names_its_download(name):
 
 
 def test_prompt_set_must_suit_the_model(tiny_folder):
-    several = Item(1, "x", image="one", more_images=("two", "three"))
+    several = Item(1, "x", references=("one", "two", "three"))
     for name, item, fits in (
-        ("flux", Item(0, "x", image="a picture"), False), ("flux_kontext", Item(0, "x"), False),
+        ("flux", Item(0, "x", references=("a picture",)), False), ("flux_kontext", Item(0, "x"), False),
         ("flux_kontext", several, False), ("qwen_image_edit_plus", several, True),
     ):  # fmt: skip
         options = load_named("toy_t2is", ("pretrained.model", str(tiny_folder(name))))

@@ -60,9 +60,7 @@ def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
         items = []
         for entry, shown in zip(message["items"], references, strict=True):
             fields = {name: entry[name] for name in (*_FIELDS, "metadata")}
-            items.append(
-                Item(**fields, image=shown[0] if shown else None, more_images=tuple(shown[1:]))
-            )
+            items.append(Item(**fields, references=tuple(shown)))
         return images, [items[entry["item"]] for entry in message["images"]]
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
