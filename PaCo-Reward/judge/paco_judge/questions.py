@@ -71,7 +71,7 @@ class Question:
     def texts(
         self, criteria: Mapping[str, Mapping[str, str]], **values: str
     ) -> dict[str, tuple[str, ...]]:
-        """The texts to ask, by dimension: one for each criterion, or one if there is no {criterion}.
+        """The texts to ask, by dimension: one for each criterion if the template has {criterion}.
 
         ``criteria`` are ``{dimension: {name: text}}``. Raises ValueError if none has text.
         """

@@ -185,7 +185,10 @@ def rank_by_scores(
 def label_edits(
     pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, min_gap: float, counts: Counter
 ) -> list[LabeledPair]:
-    """Editing pairs with a judge's labels: Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2."""
+    """Editing pairs with a judge's labels.
+
+    Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2, none in between.
+    """
     keys = [(pair.first, pair.second, pair.question) for pair in pairs]
     known = scores(keys, output, judge, "editing labels")
     labeled = []

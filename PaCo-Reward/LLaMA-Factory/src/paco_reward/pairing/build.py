@@ -243,7 +243,7 @@ def split(pairs: Sequence[LabeledPair], testing: set[str], seed: int, counts: Co
 def with_reasons(
     pairs: Sequence[LabeledPair], options: Namespace, read: Inputs, counts: Counter
 ) -> list[LabeledPair]:
-    """The pairs that have a reason that agrees with their label, written by people or by the judge."""
+    """The pairs with a reason that agrees with their label, by people or by the judge."""
     if read.reasons is not None:
         return answers.given_reasons(pairs, read.reasons, counts)
     return answers.write_reasons(pairs, options.output, read.judge, counts)

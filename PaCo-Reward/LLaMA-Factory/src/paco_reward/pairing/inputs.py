@@ -191,7 +191,7 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
 
 
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
-    """For each entry the first of its group: entries that share a key, directly or through others."""
+    """For each entry the first one that shares a key with it, directly or through others."""
     numbers: dict[Hashable, int] = {}
     for of_entry in keys:
         for key in of_entry:

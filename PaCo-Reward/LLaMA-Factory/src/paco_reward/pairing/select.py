@@ -122,7 +122,7 @@ def pairs_of_rankings(
 
 
 def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
-    """For each image (path in ``root``) the first by name that it is a near-duplicate of, or itself.
+    """For each image in ``root`` the first by name that it is a near-duplicate of, or itself.
 
     Near-duplicates have perceptual hashes that differ in at most ``bits`` of 64 bits, and 16 x 16
     thumbnails within 6/255 root-mean-square: the hash ignores color.
