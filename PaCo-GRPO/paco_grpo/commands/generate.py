@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.lora import add_lora
 from paco_grpo.rewards.registry import build_rewards, write_records
-from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import sample_images
+from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.images import Decoder
 from paco_grpo.training.build import apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import (
     check_items,
@@ -106,11 +106,14 @@ def generate(
             image.save(own.output / rows[i]["file"])
             images[i] = image
 
-    batches = ((batch, False) for batch in test_batches(policy, items, options))
-    inputs = lambda batch: test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
-    deque(
-        sample_images(policy, batches, inputs, deliver, Sampling(options.test.num_steps)), maxlen=0
-    )
+    sampling = Sampling(options.test.num_steps)
+    with Decoder(policy, deliver) as decoder:
+        for batch in test_batches(policy, items, options):
+            inputs = test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
+            record = rollout(
+                policy, height=batch.height, width=batch.width, sampling=sampling, **inputs
+            )
+            decoder.submit(record.clean_latents, batch)
     captions = []
     if judge:
         write_records({"judge": judge}, own.output)

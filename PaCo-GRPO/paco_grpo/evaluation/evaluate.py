@@ -21,10 +21,10 @@ from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
-from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import Batch, plan_batches, sample_images
+from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.images import Batch, Decoder, plan_batches
 from paco_grpo.types import Item
-from paco_judge.images import read_image
+from paco_judge.images import UnreadableImage, read_image
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ _STREAM = 21  # first word of the noise seeds
 _SHEET_IMAGES = 36
 _REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation without one image that is finite: there is nothing to score."""
 
 
 def evaluation_set(
@@ -79,6 +83,7 @@ def evaluate(
 
     Raises:
         ScoringError: On every process, when a reward raised.
+        EvaluationError: On every process, when no image is finite.
     """
     accelerator, test = strategy.accelerator, options.test
     chosen = evaluation_set(
@@ -89,7 +94,7 @@ def evaluate(
     accelerator.wait_for_everyone()
     with contextlib.closing(ScoreQueue(rewards, options.sample.reward_batch_size)) as queue:
         try:
-            _sample(
+            num_finite = _sample(
                 policy,
                 chosen,
                 options,
@@ -103,6 +108,10 @@ def evaluate(
             scores = queue.gathered(accelerator, len(chosen), should_stop)
         except Stopped:
             return None
+    if num_finite == 0:
+        raise EvaluationError(
+            f"none of the {len(chosen)} evaluation images is finite: the generator is damaged"
+        )
     missing = missing_scores(scores, rewards, chosen)
     if missing.any():
         logger.warning(
@@ -162,19 +171,19 @@ def missing_scores(
 
 def _sample(
     policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images
-) -> None:
+) -> int:
+    """Sample, save and submit the images; returns how many are finite, over all processes."""
     accelerator, test = strategy.accelerator, options.test
     mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
     batches = test_batches(policy, [chosen[i][0] for i in mine], options)
     batches = [
         dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches
     ]
-    made = [
-        b for b in batches if keep_images and all(_files(folder, i)[0].is_file() for i in b.numbers)
-    ]
+    made = [b for b in batches if keep_images and all(saved_image(folder, i) for i in b.numbers)]
     batches = [batch for batch in batches if batch not in made]
     position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
     thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
+    finite: list[int] = []  # numbers of the images that are
 
     def inputs(batch: Batch) -> dict[str, Any]:
         place = position.get(batch.numbers[0])  # None for a dummy
@@ -191,10 +200,11 @@ def _sample(
         for number, image in zip(batch.numbers, images, strict=True):
             if image is None:
                 continue
+            finite.append(number)
             item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
             reference = item.image if test.save_eval_images or in_sheet else None
             image_file, reference_file = _files(folder, number)
-            if test.save_eval_images and not (keep_images and image_file.is_file()):
+            if test.save_eval_images and batch not in made:
                 partial = image_file.with_suffix(".tmp")
                 image.save(partial, format="PNG")
                 partial.replace(image_file)  # whole, or not there
@@ -209,18 +219,36 @@ def _sample(
                 )
 
     for batch in made:
-        deliver([read_image(_files(folder, i)[0]) for i in batch.numbers], batch)
+        deliver([saved_image(folder, i) for i in batch.numbers], batch)
     (dummy,) = test_batches(policy, [chosen[0][0]], options)
     synced = strategy.synced_batches(batches, dummy, should_stop)
-    for _ in sample_images(
-        policy, synced, inputs, deliver, Sampling(test.num_steps, merge_lora=merge_lora)
-    ):
-        pass
+    sampling = Sampling(test.num_steps, merge_lora=merge_lora)
+    with Decoder(policy, deliver) as decoder:
+        for batch, is_dummy in synced:
+            record = rollout(
+                policy,
+                height=batch.height,
+                width=batch.width,
+                sampling=sampling,
+                **inputs(batch),
+            )
+            if not is_dummy:
+                decoder.submit(record.clean_latents, batch)
     everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
     if accelerator.is_main_process and everyone:
         _, images, references, prompts = zip(*everyone, strict=True)
         edited = (prompts, references) if None not in references else ()
         contact_sheet(images, *edited).save(folder / "sheet.png")
+    return len(gather_object(finite))
+
+
+def saved_image(folder: Path, number: int) -> Image.Image | None:
+    """Image ``number`` of an earlier evaluation in ``folder``; None if it is not there or damaged."""
+    path, _ = _files(folder, number)
+    try:
+        return read_image(path) if path.is_file() else None
+    except UnreadableImage:
+        return None
 
 
 def _files(folder: Path, number: int) -> tuple[Path, Path]:
@@ -236,7 +264,7 @@ def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> 
 
 
 def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
-    """What ``sample_images`` needs of the (item, seed) pairs of a batch."""
+    """What ``rollout`` needs of the (item, seed) pairs of a batch."""
     return {
         "conditioning": policy.encode([_sized(item, batch) for item, _ in images]),
         "item_ids": [item.item_id for item, _ in images],

@@ -1,20 +1,20 @@
-"""From items to images: the one loop that training, evaluation and generation sample with."""
+"""From items to images: their sizes, batches that share a forward, and decoding beside the next batch's denoising."""
 
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Self
 
 import torch
+from PIL import Image
 
 from paco_grpo.data.prompts import item_size, round_to_multiple
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import Sampling, rollout
-from paco_grpo.types import Item, Rollout
+from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
@@ -74,62 +74,68 @@ def decoding_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def sample_images(
-    policy: Policy,
-    batches: Iterable[tuple[Batch, bool]],
-    inputs: Callable[[Batch], dict[str, Any]],
-    deliver: Callable[[list, Batch], None],
-    sampling: Sampling,
-    overlap_decode: bool = False,
-) -> Iterator[tuple[Batch, Rollout]]:
-    """Denoise, decode and deliver batch by batch; yields each batch with its rollout, after its decoding has begun.
+class Decoder:
+    """Decodes the latents of batches and delivers the images, in order.
 
-    Args:
-        batches: (batch, is_dummy) as in ``Replicated.synced_batches``; the result of a dummy is dropped.
-        inputs: Batch → ``conditioning``, ``item_ids``, ``seeds`` and perhaps ``shared_seeds`` of ``rollout``.
-        deliver: Gets the PIL images of each batch, in order (None: its latents are not finite), in the thread that decoded
-            it. Its errors are raised here.
-        overlap_decode: One thread decodes a batch, on CUDA with its own stream, while the next one is denoised. At most one
-            waits, so that latents do not pile up. On a CPU both would compete for the same cores.
+    With ``overlap``, one thread decodes a batch, on CUDA with its own stream, while the caller denoises the next one. At
+    most one batch waits, so that latents do not pile up. At the end of the block everything is delivered.
+
+        with Decoder(policy, deliver) as decoder:
+            for batch in batches:
+                decoder.submit(rollout(…).clean_latents, batch)
     """
-    stream = decoding_stream(policy.device) if overlap_decode else None
 
-    def decode(latents: torch.Tensor, batch: Batch) -> None:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            images = policy.decode(latents, batch.height, batch.width)
-            finite = (
-                latents.isfinite().flatten(1).all(dim=1).tolist()
-            )  # others are black pixels, which would be scored
+    def __init__(
+        self,
+        policy: Policy,
+        deliver: Callable[[list[Image.Image | None], Batch], None],
+        overlap: bool | None = None,
+    ) -> None:
+        """``deliver`` gets the images of each batch (None: its latents are not finite), in the thread that decoded it.
+
+        Its errors are raised by a later ``submit`` or at the end of the block. ``overlap`` None: on CUDA. On a CPU,
+        denoising and decoding would compete for the same cores.
+        """
+        self.policy = policy
+        self.deliver = deliver
+        if overlap is None:
+            overlap = policy.device.type == "cuda"
+        self._stream = decoding_stream(policy.device) if overlap else None
+        self._thread = ThreadPoolExecutor(1) if overlap else None
+        self._last: Future | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if self._thread is None:
+            return
+        self._thread.shutdown(wait=True)
+        if error_type is None and self._last is not None:
+            self._last.result()  # raises the thread's error
+
+    def submit(self, latents: torch.Tensor, batch: Batch) -> None:
+        """Decode ``latents`` of ``batch``, now or in the thread."""
+        if self._thread is None:
+            self._decode(latents, batch)
+            return
+        if self._last is not None:
+            self._last.result()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(latents.device))
+            latents.record_stream(self._stream)
+        self._last = self._thread.submit(self._decode, latents, batch)
+
+    def _decode(self, latents: torch.Tensor, batch: Batch) -> None:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            decoded = self.policy.decode(latents, batch.height, batch.width)
+            # Latents that are not finite become black pixels, which would be scored.
+            finite = latents.isfinite().flatten(1).all(dim=1).tolist()
+        images = [image if good else None for image, good in zip(decoded, finite, strict=True)]
         if not all(finite):
             logger.warning(
                 "%d of %d images of a batch are not finite; they get no score",
                 finite.count(False),
                 len(finite),
             )
-        deliver(
-            [image if good else None for image, good in zip(images, finite, strict=True)], batch
-        )
-
-    last: Future | None = None
-    with (
-        ThreadPoolExecutor(1) if overlap_decode else nullcontext() as thread
-    ):  # at its end nothing is delivered any more
-        for batch, is_dummy in batches:
-            result = rollout(
-                policy, height=batch.height, width=batch.width, sampling=sampling, **inputs(batch)
-            )
-            if is_dummy:
-                continue
-            latents = result.clean_latents
-            if thread is None:
-                decode(latents, batch)
-            else:
-                if last is not None:
-                    last.result()
-                if stream is not None:
-                    stream.wait_stream(torch.cuda.current_stream(latents.device))
-                    latents.record_stream(stream)
-                last = thread.submit(decode, latents, batch)
-            yield batch, result
-        if last is not None:
-            last.result()
+        self.deliver(images, batch)

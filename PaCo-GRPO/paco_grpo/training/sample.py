@@ -13,8 +13,8 @@ from paco_grpo.distributed.processes import Replicated
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.sampling.denoise import Sampling, sample_noise_steps
-from paco_grpo.sampling.images import Batch, at_size, batches_by_key, sample_images
+from paco_grpo.sampling.denoise import Sampling, rollout, sample_noise_steps
+from paco_grpo.sampling.images import Batch, Decoder, at_size, batches_by_key
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.types import Item, Rollout
 
@@ -97,13 +97,22 @@ def sample_epoch(
     )
     synced = strategy.synced_batches(batches, batches[0], should_stop)
     sampled: list[Any] = [None] * len(positions)
-    for batch, rollout in sample_images(
-        policy, synced, inputs, deliver, sampling, overlap_decode=policy.device.type == "cuda"
-    ):
-        for place, number in enumerate(batch.numbers):
-            one, row = rollout.select(slice(place, place + 1)), rows[number]
-            # Text features are kept once per item, not once per image.
-            sampled[number] = dataclasses.replace(
-                one, conditioning=conditioning.select(slice(row, row + 1))
+    with Decoder(policy, deliver) as decoder:
+        for batch, is_dummy in synced:
+            record = rollout(
+                policy,
+                height=batch.height,
+                width=batch.width,
+                sampling=sampling,
+                **inputs(batch),
             )
+            if is_dummy:
+                continue
+            decoder.submit(record.clean_latents, batch)
+            for place, number in enumerate(batch.numbers):
+                row = rows[number]
+                # Text features are kept once per item, not once per image.
+                of_item = conditioning.select(slice(row, row + 1))
+                sample_record = record.select(slice(place, place + 1))
+                sampled[number] = dataclasses.replace(sample_record, conditioning=of_item)
     return Rollouts(samples.item_ids, positions, sampled, keys)

@@ -3,12 +3,13 @@
 import threading
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy
 
-from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import Batch, batches_by_key, sample_images
+from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.images import Batch, Decoder, batches_by_key
 from paco_grpo.types import Item
 
 
@@ -31,28 +32,48 @@ class Decoding(ToyPolicy):
         return [(float(x), threading.current_thread().name) for x in latents[:, 0, 0]]
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_images_are_decoded_in_order_and_errors_are_passed_on(background):
-    policy, got = Decoding(), []
+@pytest.mark.parametrize("overlap", [False, True])
+def test_images_are_decoded_in_order_and_errors_are_passed_on(overlap):
+    policy, delivered = Decoding(), []
 
-    def run(counts, dummies=()):
-        def inputs(batch):
-            items = [Item(batch.numbers[0], "x")] * counts[batch.numbers[0]]
-            return {
-                "conditioning": policy.encode(items),
-                "item_ids": range(len(items)),
-                "seeds": range(len(items)),
-            }
+    def run(counts):
+        records = []
+        deliver = lambda images, batch: delivered.append((images, batch.numbers[0]))
+        with Decoder(policy, deliver, overlap) as decoder:
+            for number, count in enumerate(counts):
+                items = [Item(number, "x")] * count
+                record = rollout(
+                    policy, policy.encode(items), range(count), range(count), 8, 8, Sampling(2)
+                )
+                decoder.submit(record.clean_latents, Batch([number], 8, 8))
+                records.append(record)
+        return records
 
-        batches = [(Batch([number], 8, 8), number in dummies) for number in range(len(counts))]
-        deliver = lambda images, batch: got.append((images, batch.numbers[0]))
-        return list(sample_images(policy, batches, inputs, deliver, Sampling(2), background))
-
-    results = run([2, 2, 3, 2], dummies={1})
-    assert [batch.numbers[0] for batch, _ in results] == [number for _, number in got] == [0, 2, 3]
-    for (_, result), (images, _) in zip(results, got, strict=True):
-        assert [value for value, _ in images] == result.clean_latents[:, 0, 0].tolist()
-        assert all((name != threading.current_thread().name) == background for _, name in images)
+    records = run([2, 3, 2])
+    assert [number for _, number in delivered] == [0, 1, 2]
+    for record, (images, _) in zip(records, delivered, strict=True):
+        assert [value for value, _ in images] == record.clean_latents[:, 0, 0].tolist()
+        names = {name for _, name in images}
+        assert (names != {threading.current_thread().name}) == overlap
     for counts in ([2, 1, 2], [2, 1]):
         with pytest.raises(ValueError, match="VAE is gone"):
             run(counts)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_the_loop_is_not_hidden_by_one_of_the_thread(overlap):
+    policy = Decoding()
+    with pytest.raises(KeyError), Decoder(policy, lambda *_: 1 / 0, overlap) as decoder:
+        if overlap:
+            decoder.submit(torch.zeros(2, 4, 3), Batch([0], 8, 8))
+        raise KeyError
+
+
+def test_images_that_are_not_finite_are_none(caplog):
+    latents = torch.zeros(3, 4, 3)
+    latents[1, 2, 1] = float("inf")
+    delivered = []
+    with Decoder(Decoding(), lambda images, batch: delivered.extend(images)) as decoder:
+        decoder.submit(latents, Batch([0, 1, 2], 8, 8))
+    assert [image is None for image in delivered] == [False, True, False]
+    assert "1 of 3 images" in caplog.text
