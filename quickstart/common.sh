@@ -4,8 +4,11 @@ repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="$repo/quickstart/out"
 seed=0 fresh="" stages=0 child="" overrides=()
 
-# begin ARGUMENT …    Reads the arguments, prepares the environment and the folder `out`; results of the same settings are kept.
+# begin CONFIGURATION ARGUMENT …    Reads and checks the arguments, then prepares the environment and the folder `out`.
+# Results of the same settings are kept, those of others are set aside.
 begin() {
+    local configuration="$1"
+    shift
     while [[ $# -gt 0 ]]; do
         case "$1" in
             --seed=* | --minutes=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
@@ -18,32 +21,74 @@ begin() {
         esac
         shift
     done
-    [[ "$seed" =~ ^[0-9]+$ ]] || { echo "--seed must be a whole number, not '$seed'" >&2; exit 2; }
-    [[ "$minutes" =~ ^[0-9]+(\.[0-9]+)?$ ]] || { echo "--minutes must be a number, not '$minutes'" >&2; exit 2; }
+    [[ "$seed" =~ ^[0-9]{1,9}$ ]] || refuse "--seed must be a whole number of at most nine digits, not '$seed'"
+    [[ "$minutes" =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] || refuse "--minutes must be a number, not '$minutes'"
+    [[ -z "${VLLM_PORT:-}" || ("$VLLM_PORT" =~ ^[0-9]{1,5}$ && 10#$VLLM_PORT -ge 1 && 10#$VLLM_PORT -le 65535) ]] ||
+        refuse "VLLM_PORT must be a port from 1 to 65535, not '$VLLM_PORT'"
+    choose_device
 
     bash "$repo/setup.sh"
     source "$repo/tools/python.sh" # glibc's settings
     export PATH="$repo/.venv/bin:$PATH" PYTHON="$repo/.venv/bin/python" VIRTUAL_ENV="$repo/.venv"
     export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-    # Two processes of one thread use two cores better than one process of two threads; on GPUs the scripts decide.
-    command -v nvidia-smi >/dev/null || export NUM_PROCESSES="${NUM_PROCESSES:-$(($(nproc) > 1 ? 2 : 1))}"
-    mkdir -p "$out"
-    exec 9>"$repo/quickstart/.quickstart.lock"
-    flock -n 9 || { echo "another quickstart is running in this clone; wait for it or end it" >&2; exit 1; }
-    trap 'echo; echo "interrupted; run it again to continue" >&2; exit 130' INT TERM HUP
+    # Options are read before anything is computed or set aside.
+    (cd "$repo/PaCo-GRPO" && "$PYTHON" -m paco_grpo.options.check --config "config/grpo.py:$configuration" "${overrides[@]}") ||
+        exit 2
+    exec 9>>"$repo/quickstart/.quickstart.lock"
+    flock -n 9 || {
+        echo "another quickstart is running in this clone (process $(cat "$repo/quickstart/.quickstart.lock"));" \
+            "wait for it or end it" >&2
+        exit 1
+    }
+    echo $$ >"$repo/quickstart/.quickstart.lock"
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
+    trap 'interrupted 129' HUP
     trap end EXIT
+    "$PYTHON" -m paco_toy.progress --wait-for-earlier "$repo"/quickstart/out/{,editing/}logs || exit 1
+    cleanup # what a killed run left
+    mkdir -p "$out"
     local settings
     settings="$(printf '%s\n' "$seed" "$minutes" "${overrides[@]}" |
         cat - "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml | sha256sum)"
     if [[ -n "$fresh" || "$(cat "$done_file.settings" 2>/dev/null)" != "$settings" ]]; then
-        [[ -n "$fresh" || ! -e "$done_file" ]] || echo "other settings or configurations than last time: starting over"
-        discard
+        if [[ -n "$fresh" ]]; then
+            results | xargs -0 -r rm -rf
+        elif [[ -s "$done_file" ]]; then
+            local aside
+            aside="$repo/quickstart/out/earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)"
+            echo "other settings or configurations than last time: starting over; the earlier results are in $aside"
+            mkdir -p "$aside"
+            results | xargs -0 -r mv -t "$aside"
+        fi
         mkdir -p "$out"
         rm -f "$done_file"
         echo "$settings" >"$done_file.settings"
     fi
     touch "$done_file"
 }
+
+refuse() { echo "$(basename "$0"): $1" >&2; exit 2; }
+
+interrupted() { echo; echo "interrupted; run it again to continue" >&2; exit "$1"; }
+
+# choose_device    The CPU on every machine, so that a run has the same batch sizes and results, unless GPUs are asked for.
+choose_device() {
+    case "${QUICKSTART_DEVICE:-cpu}" in
+        cpu)
+            export CUDA_VISIBLE_DEVICES="" ACCELERATE_USE_CPU=true VLLM_ENGINE="${VLLM_ENGINE:-transformers}"
+            # Two processes of one thread use two cores better than one process of two threads.
+            export NUM_PROCESSES="${NUM_PROCESSES:-$(($(nproc) > 1 ? 2 : 1))}"
+            ! nvidia-smi -L >/dev/null 2>&1 ||
+                echo "The quickstart runs on the CPU; QUICKSTART_DEVICE=gpu uses this machine's GPUs, with other batch sizes."
+            ;;
+        gpu) echo "On GPUs: vLLM serves the judge, and each GPU trains a share of the images." ;;
+        *) refuse "QUICKSTART_DEVICE must be cpu or gpu, not '$QUICKSTART_DEVICE'" ;;
+    esac
+}
+
+# results    The files and folders of `out` that belong to this command, each ended by a zero byte.
+results() { [[ ! -d "$out" ]] || find "$out" -mindepth 1 -maxdepth 1 -not -name editing -not -name earlier -print0; }
 
 # end    Ends what is still running; run.sh and editing.sh add to it in `cleanup`.
 end() {

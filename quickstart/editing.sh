@@ -4,15 +4,16 @@
 # --seed N            of the edits and of RL (default 0)
 # --minutes M         most time for RL's epochs (default 5)
 # --config.a.b=value  passed to the training script
-# --fresh             starts over; without it, a second run continues
+# --fresh             deletes the results and starts over; without it, a second run continues, and with other settings it
+#                     sets the earlier results aside
 # Everything is written to quickstart/out/editing. Installs on first use.
+# QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
 set -euo pipefail
 minutes=5 total=3
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out="$out/editing" done_file="$out/done"
-discard() { rm -rf "$out"; }
 cleanup() { :; }
-begin "$@"
+begin toy_kontext "$@"
 
 if stage edits 0.2 "World: render scenes and instructions"; then
     run quickstart 1-edits python -m paco_toy.build_world edits --seed "$seed" --out "$out/edits"

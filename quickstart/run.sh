@@ -4,19 +4,20 @@
 # --seed N            of data, judge and RL (default 0)
 # --minutes M         most time for RL's 20 epochs (default 6.5)
 # --config.a.b=value  passed to the training script
-# --fresh             starts over; without it, a second run continues after the last finished stage
+# --fresh             deletes the results and starts over; without it, a second run continues after the last finished stage,
+#                     and with other settings it sets the earlier results aside
 # Everything is written to quickstart/out, each command's output to quickstart/out/logs. Installs on first use.
-# The judge's server has a port of this clone's own; VLLM_PORT chooses another.
+# The judge's server has a port of this clone's own; VLLM_PORT=N chooses another.
+# QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
 set -euo pipefail
 minutes=6.5 total=6
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 done_file="$out/done"
 clone_id="$(cksum <<<"$repo" | cut -d' ' -f1)" # another clone has another server, on another port
 label="paco-quickstart-$clone_id" port="${VLLM_PORT:-$((20000 + clone_id % 10000))}"
-discard() { find "$out" -mindepth 1 -maxdepth 1 -not -name editing -exec rm -rf {} +; }
 stop_server() { (cd "$repo/PaCo-GRPO" && VLLM_LABEL="$label" bash vllm_server/stop.sh 9>&- >/dev/null 2>&1) || true; }
 cleanup() { stop_server; }
-begin "$@"
+begin toy_t2is_awm "$@"
 
 world="$out/world" toy=../quickstart # as seen from PaCo-Reward and PaCo-GRPO
 toy_data=(python -m paco_toy.build_world --seed "$seed")
@@ -63,9 +64,6 @@ if grep -q "^rl " "$done_file"; then
 else
     sed -i '/^server /d' "$done_file" # it did not outlive the last run
     stage server 0.3 "Server: the judge over HTTP"
-    stop_server # one that a killed run left
-    # On a CPU, vLLM takes three times as long for a model this small.
-    command -v nvidia-smi >/dev/null || export VLLM_ENGINE="${VLLM_ENGINE:-transformers}"
     # The trainer's processes sleep while the judge scores an epoch's images, so it may use both cores.
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" VLLM_MODEL_PATHS="$out/judge" VLLM_MODEL_NAMES=PaCo-Reward-Toy \
         VLLM_PORT="$port" VLLM_LABEL="$label" run PaCo-GRPO 4-launch bash vllm_server/launch.sh

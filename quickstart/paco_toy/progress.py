@@ -1,7 +1,8 @@
 """Runs a command with a log: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
 
-While it runs, the last line of its output is shown, with a progress bar; when it fails, its last lines. When this process is
-ended, the command and everything it started end, too.
+While it runs, the last line of its output is shown, with a progress bar; when it fails, its last lines. When this process
+ends, even by SIGKILL, the command is asked to end, too. ``--wait-for-earlier FOLDER …`` waits for commands with a log in
+these folders that are still ending.
 """
 
 import contextlib
@@ -14,6 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
+
+RUNNING = ".running"  # beside the logs: process id and start time of the command that runs
+_GRACE_S = 60  # a trainer finishes its batch and saves; SIGKILL would lose the epochs since the last checkpoint
+_EARLIER_S = 90
 
 
 def last_lines(log: Path, count: int) -> list[str]:
@@ -43,8 +50,16 @@ def run(log: Path, command: list[str]) -> int:
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
     with open(log, "ab") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has one thread
         )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).create_time()
+        (log.parent / RUNNING).write_text(f"{process.pid} {started}")
     try:
         while process.poll() is None:
             if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
@@ -52,13 +67,8 @@ def run(log: Path, command: list[str]) -> int:
                 show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(*last_lines(log, 1))}")
             time.sleep(0.1)
     finally:
-        for number, patience in (
-            ((signal.SIGTERM, 10), (signal.SIGKILL, 5)) if process.poll() is None else ()
-        ):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(patience)
-                break
+        if process.poll() is None:
+            end(process)
     show(
         f"      {log.stem}: {time.monotonic() - began:.0f} s"
         + ("\n" if sys.stdout.isatty() else "")
@@ -72,11 +82,61 @@ def run(log: Path, command: list[str]) -> int:
     return process.returncode if process.returncode >= 0 else 1
 
 
-if __name__ == "__main__":
-    with contextlib.suppress(
-        AttributeError, OSError
-    ):  # SIGTERM even if the parent is killed (Linux: PR_SET_PDEATHSIG)
+def end(process: subprocess.Popen) -> None:
+    """End the command and its process group."""
+    for number, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, 5)):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(patience)
+            return
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when its parent ends, even by SIGKILL (Linux: PR_SET_PDEATHSIG)."""
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def earlier_processes(logs: Path) -> list[psutil.Process]:
+    """The processes of a noted command that are still there. A process id that was given again does not count."""
+    try:
+        pid, started = (logs / RUNNING).read_text().split()
+        session, started = int(pid), float(started)
+    except (OSError, ValueError):
+        return []
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.create_time() >= started - 1:
+                processes.append(process)
+    return processes
+
+
+def wait_for_earlier(folders: list[Path]) -> int:
+    """Wait until the commands of a killed run have ended; exit status 1 and one message if they do not."""
+    processes = [process for folder in folders for process in earlier_processes(folder)]
+    if not processes:
+        return 0
+    pids = " ".join(str(process.pid) for process in processes)
+    started = time.strftime("%H:%M:%S", time.localtime(processes[0].create_time()))
+    print(
+        f"a killed quickstart left process {pids} (started {started}); waiting for its end",
+        flush=True,
+    )
+    _, alive = psutil.wait_procs(processes, timeout=_EARLIER_S)
+    if not alive:
+        return 0
+    pids = " ".join(str(process.pid) for process in alive)
+    print(
+        f"it has not ended; end it with `kill {pids}` and run the quickstart again", file=sys.stderr
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--wait-for-earlier":
+        sys.exit(wait_for_earlier([Path(folder) for folder in sys.argv[2:]]))
+    end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:

@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 NOTE = 'echo "$(basename "$0") $*" >> "$STATE/calls"\n'
 PYTHON = r"""
 [ "$2" = paco_toy.progress ] && exec "$REAL" "$@"
+[ "$2" = paco_grpo.options.check ] && { case "$*" in *trian*) echo "error: no such option" >&2; exit 2 ;; esac; exit 0; }
 echo "python $*" >> "$STATE/calls"
 out="$STATE/quickstart/out"
 case "$*" in
@@ -26,12 +27,12 @@ esac
 """
 FAIL_OR_HANG = r"""
 [ -n "$FAIL" ] && { echo "error: judge went away" >&2; exit 3; }
-[ -n "$HANG" ] && { touch "$STATE/hanging"; sleep 300; }
+[ -n "$HANG" ] && { touch "$STATE/hanging"; exec sleep 300; }
 exit 0
 """
 RL = NOTE + FAIL_OR_HANG
-ORDER = ["build_world", "--sets_only", "annotate", "--rankings", "finish", "accuracy", "paco_reward.sh", "accuracy", "export",
-         "eval_vllm", "histogram", "print_eval_table", "stop.sh", "launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary",
+ORDER = ["stop.sh", "build_world", "--sets_only", "annotate", "--rankings", "finish", "accuracy", "paco_reward.sh", "accuracy", "export",
+         "eval_vllm", "histogram", "print_eval_table", "launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary",
          "paco_grpo.report", "stop.sh"]  # fmt: skip
 COMMANDS = {
     "setup.sh": "",
@@ -65,7 +66,13 @@ def start(repo: Path, *arguments: str, **more: str) -> subprocess.Popen:
     command = ["env", "--default-signal=HUP,INT,TERM", "bash", "quickstart/run.sh", *arguments]
     env = {**os.environ, "REAL": sys.executable, "STATE": str(repo), "FAIL": "", "HANG": "", **more}
     return subprocess.Popen(
-        command, cwd=repo, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=repo,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -98,11 +105,9 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert len(made) == len(ORDER) and all(
         word in call for word, call in zip(ORDER, made, strict=True)
     ), made
-    assert (
-        all("--seed 3" in made[i] for i in (0, 1, 3, 4))
-        and "seed=3" in made[6]
-        and "--config.seed=3" in made[14]
-    )
+    assert all("--seed 3" in made[i] for i in (1, 2, 4, 5))
+    assert "seed=3" in made[7]
+    assert "--config.seed=3" in made[14]
     assert "--config.num_epochs=2" in made[14] and "--config.max_train_minutes=2" in made[14]
     assert set(re.findall(r"port=(\d+)", made[14])) == {made[13].removeprefix("launch.sh ")}
     assert not (repo / "serving").exists() and running(repo) == []
@@ -114,7 +119,8 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert output.count("done before") == 6
     assert drive(repo, *options, "--fresh")[0] == 0
     assert len(calls(repo)) == len(ORDER)
-    assert "starting over" in drive(repo, "--seed", "4")[1] and len(calls(repo)) == len(ORDER)
+    assert "starting over" in drive(repo, "--seed", "4")[1]
+    assert len(calls(repo)) == len(ORDER)
     (repo / "PaCo-GRPO/config/grpo.py").write_text("beta = 0.1")
     assert "starting over" in drive(repo, "--seed", "4")[1]
 
@@ -139,25 +145,118 @@ def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     ]
 
 
-def test_a_wrong_seed_keeps_the_results(repo):
+REFUSED = [
+    ("--seed=three", {}),
+    ("--seed=99999999999999999999999", {}),
+    ("--minutes=", {}),
+    ("--config.trian.learning_rate=1", {}),
+    ("--seed=3", {"VLLM_PORT": "abc"}),
+    ("--seed=3", {"VLLM_PORT": "70000"}),
+    ("--seed=3", {"QUICKSTART_DEVICE": "tpu"}),
+]
+
+
+def test_what_cannot_be_used_is_refused_before_anything_begins(repo):
     assert drive(repo, "--seed=3")[0] == 0
-    assert drive(repo, "--seed=three")[0] == 2
+    calls(repo)
+    for argument, variables in REFUSED:
+        status, output, error = drive(repo, argument, **variables)
+        assert status == 2, argument
+        assert error.count("\n") == 1
+        assert "[1/6]" not in output
+        assert not (repo / "calls").exists()
     assert drive(repo, "--seed=3")[1].count("done before") == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_it_ends_everything_it_started(repo, number):
-    process, deadline = start(repo, HANG="1"), time.monotonic() + 120
-    while not (repo / "hanging").exists():  # its training does not end
-        assert process.poll() is None and time.monotonic() < deadline
+def test_results_of_other_settings_are_set_aside(repo):
+    out = repo / "quickstart" / "out"
+    assert drive(repo, "--seed=3")[0] == 0
+    (out / "runs").mkdir()
+    (out / "runs" / "weights").write_text("hours of work")
+    (out / "editing").mkdir()
+    assert "earlier results are in" in drive(repo, "--seed=4")[1]
+    (kept,) = (out / "earlier").glob("out-*/runs/weights")
+    assert kept.read_text() == "hours of work"
+    assert not (out / "runs").exists()
+    assert (out / "editing").is_dir()
+    assert drive(repo, "--seed=4", "--fresh")[0] == 0  # deletes only what this command wrote
+    assert kept.exists()
+
+
+def test_the_cpu_is_used_beside_a_gpu_unless_gpus_are_asked_for(repo):
+    smi = repo / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/bash\nexit 0\n")
+    smi.chmod(0o755)
+    shown = repo / "PaCo-GRPO/scripts/single_node/train_flux.sh"
+    shown.write_text(
+        '#!/bin/bash\necho "[$CUDA_VISIBLE_DEVICES] $ACCELERATE_USE_CPU $VLLM_ENGINE" >> "$STATE/env"\n'
+    )
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    clean = {"CUDA_VISIBLE_DEVICES": "0,1", "ACCELERATE_USE_CPU": "", "VLLM_ENGINE": ""}
+    status, output, _ = drive(repo, PATH=path, **clean)
+    assert status == 0
+    assert output.splitlines()[0].startswith(
+        "The quickstart runs on the CPU; QUICKSTART_DEVICE=gpu"
+    )
+    assert drive(repo, "--fresh", PATH=path, QUICKSTART_DEVICE="gpu", **clean)[0] == 0
+    assert (repo / "env").read_text().splitlines() == ["[] true transformers", "[0,1]  "]
+
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def start_and_hang(repo: Path) -> subprocess.Popen:
+    """A run in a session of its own, in a training that does not end."""
+    process = start(repo, HANG="1")
+    deadline = time.monotonic() + 120
+    while not (repo / "hanging").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_interrupted_it_ends_everything_it_started(repo, number):
+    process = start_and_hang(repo)
     assert (repo / "serving").exists()
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    if number == signal.SIGKILL:
-        while running(repo):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    assert process.returncode == STATUS[number]
+    assert "interrupted" in error
+    assert "Traceback" not in error
+    assert not (repo / "serving").exists()
+    assert running(repo) == []
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_killed_it_leaves_no_process_and_the_next_run_stops_its_server(repo, everything):
+    process = start_and_hang(repo)
+    if everything:
+        os.killpg(process.pid, signal.SIGKILL)
     else:
-        assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
-        assert not (repo / "serving").exists() and running(repo) == []
+        process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while running(repo):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    calls(repo)
+    assert drive(repo)[0] == 0
+    assert calls(repo)[0].startswith("stop.sh")  # before anything is served again
+    assert not (repo / "serving").exists()
+
+
+def test_a_command_of_a_killed_run_is_waited_for_and_named(repo, tmp_path):
+    logs = repo / "quickstart" / "out" / "logs"
+    logs.mkdir(parents=True)
+    command = subprocess.Popen(["sleep", "2"], start_new_session=True)
+    started = psutil.Process(command.pid).create_time()
+    (logs / ".running").write_text(f"{command.pid} {started}")
+    assert f"left process {command.pid} (started " in drive(repo)[1]
+    assert command.wait(timeout=0) == 0
+    (logs / ".running").write_text(
+        f"{os.getsid(0)} {time.time() + 100}"
+    )  # given to another program
+    assert "left process" not in drive(repo)[1]
