@@ -9,10 +9,11 @@ from zipfile import ZipFile
 import numpy as np
 import print_eval_table
 import pytest
-from bench_tools import BrightnessJudge, edit_lines
+from bench_tools import BrightnessJudge, brightness, edit_lines
 from eval import METRICS, predicted_order, rank_metrics
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_judge import picture
 
 from paco_judge.questions import theme_question
 
@@ -158,10 +159,19 @@ def test_images_are_unpacked_once(rank, capsys):
 def test_rows_and_tables(rank, tmp_path):
     assert rank(BrightnessJudge()) == 0
     assert [row["folder"] for row in rank.rows] == [f"{i:04d}" for i in range(5)]
-    for row in rank.rows:
-        assert row["metrics"] == rank_metrics(
-            row["scores"], [row["comp_images"].index(n) for n in row["rank_images"]]
-        )
+    for number, row in enumerate(rank.rows):
+        reference, *candidates = (brightness(picture(100 * number + seed)) for seed in range(4))
+        scores = [1 - abs(reference - candidate) for candidate in candidates]
+        assert row["scores"] == pytest.approx(scores)
+        # The benchmark ranks c0, c1 and c2 as the item's number says.
+        order = [(number + place) % 3 for place in range(3)]
+        best_first = sorted(range(3), key=lambda candidate: -scores[candidate])
+        goodness = [-order.index(candidate) for candidate in range(3)]
+        hits = sum(a == b for a, b in zip(best_first, order, strict=True))
+        assert row["metrics"]["accuracy"] == pytest.approx(hits / 3)
+        assert row["metrics"]["kendalltau"] == pytest.approx(tau_b(scores, goodness))
+        assert row["metrics"]["spearmanr"] == pytest.approx(rho(scores, goodness))
+        assert row["metrics"]["top1"] == (best_first[0] == order[0])
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output), "--print_std"]
     assert print_eval_table.main(base) == 0
