@@ -16,6 +16,7 @@ from paco_grpo.evaluation.benchmarks import begin, markdown, options_for, summar
 from paco_grpo.evaluation.evaluate import evaluate
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions
+from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training import checks
@@ -82,7 +83,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
             logger.warning(
                 "no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some"
             )
-    checks.text_length(options, items)  # warns of prompts that will be truncated
+    text_length(options, items)  # warns of prompts that will be truncated
     kwargs = test_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():

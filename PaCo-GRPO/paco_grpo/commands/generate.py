@@ -15,6 +15,7 @@ from paco_grpo.evaluation.evaluate import test_batches, test_inputs
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
+from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import add_lora
 from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling, rollout
@@ -24,7 +25,6 @@ from paco_grpo.training.checks import (
     check_items,
     check_writable,
     require_promised_gpu,
-    text_length,
     with_text_length,
 )
 from paco_grpo.types import Item

@@ -1,7 +1,10 @@
-"""Find the policy class of a model folder (or hub name) and load it."""
+"""Find the policy class of a model folder (or hub name), load it, and count the tokens of its texts."""
 
 import importlib
 import json
+import logging
+import math
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,15 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.suggest import did_you_mean
+from paco_grpo.types import Item
 from paco_judge.hub import MissingWeights, hub_options, missing_weights
+
+logger = logging.getLogger(__name__)
+
+_TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 # Pipeline class named in model_index.json -> "module:class", imported on use.
 POLICIES: dict[str, str] = {
@@ -99,6 +108,45 @@ def is_step_distilled(model_path: str | Path) -> bool:
     index = _read(model_path, "model_index.json")
     names = f"{index.get('_name_or_path', '')} {Path(model_path).name}".lower()
     return bool(index.get("is_distilled")) or any(word in names for word in _DISTILLED)
+
+
+def text_length(options: RunOptions, items: Iterable[Item]) -> int:
+    """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
+
+    A warning counts the prompts that will be truncated: two that differ only there are the same to the generator.
+    """
+    model = options.pretrained.model
+    length = options.max_sequence_length
+    policy = policy_class(model)
+    if length > policy.text_limit:
+        raise ConfigError(
+            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed"
+        )
+    tokenizer = load_tokenizer(model)
+    lengths = []
+    for prompt in {item.prompt for item in items}:
+        text = policy.in_template(tokenizer, prompt)
+        lengths.append(len(tokenizer(text, verbose=False).input_ids))
+    if length == 0:
+        longest = max(lengths, default=1)
+        rounded = math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE
+        length = min(policy.text_limit, rounded)
+    truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
+    if truncated:
+        message = "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated"
+        logger.warning(message, truncated, len(lengths), length)
+    return length
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer that limits the prompts of ``model``."""
+    from transformers import AutoTokenizer
+
+    folder = policy_class(model).tokenizer_folder
+    # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
+    return AutoTokenizer.from_pretrained(
+        local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
+    )
 
 
 def _read(model_path: str | Path, name: str) -> dict[str, Any]:

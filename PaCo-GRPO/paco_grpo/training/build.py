@@ -30,6 +30,7 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, load_policy
+from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.registry import (
@@ -165,8 +166,8 @@ def _read_and_check(
     }
     earlier = main_decides(accelerator, lambda: find_earlier(options, folder.path, items))
     checks.check_items(options, items)
-    text_length = checks.text_length(options, [*items["train"], *items["test"]])
-    options = dataclasses.replace(options, max_sequence_length=text_length)
+    num_tokens = text_length(options, [*items["train"], *items["test"]])
+    options = dataclasses.replace(options, max_sequence_length=num_tokens)
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     rewards = _reward_sets(options, accelerator, folder.path, items)
@@ -193,7 +194,7 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
     folder = prepared.folder.path
     objective = prepared.objective
     train = options.train
-    parameters, snapshots = _make_trainable(policy, options, objective, strategy)
+    parameters, snapshots = make_trainable(policy, options, objective, strategy)
     apply_speed(options, policy)
     plan = make_plan(options, strategy.accelerator.num_processes, objective.gradient_steps)
     num_weights = sum(parameter.numel() for parameter in parameters.values())
@@ -330,7 +331,7 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
-def _make_trainable(
+def make_trainable(
     policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
     """Attach the LoRA and the objective's snapshots, place the policy; returns the parameters of both by name."""

@@ -7,17 +7,16 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from typing import Any
 
 import torch
 
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check too
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.objectives import Objective, get_objective
+from paco_grpo.objectives import OBJECTIVES, Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, policy_class, size_multiple
-from paco_grpo.policies.loading import is_step_distilled, local_folder
+from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.suggest import did_you_mean
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 FEW_STEPS = 8  # at most as many does a model take that was distilled to few steps
 MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
-_TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 
 def raise_if_any(problems: Iterable[str]) -> None:
@@ -88,10 +86,11 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided
     is_distilled = looks_distilled or is_step_distilled(options.pretrained.model)
     if is_distilled and not objective.needs_noise_steps:
+        others = [name for name in OBJECTIVES if get_objective(name).needs_noise_steps]
         warnings.append(
             f"train.loss_type={train.loss_type!r}: {options.pretrained.model} seems to be distilled to few steps. This "
             "objective trains σ values that such a model never sees, so images blur and training may collapse. "
-            "Use ppo, guard_grpo or flow_dppo, or the model that is not distilled"
+            f"Use {', '.join(others)}, or the model that is not distilled"
         )
     return warnings
 
@@ -247,33 +246,6 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             )
 
 
-def text_length(options: RunOptions, items: Iterable[Item]) -> int:
-    """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
-
-    A warning counts the prompts that will be truncated: two that differ only there are the same to the generator.
-    """
-    model, length = options.pretrained.model, options.max_sequence_length
-    policy = policy_class(model)
-    if length > policy.text_limit:
-        raise ConfigError(
-            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed"
-        )
-    tokenizer, prompts = load_tokenizer(model), {item.prompt for item in items}
-    lengths = [
-        len(tokenizer(policy.in_template(tokenizer, prompt), verbose=False).input_ids)
-        for prompt in prompts
-    ]
-    if length == 0:
-        length = min(
-            policy.text_limit, -(-max(lengths, default=1) // _TEXT_MULTIPLE) * _TEXT_MULTIPLE
-        )
-    truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
-    if truncated:
-        message = "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated"
-        logger.warning(message, truncated, len(lengths), length)
-    return length
-
-
 def with_text_length(options: RunOptions) -> RunOptions:
     """``options`` with the text length that their run was trained with, where ``config.max_sequence_length`` is 0."""
     if options.max_sequence_length:
@@ -284,14 +256,3 @@ def with_text_length(options: RunOptions) -> RunOptions:
         for item in load_prompts(options.dataset, split, options.prompt_fn)
     ]
     return dataclasses.replace(options, max_sequence_length=text_length(options, items))
-
-
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer that limits the prompts of ``model``."""
-    from transformers import AutoTokenizer
-
-    folder = policy_class(model).tokenizer_folder
-    # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
-    return AutoTokenizer.from_pretrained(
-        local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
-    )
