@@ -98,7 +98,7 @@ class Fault:
 _METHODS = {
     "decode": (paco_grpo.policies.flux.FluxPolicy, "decode"),
     "score": (CheckedReward, "__call__"),
-    "backward": (Updater, "_backward"),
+    "backward": (Updater, "_micro_batches"),
     "update": (Updater, "_optimizer_step"),
     "write": (ckpt, "save_tensors"),
     "begin": (ckpt, "begin"),
