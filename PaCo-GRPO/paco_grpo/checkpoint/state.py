@@ -22,7 +22,7 @@ from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.distributed.fsdp2 import save_transformer
 from paco_grpo.distributed.processes import any_process, shard_like
 from paco_grpo.options import RunOptions
-from paco_grpo.policies.lora import save_diffusers, save_peft
+from paco_grpo.policies.lora import log_adapter, save_diffusers, save_peft
 from paco_judge.json_io import parse_object
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class Checkpoints:
         state.train_seconds = numbers["train_seconds"]
         state.recompute_old = numbers["recompute_old"]
         state.sampler.load_state_dict(numbers["sampler"])
+        if self.options.use_lora:
+            log_adapter(state.policy, str(folder))
 
     def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
