@@ -13,6 +13,10 @@ from torch import nn
 
 from paco_grpo import architectures
 from paco_grpo.architectures import judge_of, pipeline_of
+from paco_grpo.estimate import fake_device, generator, memory, planning
+from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, fake_cuda, measured
+from paco_grpo.estimate.judge_training import PUBLISHED_JUDGE
+from paco_grpo.estimate.planning import Card, Judge, Work
 from paco_grpo.options.schema import RunOptions, TestOptions
 from paco_grpo.policies import load_policy
 from paco_grpo.policies.flux import FluxPolicy
@@ -23,12 +27,12 @@ estimate = load_script("estimate")
 
 def run_on_cpu(module, function, shape):
     """What ``function(module, x)`` counts on the fake CPU; a copy of ``module`` gets the fake weights."""
-    device = estimate.FakeDevice("cpu")
-    estimate.place(module, device, "cpu")
+    device = FakeDevice("cpu")
+    fake_device.place(module, device, "cpu")
     with device.mode:
         x = torch.empty(shape)
-    with estimate.fake_cpu(device):
-        return estimate.measured(device, lambda: function(module, x))
+    with fake_cpu(device):
+        return measured(device, lambda: function(module, x))
 
 
 def test_flops_and_peak_of_a_linear_layer_and_of_attention():
@@ -47,11 +51,11 @@ def test_flops_and_peak_of_a_linear_layer_and_of_attention():
 
 
 def test_cudas_autocast_is_active_and_values_come_back_as_zeros():
-    device = estimate.FakeDevice("cuda")
+    device = FakeDevice("cuda")
     with torch.device("meta"):
         layer = nn.Linear(8, 8)
-    estimate.place(layer, device, "cuda:0")
-    with estimate.fake_cuda(device):
+    fake_device.place(layer, device, "cuda:0")
+    with fake_cuda(device):
         x = torch.ones(2, 8).to("cuda")
         with torch.autocast("cuda", torch.bfloat16):
             y = layer(x)
@@ -99,7 +103,7 @@ def tiny(folder, name="t2is", **more):
 
 @pytest.fixture(scope="module")
 def found(tiny_flux_dir):
-    return estimate.estimate(tiny(tiny_flux_dir), "tiny", processes=8)
+    return generator.estimate(tiny(tiny_flux_dir), "tiny", processes=8)
 
 
 def test_an_epoch_of_a_tiny_flux(found):
@@ -119,7 +123,7 @@ def test_an_epoch_of_a_tiny_flux(found):
 
 def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
     """nft keeps an old adapter, and the text encoder of Qwen-Image-Edit computes positions of image tokens on the device."""
-    resident = estimate.estimate(
+    resident = generator.estimate(
         tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft"), "qwen"
     ).resident
     assert resident["old adapter"] == resident["adapter"]
@@ -128,7 +132,7 @@ def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
     options = tiny(tiny_flux_dir, enable_gradient_checkpointing="true", pretrained__quantize="nf4", train__ema="false",
                    speed__offload_vae="true", train__use_8bit_adam="true")  # fmt: skip
-    changed = estimate.estimate(options, "tiny", processes=8)
+    changed = generator.estimate(options, "tiny", processes=8)
     assert changed.adds["train"]["activations"] < 0.7 * found.adds["train"]["activations"]
     layers = quantizable(pipeline_of(str(tiny_flux_dir), torch.bfloat16).transformer)
     saved = sum(layer.weight.numel() for _, layer in layers) * (2 - 1 / 2 - 1 / 64 - 1 / 4096)
@@ -140,7 +144,7 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, found):
 
 
 def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
-    place = estimate.place
+    place = fake_device.place
 
     def forgetful(module, device, on):
         place(module, device, "cpu" if type(module).__name__ == "CLIPTextModel" else on)
@@ -153,10 +157,10 @@ def test_a_text_encoder_left_on_the_cpu_is_found(tiny_flux_dir, monkeypatch):
             prompt_embeds=torch.stack(embeds), prompt_pooled=torch.stack(pooled)
         )
 
-    monkeypatch.setattr(estimate, "place", forgetful)
+    monkeypatch.setattr(fake_device, "place", forgetful)
     monkeypatch.setattr(FluxPolicy, "encode", without_copy)
     with pytest.raises(RuntimeError, match="device"):
-        estimate.estimate(tiny(tiny_flux_dir), "planted")
+        generator.estimate(tiny(tiny_flux_dir), "planted")
 
 
 def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
@@ -168,16 +172,18 @@ def test_a_text_of_the_wrong_width_is_found(tiny_flux_dir, monkeypatch):
 
     monkeypatch.setattr(FluxPolicy, "_encode_text", narrow)
     with pytest.raises(RuntimeError, match="reduction dim|shape"):
-        estimate.estimate(tiny(tiny_flux_dir), "planted")
+        generator.estimate(tiny(tiny_flux_dir), "planted")
 
 
 def test_the_judges_share_by_hand(found):
     """96 images of 6 pairs; a GPU samples one in 2 s and trains on one in 1 s; a judge answers 12 pairs a second."""
     plan = dataclasses.replace(found.plan, samples=96, samples_per_process=12, sample_batch_size=4)
-    work = [estimate.Work("denoise", 12, 2.0), estimate.Work("train", 12, 1.0)]
+    work = [Work("denoise", 12, 2.0), Work("train", 12, 1.0)]
     made = dataclasses.replace(found, plan=plan, work={"an epoch": work})
+    card = Card("one FLOP a second", memory=0, flops=1.0)
+    judge = Judge(pairs_per_image=6, gpus=1, pairs_per_second=12.0, most_pairs_per_second=48.0)
     # 6 batches of 8 s; 576 pairs / 48 = 12 s of judging, 2 s of it for the last batch, which is waited for
-    assert estimate.split(made, 1.0, 6, 12.0, 4, 4) == {
+    assert planning.split(made, card, judge, 4, 4) == {
         "sample": 48,
         "judge": 12,
         "wait": 2,
@@ -185,17 +191,45 @@ def test_the_judges_share_by_hand(found):
         "epoch": 74,
     }
     # 3 batches; 48 s begin after 8 s: done at 56, sampled at 24
-    assert estimate.split(made, 1.0, 6, 12.0, 8, 1) == {
+    assert planning.split(made, card, judge, 8, 1) == {
         "sample": 24,
         "judge": 48,
         "wait": 32,
         "train": 12,
         "epoch": 68,
     }
+    # Its API servers read 24 pairs a second, which four GPUs do not change.
+    slow = dataclasses.replace(judge, most_pairs_per_second=24.0)
+    assert planning.split(made, card, slow, 4, 4)["judge"] == 24
+    # The host needs 3 s for each image that is sampled, the GPU 2 s; and 0.5 s to train on it, the GPU 1 s.
+    work = [Work("denoise", 12, 2.0, operators=6), Work("train", 12, 1.0, operators=1)]
+    made = dataclasses.replace(made, work={"an epoch": work})
+    seconds = planning.split(made, dataclasses.replace(card, operator_s=0.5), judge, 4, 4)
+    assert (seconds["sample"], seconds["train"]) == (72, 24)
+    compiled = dataclasses.replace(made, compiled=True)
+    assert compiled.seconds("an epoch", dataclasses.replace(card, operator_s=0.5)) == 36
+
+
+def test_a_measured_rate_of_the_judge_counts_more_than_assumptions():
+    card = planning.card_of("H100 80GB", None, 9e-6)
+    options = load("t2is")
+    assumed = planning.judge_of_run(options, card, None, 80.0)
+    assert 60 < assumed.pairs_per_second < 80 and assumed.most_pairs_per_second == 80
+    known = planning.judge_of_run(options, card, 120.0, 80.0)
+    assert known.seconds(120, 1) == pytest.approx(assumed.pairs_per_image)
+    assert planning.judge_of_run(load("ocr"), card, None, 80.0) is None
+
+
+def test_operators_are_counted_without_views():
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+    # The product with the bias and the sum; the transposed weight and the view of x are none.
+    counted = run_on_cpu(layer, lambda m, x: m(x.view(2, 8)).sum(), (16,))
+    assert counted.operators == 2
 
 
 def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypatch, capsys):
-    monkeypatch.setattr(estimate, "estimate", lambda *_: found)
+    monkeypatch.setattr(generator, "estimate", lambda *_: found)
     common = [
         "--config",
         f"{ROOT}/config/grpo.py:t2is",
@@ -204,10 +238,16 @@ def test_the_command_reports_and_sets_its_status(tiny_flux_dir, found, monkeypat
     assert estimate.main([*common, "--gpus", "8"]) == 0
     printed = capsys.readouterr().out
     assert "fits: " in printed and printed.count("<- best") == 1
+    assert "a run: 1000 epochs (config.num_epochs) of" in printed
+    assert "and 101 evaluations of" in printed
     assert estimate.main([*common, "--memory_gb", "8"]) == 1  # the CLIP rewards alone take 7.3 GiB
     assert "does not fit" in capsys.readouterr().out
-    for wrong in (["--config.sample.batch_sise=2"], ["--gpus", "1"]):
+    for wrong in (["--config.sample.batch_sise=2"], ["--gpus", "1"], ["--gpu", "H100"]):
         assert estimate.main([*common, *wrong]) == 2
+    for option in ("memory_gb", "processes", "gpus", "judge_pairs_per_second", "operator_us"):
+        for value in ("nan", "-1", "0", "inf", "many"):
+            with pytest.raises(SystemExit):
+                estimate.main([*common, f"--{option}={value}"])
     monkeypatch.undo()
     assert (
         estimate.main(
@@ -222,9 +262,9 @@ def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
     test = TestOptions(
         reward_fn={"pickscore": 1.0}, reward_fn_kwargs={"pickscore": {"device": "cpu"}}
     )
-    assert estimate.reward_bytes(RunOptions(test=test)) == {}
+    assert memory.reward_bytes(RunOptions(test=test)) == {}
     assert (
-        len(estimate.reward_bytes(RunOptions(test=dataclasses.replace(test, reward_fn_kwargs={}))))
+        len(memory.reward_bytes(RunOptions(test=dataclasses.replace(test, reward_fn_kwargs={}))))
         == 1
     )
 
@@ -249,7 +289,7 @@ def test_the_command_for_judge_training(tmp_path, capsys, monkeypatch):
     config.save_pretrained(tmp_path)
     common = [
         "--judge",
-        str(estimate.PUBLISHED_JUDGE),
+        str(PUBLISHED_JUDGE),
         "image_max_pixels=50176",
         f"model_name_or_path={tmp_path}",
     ]

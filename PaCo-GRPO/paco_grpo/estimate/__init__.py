@@ -1,0 +1,1 @@
+"""What a run needs of a GPU, computed without one: scripts/estimate.py."""
