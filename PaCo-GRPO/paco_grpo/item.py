@@ -14,13 +14,14 @@ Reference = Image.Image | Callable[[], Image.Image]
 class Item:
     """A prompt, or an instruction with the images that it edits."""
 
-    item_id: int  # position in its data set; groups are formed by it, never by text (two items may share a prompt)
+    # Position in its data set. Groups are formed by it, never by text: two items may share a prompt.
+    item_id: int
     prompt: str
     height: int | None = None  # requested pixels, None = the configured resolution
     width: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the row it was read from
-    # Reference images of an editing item (RGB), in order, or functions that read them: 46,000 images do not fit in memory,
-    # and PIL keeps the pixels of an image once they are read.
+    # Reference images of an editing item (RGB), in order, or functions that read them: 46,000
+    # images do not fit in memory, and PIL keeps the pixels of an image once they are read.
     references: tuple[Reference, ...] = ()
 
     @property

@@ -1,6 +1,7 @@
 """What travels between the packages of PaCo-GRPO: items, conditioning, rollouts.
 
-Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent channels, H W pixels, h w latent cells.
+Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent channels, H W
+pixels, h w latent cells.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ from paco_grpo.item import Item  # noqa: F401
 class Batched:
     """Rows that travel together.
 
-    A tensor field has the batch as its leading dimension; a ``Batched`` field, or a list of them, has the same rows. Any
-    other field, and a tensor with the metadata ``shared``, is the same for the whole batch.
+    A tensor field has the batch as its leading dimension; a ``Batched`` field, or a list of them,
+    has the same rows. Any other field, and a tensor with the metadata ``shared``, is the same for
+    the whole batch.
     """
 
     def __len__(self) -> int:
@@ -27,7 +29,7 @@ class Batched:
         )
 
     def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
-        """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object of the same class."""
+        """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object."""
         return dataclasses.replace(
             self, **{name: _select(value, index) for name, value in self._values().items()}
         )
@@ -79,7 +81,10 @@ def _cat(values: Sequence[Any]) -> Any:
 
 
 class Conditioning(Batched):
-    """What a policy's ``encode`` computed from prompts (and reference images), one row per sample; subclasses add fields."""
+    """What a policy's ``encode`` computed from prompts and reference images.
+
+    One row per sample; subclasses add fields.
+    """
 
 
 @dataclass
@@ -118,9 +123,10 @@ class Rollout(Batched):
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """``tensor``, a small one, on ``device``; to CUDA by way of page-locked memory, without waiting for what runs there.
+    """``tensor``, a small one, on ``device``, without waiting for what runs there.
 
-    A plain copy makes the host wait until the GPU has done everything, and then the GPU for the next launch.
+    It goes to CUDA by way of page-locked memory. A plain copy makes the host wait until the GPU has
+    done everything, and then the GPU for the next launch.
     """
     device = torch.device(device)
     if device.type != "cuda" or tensor.device.type != "cpu":

@@ -17,7 +17,7 @@ _CHECK = "## Check\n"
 def write_model_card(
     folder: Path, options: RunOptions, policy: DiffusersPolicy, epochs: int
 ) -> None:
-    """Write ``folder/README.md``, where ``folder`` is ``adapter`` (PEFT) or ``diffusers`` of a checkpoint."""
+    """Write ``README.md`` in ``folder``: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint."""
     in_peft_format = folder.name == "adapter"
     edits = _edits_images(options, policy)
     model = options.pretrained.model
@@ -40,7 +40,8 @@ def write_model_card(
         f"{options.train.resolution} px."
     )
     precision = (
-        "In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training kept in float32, so its "
+        "In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training "
+        "kept in float32, so its "
         "images differ slightly from those of training."
     )
     parts = [
@@ -75,8 +76,8 @@ def _loading(model: str, in_peft_format: bool) -> str:
         attach = (
             "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
         )
-    load = f"pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to('cuda')"
-    return "\n".join([*imports, "", load, attach])
+    load = f"DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)"
+    return "\n".join([*imports, "", f"pipe = {load}.to('cuda')", attach])
 
 
 def _square(options: RunOptions) -> str:

@@ -1,4 +1,4 @@
-"""Whether a saved adapter does in plain diffusers what the trained one does here: one image of each, compared."""
+"""Does a saved adapter give the trainer's image in plain diffusers?"""
 
 import warnings
 from collections.abc import Iterator
@@ -28,22 +28,31 @@ class Verification:
 
     effect: float  # the trainer's image and the base model's
     difference: float  # the trainer's image and that of the file in plain diffusers
-    # Plain diffusers with the trained adapter and with the file: without what the pipeline rounds in another way.
+    # Plain diffusers with the trained adapter and with the file: without what the pipeline rounds
+    # in another way.
     file_error: float
 
     @property
     def passed(self) -> bool:
-        """Whether the file holds what was trained: its error is invisible, or small beside the effect."""
+        """Whether the file holds what was trained.
+
+        Its error is invisible, or small beside the effect.
+        """
         return self.file_error <= max(0.5, self.effect / 10)
 
     def __str__(self) -> str:
         text = (
-            f"Loaded in plain diffusers {diffusers.__version__}, the saved adapter gives the trainer's image up to "
-            f"{self.difference:.2f} of 255 levels on average. The adapter changes that image by {self.effect:.2f} levels."
+            f"Loaded in plain diffusers {diffusers.__version__}, the saved adapter gives the "
+            "trainer's image up to "
+            f"{self.difference:.2f} of 255 levels on average. The adapter changes that image by "
+            f"{self.effect:.2f} levels."
         )
         if self.passed:
             return text
-        return f"{text} THE FILE DOES NOT HOLD THE TRAINED WEIGHTS: its image is off by {self.file_error:.2f} levels."
+        return (
+            f"{text} THE FILE DOES NOT HOLD THE TRAINED WEIGHTS: its image is off by "
+            f"{self.file_error:.2f} levels."
+        )
 
 
 def skip_reason(options: RunOptions) -> str | None:
@@ -61,8 +70,9 @@ def skip_reason(options: RunOptions) -> str | None:
 def verify_adapter(policy: Policy, options: RunOptions, folder: Path, item: Item) -> Verification:
     """Compare images of ``item`` at test resolution.
 
-    The plain pipeline shares the policy's modules, so this takes the memory of an evaluation and of one more adapter: the
-    file is loaded beside the trained adapter by diffusers' own loader, and the trained one is switched off.
+    The plain pipeline shares the policy's modules, so this takes the memory of an evaluation and of
+    one more adapter: the file is loaded beside the trained adapter by diffusers' own loader, and
+    the trained one is switched off.
 
     Args:
         policy: With the weights that were saved.

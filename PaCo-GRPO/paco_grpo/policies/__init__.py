@@ -1,4 +1,7 @@
-"""Generators behind one interface. ``load_policy`` picks the class by the pipeline named in ``model_index.json``."""
+"""Generators behind one interface.
+
+``load_policy`` picks the class by the pipeline that ``model_index.json`` names.
+"""
 
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.loading import (

@@ -1,4 +1,4 @@
-"""The interface of a generator: everything that sampling, objectives and training know about a model."""
+"""The interface of a generator: all that sampling, objectives and training know about a model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,8 +20,9 @@ class PolicyLoadError(RuntimeError):
 class Policy(ABC):
     """A flow-matching generator with a trainable transformer.
 
-    σ lies in [0, 1] (1 = noise); only the policy knows the units of its transformer. Every forward of the transformer
-    goes through ``velocity``, which applies the policy's autocast, so rollout and training compute the same numbers.
+    σ lies in [0, 1] (1 = noise); only the policy knows the units of its transformer. Every forward
+    of the transformer goes through ``velocity``, which applies the policy's autocast, so rollout
+    and training compute the same numbers.
     """
 
     # Suffixes of modules in ``transformer`` (docs/method.md §6)
@@ -54,18 +55,26 @@ class Policy(ABC):
 
     @abstractmethod
     def encode(self, items: Sequence[Item]) -> Conditioning:
-        """Conditioning of ``items``, one row each, on ``device``; a row does not depend on the other items.
+        """Conditioning of ``items`` on ``device``, one row each.
+
+        A row does not depend on the other items.
 
         ``height`` and ``width`` of an item are the size of the generated image.
         """
 
     @abstractmethod
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """Schedule (num_steps + 1,) float32 on the CPU, descending from 1 to exactly 0, with the model's own shift."""
+        """Schedule (num_steps + 1,) float32 on the CPU, from 1 down to exactly 0.
+
+        It has the model's own shift.
+        """
 
     @abstractmethod
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
-        """Gaussian noise (B, N, C) float32 on ``device``; row b depends only on ``seeds[b]`` and the size."""
+        """Gaussian noise (B, N, C) float32 on ``device``.
+
+        Row b depends only on ``seeds[b]`` and the size.
+        """
 
     @abstractmethod
     def velocity(
@@ -95,9 +104,10 @@ class Policy(ABC):
         """Images of clean latents (B, N, C) float32, each ``height`` x ``width`` RGB."""
 
     def offload(self, text_encoders: bool | None, vae: bool) -> None:
-        """Keep these in main memory (True) or on ``device`` (False) while they compute nothing; a policy may ignore it.
+        """Keep these in main memory (True) or on ``device`` (False) between uses.
 
-        None: on a GPU that keeps half of its memory free with them. Call it when the transformer is on the device.
+        A policy may ignore it. None: on a GPU that keeps half of its memory free with them. Call it
+        when the transformer is on the device.
         """
 
     def autocast(self) -> AbstractContextManager:
@@ -108,27 +118,40 @@ class Policy(ABC):
 
     @classmethod
     def in_template(cls, tokenizer: Any, prompt: str) -> str:
-        """``prompt`` with what the pipeline puts around it, as ``tokenizer`` sees and ``max_sequence_length`` counts it."""
+        """``prompt`` with what the pipeline puts around it.
+
+        It is what ``tokenizer`` sees and ``max_sequence_length`` counts.
+        """
         return prompt
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
-        """``size_multiple`` by the VAE's configuration: its levels halve the sides, and 2x2 latents are a token."""
+        """``size_multiple`` by the VAE's configuration.
+
+        Its levels halve the sides, and 2x2 latents are a token.
+        """
         return 2 * 2 ** (len(vae["block_out_channels"]) - 1)
 
     def batch_key(self, item: Item) -> Hashable:
-        """Samples may share a forward if their items, with the size of the generated image, have equal keys."""
+        """Samples may share a forward if their items have equal keys.
+
+        The items have the size of the generated image.
+        """
         return item.height, item.width
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """Height and width of an edited image: the shape of ``item``, or else of its image, with the area ``resolution``²."""
+        """Height and width of an edited image, with about the area ``resolution``².
+
+        The shape is that of ``item``, or else of its image.
+        """
         raise NotImplementedError(f"{type(self).__name__} edits no images")
 
     def round_size(self, height: int, width: int) -> tuple[int, int]:
-        """Both sides rounded down to a multiple of ``size_multiple``, as in diffusers' pipelines."""
+        """Both sides rounded down to a multiple of ``size_multiple``, as the pipelines do."""
         multiple = self.size_multiple
         if min(height, width) < multiple:
             raise ValueError(
-                f"image size {height}x{width} is too small: both sides need at least {multiple} pixels"
+                f"image size {height}x{width} is too small: both sides need at least {multiple} "
+                "pixels"
             )
         return height // multiple * multiple, width // multiple * multiple

@@ -53,7 +53,10 @@ _ATTENTION_TARGETS = tuple(
 def lora_targets_with(
     *feed_forwards: str, layers: tuple[str, str] = ("net.0.proj", "net.2")
 ) -> tuple[str, ...]:
-    """Every attention projection, and both linear ``layers`` of the blocks' ``feed_forwards`` (docs/method.md §6)."""
+    """Every attention projection, and both ``layers`` of the blocks' ``feed_forwards``.
+
+    See docs/method.md §6.
+    """
     return _ATTENTION_TARGETS + tuple(
         f"{name}.{layer}" for name in feed_forwards for layer in layers
     )
@@ -63,8 +66,8 @@ def lora_targets_with(
 class TextConditioning(Conditioning):
     """Features of the prompt and, for true CFG, of the negative prompt.
 
-    Texts are padded to the longest of their call to ``encode``, and selecting rows does not change that: rollout and
-    training compute the same numbers.
+    Texts are padded to the longest of their call to ``encode``, and selecting rows does not change
+    that: rollout and training compute the same numbers.
     """
 
     prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
@@ -99,11 +102,12 @@ class ForwardInputs:
 
 
 class DiffusersPolicy(Policy):
-    """A loaded diffusers pipeline whose latents are packed 2x2 into tokens; sizes and channels are read from it.
+    """A loaded diffusers pipeline whose latents are packed 2x2 into tokens.
 
-    A subclass names its ``pipeline_class`` and its text encoders, and defines ``_encode_text`` and ``_forward``. Where its
-    pipeline differs from FLUX.1's, it overrides ``_noise_shape``, ``_pack`` and ``_unpack`` (see ``FlatLatents``), ``_mu``
-    or ``_pixels``. Encoded inputs are cached on the CPU.
+    Sizes and channels are read from the pipeline. A subclass names its ``pipeline_class`` and its
+    text encoders, and defines ``_encode_text`` and ``_forward``. Where its pipeline differs from
+    FLUX.1's, it overrides ``_noise_shape``, ``_pack`` and ``_unpack`` (see ``FlatLatents``),
+    ``_mu`` or ``_pixels``. Encoded inputs are cached on the CPU.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
@@ -111,8 +115,9 @@ class DiffusersPolicy(Policy):
     linear_sigmas: ClassVar[bool] = (
         True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
     )
-    # Python for model cards: lines that give the plain pipeline ``pipe`` the numbers of this policy; lines that prepare
-    # the image ``reference`` for an edit of ``width`` x ``height`` pixels; arguments of the call that belong to it.
+    # Python for model cards: lines that give the plain pipeline ``pipe`` the numbers of this
+    # policy; lines that prepare the image ``reference`` for an edit of ``width`` x ``height``
+    # pixels; arguments of the call that belong to it.
     card_setup: str = ""
     card_reference: ClassVar[str] = ""
     card_arguments: ClassVar[Mapping[str, str]] = {"image": "reference"}
@@ -162,7 +167,8 @@ class DiffusersPolicy(Policy):
         _place(pipeline.vae, self.device, torch.float32)
         on_gpu = self.device.type == "cuda"
         for encoder in self.text_encoders():
-            # Weights that never leave main memory stay parts of mapped files, which processes share.
+            # Weights that never leave main memory stay parts of mapped files, which processes
+            # share.
             _place(encoder, torch.device("cpu") if on_gpu else self.device, dtype)
         self.offloads_text_encoders = on_gpu
         self._offloaded_text = Offloaded(self.text_encoders() if on_gpu else (), self.device)
@@ -185,7 +191,8 @@ class DiffusersPolicy(Policy):
             SafetensorError,
         ) as error:
             raise PolicyLoadError(
-                f"cannot load the {cls.family} pipeline at {path}, perhaps because it is incomplete: download or build it "
+                f"cannot load the {cls.family} pipeline at {path}, perhaps because it is "
+                "incomplete: download or build it "
                 f"again ({type(error).__name__}: {error})"
             ) from error
         return cls(pipeline, dtype=dtype, **options)
@@ -202,9 +209,10 @@ class DiffusersPolicy(Policy):
     def _encode_texts(
         self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
     ) -> dict[str, torch.Tensor | None]:
-        """The fields of ``TextConditioning``, where the encoder of each item's text sees the images of ``seen``.
+        """The fields of ``TextConditioning``; ``seen`` are the images that each text's encoder sees.
 
-        Each (text, images) goes through the encoders alone: in a batch, the last bits would depend on the other texts.
+        Each (text, images) goes through the encoders alone: in a batch, the last bits would depend
+        on the other texts.
         """
         fields: dict[str, torch.Tensor | None] = {}
         digests = [tuple(map(image_digest, images)) for images in seen]
@@ -238,7 +246,10 @@ class DiffusersPolicy(Policy):
         return fields
 
     def _padded(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``rows`` on the device, padded to the longest; of one tensor (a negative prompt's), without copies."""
+        """``rows`` on the device, padded to the longest.
+
+        Rows of one tensor, as for a negative prompt, are not copied.
+        """
         if all(row is rows[0] for row in rows):
             return rows[0].to(self.device).expand(len(rows), *rows[0].shape)
         return pad_sequence(rows, batch_first=True).to(self.device)
@@ -285,7 +296,10 @@ class DiffusersPolicy(Policy):
         """The velocity (B, N', C) in any precision, whose first N tokens are the generated ones."""
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Image tokens (B, M, C), the generated ones first; rows and columns of that image and of each reference."""
+        """Image tokens (B, M, C), the generated ones first, and the grid of each image.
+
+        A grid is its rows and columns of tokens: of the generated image, then of each reference.
+        """
         return inputs.latents, [self._grid(inputs.height, inputs.width)]
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
@@ -309,7 +323,7 @@ class DiffusersPolicy(Policy):
         return self._scheduler.sigmas.to("cpu", torch.float32)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
-        """Shift of a dynamic schedule, which FLUX.1 makes linear in the number of generated tokens."""
+        """Shift of a dynamic schedule; for FLUX.1 it is linear in the generated tokens."""
         config = self._scheduler.config
         return calculate_shift(
             tokens,
@@ -328,7 +342,7 @@ class DiffusersPolicy(Policy):
         return to_device(self._pack(torch.stack(noise)), self.device)
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Channels, height and width of the latents that the pipeline draws, for a grid of tokens."""
+        """Channels, height and width of the latents that the pipeline draws."""
         return self._transformer_config.in_channels // 4, 2 * rows, 2 * columns
 
     def _pack(self, latents: torch.Tensor) -> torch.Tensor:
@@ -337,12 +351,15 @@ class DiffusersPolicy(Policy):
         return self.pipeline._pack_latents(latents, batch, channels, height, width)
 
     def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The opposite of ``_pack`` for images of ``height`` x ``width``: what ``_pixels`` takes."""
+        """The opposite of ``_pack``, for images of ``height`` x ``width``."""
         return self.pipeline._unpack_latents(tokens, height, width, self.pipeline.vae_scale_factor)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """As in ``Policy``; the same bits as diffusers' images, but pixels become bytes before they cross to the CPU."""
+        """As in ``Policy``; with the same bits as diffusers' images.
+
+        Pixels become bytes before they cross to the CPU.
+        """
         unpacked = self._unpack(latents, height, width)
         with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
@@ -372,7 +389,10 @@ class DiffusersPolicy(Policy):
         return Offloaded((), self.device)
 
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """What the plain pipeline needs to be told for this policy's images of ``item``, which has its size."""
+        """Arguments of the plain pipeline for this policy's images of ``item``.
+
+        The item has the size of the generated image.
+        """
         return {
             "prompt": item.prompt,
             "height": item.height,
@@ -399,13 +419,14 @@ class DiffusersPolicy(Policy):
         """Rows and columns of latent tokens."""
         if height % self.size_multiple or width % self.size_multiple:
             raise ValueError(
-                f"image size {height}x{width} is not a multiple of {self.size_multiple}: use round_size"
+                f"image size {height}x{width} is not a multiple of {self.size_multiple}: use "
+                "round_size"
             )
         return height // self.size_multiple, width // self.size_multiple
 
 
 class FlatLatents(DiffusersPolicy):
-    """A pipeline whose transformer takes latents (B, C, h, w): a token of ours is one of their cells."""
+    """A pipeline whose transformer takes latents (B, C, h, w); our tokens are their cells."""
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         return self._transformer_config.in_channels, 2 * rows, 2 * columns
@@ -429,7 +450,10 @@ def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
 
 
 def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's models by name. diffusers would load them too, but also where tensors are missing."""
+    """The pipeline's models by name.
+
+    diffusers would load them too, but also where tensors are missing.
+    """
     config, models = DiffusionPipeline.load_config(path), {}
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
         library, class_name = config.get(name, (None, None))
@@ -439,7 +463,8 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
         if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
             # reading a pickle runs its code
             raise ValueError(
-                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: convert them"
+                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: "
+                "convert them"
             )
         if library == "transformers":
             models[name] = from_pretrained_strict(
@@ -458,7 +483,10 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 def _load_model(
     model_class: type[nn.Module], path: str | Path, name: str, dtype: torch.dtype
 ) -> nn.Module:
-    """A diffusers model with each of its tensors from the files in ``path/name``; what else they hold is a warning."""
+    """A diffusers model, all of whose tensors come from the files in ``path/name``.
+
+    What else the files hold is a warning.
+    """
     # The VAE is not rounded on the way to its float32: FLUX.2's normalization of latents is in it.
     model, info = model_class.from_pretrained(
         path,

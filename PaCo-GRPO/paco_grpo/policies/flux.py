@@ -44,7 +44,7 @@ class FluxPolicy(DiffusersPolicy):
         )[0]
 
     def _image_ids(self, *grids: tuple[int, int]) -> torch.Tensor:
-        """Positions (M, 3) of the tokens of the generated image and of reference images, which are marked by a 1."""
+        """Positions (M, 3) of the tokens of all images; references are marked by a 1."""
         if grids not in self._ids:
             each = [
                 self.pipeline._prepare_latent_image_ids(1, *grid, self.device, self.dtype)

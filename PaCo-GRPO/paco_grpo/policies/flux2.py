@@ -25,9 +25,10 @@ _MEGAPIXEL = 1024**2  # the pipelines scale larger reference images down to this
 class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     """FLUX.2-dev and everything saved as a ``Flux2Pipeline``; its guidance is embedded.
 
-    A reference image that has the generated image's shape gets its size: it is scaled until it covers that, and what is
-    left over is cut. Others are never enlarged: a larger one is scaled down to the area of the generated image (the
-    pipelines: to a megapixel), and its edges are cut to whole tokens.
+    A reference image that has the generated image's shape gets its size: it is scaled until it
+    covers that, and what is left over is cut. Others are never enlarged: a larger one is scaled
+    down to the area of the generated image (the pipelines: to a megapixel), and its edges are cut
+    to whole tokens.
     """
 
     pipeline_class = Flux2Pipeline
@@ -56,7 +57,8 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         (embeds, _, _), sigma = inputs.text, inputs.sigma  # padding counts as text
         text_ids, image_ids = self._ids_for(embeds.shape[1], *grids)
         return self.transformer(
-            hidden_states=tokens,  # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
+            # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
+            hidden_states=tokens,
             timestep=sigma,
             guidance=torch.full_like(sigma, self.guidance_scale)
             if self._transformer_config.guidance_embeds
@@ -68,7 +70,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         )[0]
 
     def _ids_for(self, length: int, *grids: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (image, row, column, text token) of the text (L, 4), and of the generated image and its references."""
+        """Positions (image, row, column, text token) of text (L, 4) and all images (M, 4)."""
         key = (length, *grids)
         if key not in self._ids:
             text = self.pipeline._prepare_text_ids(torch.empty(1, length, 1))[0]
@@ -83,7 +85,11 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         return self._whole(math.sqrt(area / aspect)), self._whole(math.sqrt(area * aspect))
 
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
-        """As in ``ReferenceImagePolicy``; of another shape: scaled down at most, then both sides down to the multiple."""
+        """As in ``ReferenceImagePolicy``.
+
+        A reference of another shape is scaled down at most, then both sides are cut to whole
+        tokens.
+        """
         if self.has_its_shape(image, item):
             return item.height, item.width
         width, height = self._scaled(image, item)
@@ -102,7 +108,8 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         scaled = self._scaled(image, item)
         if min(scaled) < self.size_multiple:
             raise ValueError(
-                f"a reference image of item {item.item_id} has {image.width}x{image.height} pixels: its sides must be at "
+                f"a reference image of item {item.item_id} has {image.width}x{image.height} "
+                "pixels: its sides must be at "
                 f"least {self.size_multiple} after it is scaled down (config.train.resolution)"
             )
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
@@ -131,7 +138,8 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
 class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     """FLUX.2 Klein (4B, 9B) and everything saved as a ``Flux2KleinPipeline``.
 
-    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt`` says otherwise.
+    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt``
+    says otherwise.
     """
 
     pipeline_class = Flux2KleinPipeline
@@ -151,7 +159,8 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         """As in ``Policy``; a model distilled to four steps takes no guidance."""
         if guidance_scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
             raise PolicyLoadError(
-                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to work without: set it to 1, or "
+                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to "
+                "work without: set it to 1, or "
                 "train the base model, such as black-forest-labs/FLUX.2-klein-base-4B"
             )
         return super().from_pretrained(path, guidance_scale=guidance_scale, **options)

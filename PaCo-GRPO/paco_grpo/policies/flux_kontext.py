@@ -1,4 +1,4 @@
-"""FLUX.1-Kontext: edits a reference image, whose latents are appended to the generated ones as further tokens."""
+"""FLUX.1-Kontext: edits a reference image, whose latents are further tokens."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ from paco_grpo.types import Item
 
 
 class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
-    """FLUX.1-Kontext-dev and everything saved as a ``FluxKontextPipeline``; text, schedule and decoding are FLUX's."""
+    """FLUX.1-Kontext-dev and everything saved as a ``FluxKontextPipeline``.
+
+    Text, schedule and decoding are FLUX's.
+    """
 
     pipeline_class = FluxKontextPipeline
     family = "FLUX Kontext"
@@ -32,7 +35,7 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
         return arguments | {"image": reference, "max_area": area, "_auto_resize": False}
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
-        """As the pipeline fits ``max_area``: both sides rounded, then down to the multiple (at least one)."""
+        """As the pipeline fits ``max_area``: both sides rounded, then down to whole tokens."""
         return self._whole(round(math.sqrt(area / aspect))), self._whole(
             round(math.sqrt(area * aspect))
         )

@@ -1,4 +1,4 @@
-"""Find the policy class of a model folder (or hub name), load it, and count the tokens of its texts."""
+"""Find the policy class of a model, load it, and count the tokens of its texts."""
 
 import importlib
 import json
@@ -53,14 +53,16 @@ def load_policy(
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
     Args:
-        model_path: Diffusers pipeline folder, or a hub name such as ``black-forest-labs/FLUX.1-dev``.
+        model_path: Diffusers pipeline folder, or a hub name such as
+            ``black-forest-labs/FLUX.1-dev``.
         dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
         device: Where to put the model.
         max_sequence_length: Text tokens, 1 to 512 (Qwen-Image: 1024).
         guidance_scale: Embedded guidance or true CFG scale, depending on the model.
         negative_prompt: Of true CFG.
         quantize: ``nf4``: the frozen transformer in 4 bits.
-        image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit).
+        image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image
+            (Qwen-Image-Edit).
 
     Raises:
         PolicyLoadError: The model cannot be loaded, or has no true CFG for the negative prompt.
@@ -68,12 +70,16 @@ def load_policy(
     found = policy_class(model_path)
     if negative_prompt is not None and not found.has_true_cfg:
         raise PolicyLoadError(
-            f"config.sample.negative_prompt={negative_prompt!r}: the guidance of {model_path} is embedded, leave it at None"
+            f"config.sample.negative_prompt={negative_prompt!r}: the guidance of {model_path} is "
+            "embedded, leave it at None"
         )
     options = {
-        "dtype": dtype, "device": device, "max_sequence_length": max_sequence_length, "guidance_scale": guidance_scale,
+        "dtype": dtype,
+        "device": device,
+        "max_sequence_length": max_sequence_length,
+        "guidance_scale": guidance_scale,
         "negative_prompt": negative_prompt,
-    }  # fmt: skip
+    }
     if quantize is not None:  # a user's policy class need not have this argument
         options["quantize"] = quantize
     if found.text_sees_image:
@@ -82,12 +88,13 @@ def load_policy(
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:
-    """The class of the generator at ``model_path``, by ``_class_name`` of its ``model_index.json``."""
+    """The class of the generator, by ``_class_name`` in its ``model_index.json``."""
     class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
         raise PolicyLoadError(
             f"{model_path}/model_index.json names {class_name}, for which PaCo-GRPO has no policy."
-            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: {', '.join(sorted(POLICIES))}"
+            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: "
+            f"{', '.join(sorted(POLICIES))}"
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)
@@ -104,7 +111,10 @@ def fewest_steps(model_path: str | Path) -> int:
 
 
 def is_step_distilled(model_path: str | Path) -> bool:
-    """Whether the generator was distilled to few steps: its pipeline says so (FLUX.2 Klein), or its name does."""
+    """Whether the generator was distilled to few steps.
+
+    Its pipeline says so (FLUX.2 Klein), or its name does.
+    """
     index = _read(model_path, "model_index.json")
     names = f"{index.get('_name_or_path', '')} {Path(model_path).name}".lower()
     return bool(index.get("is_distilled")) or any(word in names for word in _DISTILLED)
@@ -113,14 +123,16 @@ def is_step_distilled(model_path: str | Path) -> bool:
 def text_length(options: RunOptions, items: Iterable[Item]) -> int:
     """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
 
-    A warning counts the prompts that will be truncated: two that differ only there are the same to the generator.
+    A warning counts the prompts that will be truncated: two that differ only there are the same to
+    the generator.
     """
     model = options.pretrained.model
     length = options.max_sequence_length
     policy = policy_class(model)
     if length > policy.text_limit:
         raise ConfigError(
-            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; 0: as needed"
+            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; "
+            "0: as needed"
         )
     tokenizer = load_tokenizer(model)
     lengths = []
@@ -133,8 +145,13 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
         length = min(policy.text_limit, rounded)
     truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
     if truncated:
-        message = "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be truncated"
-        logger.warning(message, truncated, len(lengths), length)
+        logger.warning(
+            "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be "
+            "truncated",
+            truncated,
+            len(lengths),
+            length,
+        )
     return length
 
 
@@ -143,7 +160,8 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = policy_class(model).tokenizer_folder
-    # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of pipelines do not have.
+    # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of
+    # pipelines do not have.
     return AutoTokenizer.from_pretrained(
         local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
     )
@@ -155,14 +173,18 @@ def _read(model_path: str | Path, name: str) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise PolicyLoadError(
-            f"config.pretrained.model={model_path} has no {name}: give the folder that contains transformer/ and vae/"
+            f"config.pretrained.model={model_path} has no {name}: give the folder that contains "
+            "transformer/ and vae/"
         ) from error
     except (ValueError, TypeError) as error:
         raise PolicyLoadError(f"{file} is no JSON object: {error}. Download it again.") from error
 
 
 def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
-    """``place`` if it is a folder; otherwise the cached copy of that hub repository, with the files of ``patterns``."""
+    """``place`` if it is a folder, else the cached copy of that hub repository.
+
+    The copy has the files of ``patterns``.
+    """
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder

@@ -1,6 +1,7 @@
-"""LoRA on a policy's transformer: attach it, switch it inside a block, save it for PEFT and for plain diffusers.
+"""LoRA on a policy's transformer: attach it, switch it inside a block, save it in two formats.
 
-The adapter is injected in place (peft), so the transformer keeps its class. Its weights are float32 for any base.
+The adapter is injected in place (peft), so the transformer keeps its class. Its weights are float32
+for any base.
 """
 
 import copy
@@ -32,7 +33,8 @@ START = "start"  # a frozen copy of the adapter that training started from
 
 _PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
 
-# Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a pickle.
+# Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a
+# pickle.
 _DIFFUSERS = ("pytorch_lora_weights.safetensors",)
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -50,12 +52,14 @@ def add_lora(
         policy: Changed in place, before the transformer is wrapped for several processes.
         rank: r ≥ 1.
         alpha: The update is alpha / r · B·A.
-        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention), suffixes, or a regular
-            expression for whole names of linear layers.
-        lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha and targets.
+        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention),
+            suffixes, or a regular expression for whole names of linear layers.
+        lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha
+            and targets.
 
     Raises:
-        PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no layer takes.
+        PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no
+            layer takes.
         ConfigError: A target names no linear layer.
     """
     transformer = policy.transformer
@@ -75,7 +79,10 @@ def add_lora(
 
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
-    """Names of the linear layers that ``targets`` of ``add_lora`` means; peft would also take other modules."""
+    """Names of the linear layers that ``targets`` of ``add_lora`` means.
+
+    peft alone would also take other modules.
+    """
     modules = policy.transformer.named_modules()
     layers = [name for name, module in modules if isinstance(module, nn.Linear)]
     if targets == "default":
@@ -104,7 +111,8 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
             re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds]
         )
         raise ConfigError(
-            f"config.train.lora_targets: {target!r} matches no linear layer of the transformer.{near} The layers of its "
+            f"config.train.lora_targets: {target!r} matches no linear layer of the "
+            f"transformer.{near} The layers of its "
             f"blocks: {', '.join(kinds)}"
         )
     return sorted({name for matches in found.values() for name in matches})
@@ -151,7 +159,10 @@ def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
 
 
 def reference(policy: Policy) -> AbstractContextManager[None]:
-    """The base model inside the block, or the adapter ``START`` where there is one, for forwards without gradient."""
+    """The base model, or the adapter ``START`` where there is one, inside the block.
+
+    For forwards without gradient.
+    """
     return snapshot(
         policy, START if START in getattr(policy.transformer, "peft_config", {}) else None
     )
@@ -159,7 +170,10 @@ def reference(policy: Policy) -> AbstractContextManager[None]:
 
 @contextmanager
 def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
-    """The adapter ``name``, or none, instead of the trained one inside the block, for forwards without gradient."""
+    """The adapter ``name``, or none, instead of the trained one inside the block.
+
+    For forwards without gradient.
+    """
     layers = _layers(policy)
     active = [list(layer.active_adapters) for layer in layers]
     flags = [
@@ -182,10 +196,11 @@ def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
 
 @contextmanager
 def merged(policy: Policy) -> Iterator[None]:
-    """The active LoRA is part of the base weights inside the block, for cheaper forwards without gradient.
+    """The active LoRA is part of the base weights inside the block: cheaper forwards.
 
-    They differ by rounding, in the base's precision. Afterwards the base weights have exactly the same bits: they are set
-    aside, which takes memory for one more copy of the layers that have a LoRA.
+    For forwards without gradient. They differ by rounding, in the base's precision. Afterwards the
+    base weights have exactly the same bits: they are set aside, which takes memory for one more
+    copy of the layers that have a LoRA.
     """
     # Weights that are sharded over processes stay as they are.
     layers = [
@@ -231,8 +246,8 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
 def save_diffusers(policy: Policy, directory: str | Path) -> None:
     """Write a file for ``pipe.load_lora_weights(directory)``.
 
-    Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is multiplied into its B,
-    and the metadata has alpha = rank: the scale is 1 for every reader.
+    Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is
+    multiplied into its B, and the metadata has alpha = rank: the scale is 1 for every reader.
     """
     transformer = policy.transformer
     weights = _weights(transformer)
@@ -256,17 +271,21 @@ def save_diffusers(policy: Policy, directory: str | Path) -> None:
 
 
 def find_lora(place: str | Path) -> Path:
-    """The folder of an adapter, downloaded if ``place`` is a hub name. Raises a ``PolicyLoadError`` if there is none."""
+    """The folder of an adapter, downloaded if ``place`` is a hub name.
+
+    Raises a ``PolicyLoadError`` if there is none.
+    """
     folder = local_folder(place, *_DIFFUSERS, *_PEFT, option="config.train.lora_path")
     if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
         return folder
     raise PolicyLoadError(
-        f"config.train.lora_path: {place} has neither {_DIFFUSERS[0]} (diffusers) nor {' and '.join(_PEFT)} (PEFT)"
+        f"config.train.lora_path: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
+        f"{' and '.join(_PEFT)} (PEFT)"
     )
 
 
 def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained adapter's tensors by layer, as ``….lora_A.weight`` and ``….lora_B.weight``."""
+    """The trained adapter's tensors: ``LAYER.lora_A.weight`` and ``LAYER.lora_B.weight``."""
     return get_peft_model_state_dict(transformer, adapter_name=TRAINED)
 
 
@@ -275,7 +294,8 @@ def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     state = _state(transformer)
     if not state:
         raise RuntimeError(
-            "peft returns no tensor of the trained LoRA, so there is nothing to save: install the version of peft "
+            "peft returns no tensor of the trained LoRA, so there is nothing to save: install the "
+            "version of peft "
             "that constraints/ names"
         )
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
@@ -291,7 +311,8 @@ def _load(policy: Policy, folder: Path) -> None:
         _require_same_tensors(names, _state(policy.transformer))
     except Exception as error:  # damaged files raise anything in peft and diffusers
         raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model than "
+            f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model "
+            "than "
             f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
         ) from error
     weights = _weights(policy.transformer)
@@ -303,7 +324,7 @@ def _load(policy: Policy, folder: Path) -> None:
 
 
 def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
-    """A ``ValueError`` that names tensors of the file without a layer, or layers without their tensors."""
+    """A ``ValueError`` that names tensors without a layer, or layers without tensors."""
     unused = sorted(set(in_file) - set(in_model))
     missing = sorted(set(in_model) - set(in_file))
     if unused:
@@ -316,7 +337,10 @@ def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> No
 
 
 def log_adapter(policy: Policy, source: str) -> None:
-    """Log how many layers the trained adapter has, and warn if it changes nothing; ``source`` is where it is from."""
+    """Log how many layers the trained adapter has, and warn if it changes nothing.
+
+    ``source`` is where it was read from.
+    """
     layers = _layers(policy)
     ranks = {layer.r[TRAINED] for layer in layers}
     scales = {layer.scaling[TRAINED] for layer in layers}
@@ -364,7 +388,10 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
 
 
 def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
-    """Returns the names of the file's tensors, after diffusers converted them (ComfyUI, kohya and other styles)."""
+    """Returns the names of the file's tensors.
+
+    diffusers converts names in the style of ComfyUI, kohya and others.
+    """
     with _diffusers_warnings() as lost:
         weights, *alphas, metadata = policy.pipeline.lora_state_dict(
             str(folder),
@@ -379,7 +406,8 @@ def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
     others = [name for name in weights if not name.startswith(prefix)]
     if others:
         raise ValueError(
-            f"{len(others)} of its {len(weights)} tensors are not of the transformer: {', '.join(others[:5])}"
+            f"{len(others)} of its {len(weights)} tensors are not of the transformer: "
+            f"{', '.join(others[:5])}"
         )
     if not any(".lora_A." in name for name in weights):
         weights = convert_unet_state_dict_to_peft(weights)
@@ -404,7 +432,8 @@ def _require_plain_lora(names: Iterable[str]) -> None:
     others = [name for name in names if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others:
         raise ValueError(
-            f"{len(others)} of its {len(names)} tensors are no A or B of a LoRA: {', '.join(others[:5])}"
+            f"{len(others)} of its {len(names)} tensors are no A or B of a LoRA: "
+            f"{', '.join(others[:5])}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The same model in less memory: encoders on the device only while they compute, cached inputs, a base in 4 bits."""
+"""The same model in less memory: offloaded encoders, cached inputs, a base in 4 bits."""
 
 import logging
 import threading
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class Offloaded:
-    """Keeps the weights of ``modules`` on the CPU, and copies them to ``device`` inside ``on_device``.
+    """Keeps the weights of ``modules`` on the CPU, and copies them inside ``on_device``.
 
-    The CPU tensors are the loaded ones where the modules never left it, which are mapped files that all processes of a
-    machine share. Leaving only drops the copies. Threads may use the same modules at the same time.
+    The CPU tensors are the loaded ones where the modules never left it, which are mapped files that
+    all processes of a machine share. Leaving only drops the copies. Threads may use the same
+    modules at the same time.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -33,7 +34,10 @@ class Offloaded:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Of blocks that overlap, nested or in several threads, the first one copies and the last one leaves."""
+        """The modules are on ``device`` inside the block.
+
+        Blocks may overlap, nested or in several threads: the first one copies, the last one leaves.
+        """
         with self._lock:
             if not self._users:
                 for tensor, original in self._originals:
@@ -43,7 +47,8 @@ class Offloaded:
             yield
         finally:
             if self.device.type == "cuda" and self._originals:
-                # Kernels of this thread's stream still read the copies, which another stream may get the memory of.
+                # Kernels of this thread's stream still read the copies, which another stream may
+                # get the memory of.
                 torch.cuda.current_stream(self.device).synchronize()
             with self._lock:
                 self._users -= 1
@@ -56,7 +61,10 @@ class Offloaded:
 
 
 def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Whether half of the GPU's memory stays free with ``modules`` on it, which activations and optimizer need."""
+    """Whether half of the GPU's memory stays free with ``modules`` on it.
+
+    Activations and the optimizer need the rest.
+    """
     num_bytes = sum(tensor.nbytes for module in modules for tensor in module.parameters())
     free, total = torch.cuda.mem_get_info(device)
     fits = free - num_bytes >= total / 2
@@ -71,7 +79,10 @@ def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> 
 
 
 class TensorCache:
-    """Tuples of tensors by key, ``max_bytes`` in total (but at least one entry); the least recently used go first."""
+    """Tuples of tensors by key, ``max_bytes`` in total (but at least one entry).
+
+    The least recently used entries go first.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -94,9 +105,10 @@ class TensorCache:
         return entry
 
 
-# The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with bitsandbytes' layers.
-# Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a GPU, and to leave out the transformer's
-# ``proj_out`` it leaves out those of all blocks (2.7 GB of FLUX.1-dev).
+# The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with
+# bitsandbytes' layers. Not through diffusers' ``BitsAndBytesConfig``: it refuses machines without a
+# GPU, and to leave out the transformer's ``proj_out`` it leaves out those of all blocks (2.7 GB of
+# FLUX.1-dev).
 
 
 def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -112,9 +124,10 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def quantize_layers(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Replace every ``quantizable`` layer in place by one in nf4 (4.13 bits a weight), moving one at a time to ``device``.
+    """Replace every ``quantizable`` layer in place by one in nf4 (4.13 bits a weight).
 
-    ``module`` is frozen, in ``dtype`` (the computing precision) and without adapters; it may still be on the CPU.
+    One layer at a time is moved to ``device``. ``module`` is frozen, in ``dtype`` (the computing
+    precision) and without adapters; it may still be on the CPU.
     """
     for name, layer in list(quantizable(module)):
         module.set_submodule(name, _quantized(layer, dtype).to(device))

@@ -1,4 +1,7 @@
-"""Qwen-Image text-to-image, and what its editors share: Qwen2.5-VL as text encoder, a video's VAE, true CFG."""
+"""Qwen-Image text-to-image, and what its editors share.
+
+The text encoder is Qwen2.5-VL, the VAE is one of a video model, and guidance is true CFG.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +20,8 @@ from paco_grpo.types import to_device
 class QwenImagePolicy(TrueCfgPolicy):
     """Qwen-Image, Qwen-Image-2512 and everything saved as a ``QwenImagePipeline``.
 
-    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is rescaled to the norm of
-    the conditional one at every token, as in the pipeline.
+    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is
+    rescaled to the norm of the conditional one at every token, as in the pipeline.
     """
 
     pipeline_class = QwenImagePipeline
@@ -29,7 +32,8 @@ class QwenImagePolicy(TrueCfgPolicy):
     def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
         if pipeline.transformer.config.guidance_embeds:
             raise PolicyLoadError(
-                "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use Qwen/Qwen-Image-2512 or "
+                "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use "
+                "Qwen/Qwen-Image-2512 or "
                 "Qwen/Qwen-Image-Edit-2511"
             )
         super().__init__(pipeline, **options)
@@ -43,7 +47,10 @@ class QwenImagePolicy(TrueCfgPolicy):
 
     @classmethod
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """As in ``Policy``; without the start of the chat, whose features the pipeline drops before it cuts."""
+        """As in ``Policy``; without the start of the chat.
+
+        The pipeline drops the features of the start before it cuts.
+        """
         return f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
     def text_encoders(self) -> Sequence[nn.Module]:
@@ -74,7 +81,7 @@ class QwenImagePolicy(TrueCfgPolicy):
         )
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        """Latents (B, C, 1, h, w) of a one-frame video, standardized per channel, to the frame's pixels."""
+        """Pixels of standardized latents (B, C, 1, h, w) of a one-frame video."""
         vae = self.pipeline.vae
         mean, std = (
             torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)

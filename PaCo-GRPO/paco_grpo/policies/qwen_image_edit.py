@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: the vision-language text encoder sees the reference images, and their latents are further tokens."""
+"""Qwen-Image-Edit: the text encoder sees the references, whose latents are further tokens."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,10 @@ _ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
 
 
 def mark_image_tokens(encoder, args, kwargs):
-    """Forward pre-hook: image tokens get their rows and columns as positions (M-RoPE), as Qwen2.5-VL was trained.
+    """Forward pre-hook: image tokens get rows and columns as positions (M-RoPE).
 
-    transformers 5 computes them from ``mm_token_type_ids``, which diffusers 0.42 does not pass on.
+    Qwen2.5-VL was trained with them. transformers 5 computes them from ``mm_token_type_ids``, which
+    diffusers 0.42 does not pass on.
     """
     ids = kwargs["input_ids"]
     return args, {"mm_token_type_ids": (ids == encoder.config.image_token_id).int(), **kwargs}
@@ -60,19 +61,25 @@ pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (width, heigh
             self.card_setup = _MARK_IMAGE_TOKENS
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
-        """As the pipeline sizes reference images: both sides to the nearest multiple of 32 pixels (at least one)."""
+        """As the pipeline sizes reference images: to the nearest multiples of 32 pixels."""
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``; with the references as they are, because the pipeline resizes them."""
+        """As in ``DiffusersPolicy``; with the references as they are.
+
+        The pipeline resizes them.
+        """
         images = [reference.original for reference in self._read(item)]
         arguments = super().pipeline_arguments(item)
         return arguments | {"image": images if self.several_images else images[0]}
 
     @contextmanager
     def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
-        """As in ``DiffusersPolicy``; the pipeline resizes references as this policy does, not to a megapixel."""
+        """As in ``DiffusersPolicy``; the pipeline resizes references as this policy does.
+
+        Alone, it would encode them at a megapixel.
+        """
         module = sys.modules[self.pipeline_class.__module__]
         calculate = module.calculate_dimensions
         sizes = {

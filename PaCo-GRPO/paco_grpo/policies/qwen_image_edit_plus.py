@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit-2509 and -2511: several reference images, which the text encoder sees at a size of their own."""
+"""Qwen-Image-Edit-2509 and -2511: several reference images."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -14,7 +14,8 @@ from paco_grpo.policies.reference_image import Reference
 class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     """Qwen-Image-Edit-2509, -2511 and everything saved as a ``QwenImageEditPlusPipeline``.
 
-    The text encoder sees each image at the pipeline's own area of 384² pixels, whatever size is generated.
+    The text encoder sees each image at the pipeline's own area of 384² pixels, whatever size is
+    generated.
     """
 
     pipeline_class = QwenImageEditPlusPipeline

@@ -1,4 +1,4 @@
-"""Reference images of the policies that edit: their size, their latents, and which samples may share a forward."""
+"""Reference images of the policies that edit: their size, latents, and batches."""
 
 import itertools
 import math
@@ -39,20 +39,21 @@ class Reference:
 
 @dataclass(kw_only=True)
 class ReferenceConditioning(TextConditioning):
-    """Also packed latents of each sample's reference images, one after the other, padded to the longest row."""
+    """Also the packed latents of each sample's reference images, one after the other."""
 
     reference: (
         torch.Tensor
     )  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
-    # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading does not synchronize
+    # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading
+    # does not synchronize
     reference_grid: torch.Tensor
 
 
 class ReferenceImagePolicy(DiffusersPolicy):
     """A pipeline that edits a reference image, or several.
 
-    A reference keeps its shape and is encoded at the area of the generated image, so training small costs little. (The
-    pipelines alone always use about a megapixel.)
+    A reference keeps its shape and is encoded at the area of the generated image, so training small
+    costs little. (The pipelines alone always use about a megapixel.)
     """
 
     edits_images = needs_image = True
@@ -69,7 +70,10 @@ class ReferenceImagePolicy(DiffusersPolicy):
 
     @abstractmethod
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
-        """Height and width of ``area`` pixels with width / height = ``aspect``, rounded as the pipeline rounds."""
+        """Height and width of ``area`` pixels with width / height = ``aspect``.
+
+        They are rounded as the pipeline rounds.
+        """
 
     def _whole(self, side: float) -> int:
         """``side`` down to a multiple of ``size_multiple``, at least one."""
@@ -107,7 +111,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def has_its_shape(self, image: Image.Image, item: Item) -> bool:
         """Whether ``_nearest_size`` may have made the size of ``item`` from the shape of ``image``.
 
-        Then both have the same grid of tokens: otherwise the edit would be shifted or stretched against the image.
+        Then both have the same grid of tokens: otherwise the edit would be shifted or stretched
+        against the image.
         """
         if item.height is None or item.width is None:
             return False
@@ -121,8 +126,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
         """Height and width at which ``image``, a reference image of ``item``, is encoded.
 
-        The item's own size if it has the image's shape; else its area in the image's shape, rounded as in the pipeline.
-        For an item without a size, the image's own area.
+        The item's own size if it has the image's shape; else its area in the image's shape, rounded
+        as in the pipeline. For an item without a size, the image's own area.
         """
         if self.has_its_shape(image, item):
             return item.height, item.width
@@ -153,7 +158,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
         grids = {tuple((r, c) for r, c in row if r) for row in conditioning.reference_grid.tolist()}
         if len(grids) > 1:
             raise ValueError(
-                f"reference images of {sorted(grids)} tokens cannot share a forward: group samples by policy.batch_key"
+                f"reference images of {sorted(grids)} tokens cannot share a forward: group "
+                "samples by policy.batch_key"
             )
         (shared,) = grids
         length = sum(rows * columns for rows, columns in shared)
@@ -168,7 +174,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
             )
         if len(images) > 1 and not self.several_images:
             raise ValueError(
-                f"item {item.item_id} has {len(images)} reference images, but {self.family} edits one"
+                f"item {item.item_id} has {len(images)} reference images, but {self.family} edits "
+                "one"
             )
         originals = [image.convert("RGB") for image in images]
         return tuple(Reference(self._resize(image, item), image) for image in originals)

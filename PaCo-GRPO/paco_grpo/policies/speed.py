@@ -1,4 +1,7 @@
-"""The same transformer faster: attention backends and compiled blocks; the numbers are equal up to rounding."""
+"""The same transformer faster: attention backends and compiled blocks.
+
+The numbers are equal up to rounding.
+"""
 
 import torch
 from diffusers import attention_backend
@@ -8,15 +11,18 @@ from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy
 from paco_grpo.suggest import did_you_mean
 
-# The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the wrapper of a locally
-# built FlashAttention 3 (_flash_3) registers no gradient (the hub's does). *_hub names download a kernel.
+# The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the
+# wrapper of a locally built FlashAttention 3 (_flash_3) registers no gradient (the hub's does).
+# *_hub names download a kernel.
 ATTENTION_BACKENDS = (
-    "native", "_native_cudnn", "_native_flash", "_native_efficient", "_native_math", "flex", "flash", "flash_varlen",
-    "flash_hub", "flash_varlen_hub", "_flash_3_hub", "_flash_3_varlen_hub", "xformers",
+    "native", "_native_cudnn", "_native_flash", "_native_efficient", "_native_math", "flex",
+    "flash", "flash_varlen", "flash_hub", "flash_varlen_hub", "_flash_3_hub",
+    "_flash_3_varlen_hub", "xformers",
 )  # fmt: skip
 
-# Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of one or more x mask or
-# not. Beyond dynamo's default of 8, variants would run uncompiled with a warning that is easily missed.
+# Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of
+# one or more x mask or not. Beyond dynamo's default of 8, variants would run uncompiled with a
+# warning that is easily missed.
 _MAX_VARIANTS = 64
 
 
@@ -42,7 +48,8 @@ def set_attention(policy: Policy, name: str) -> None:
         raise ConfigError(f"config.speed.attention={name!r}: {error}") from error
     if "native" in name:
         return
-    # CUDA's autocast leaves the norms of q and k in float32, and casts the inputs of PyTorch's own attention alone.
+    # CUDA's autocast leaves the norms of q and k in float32, and casts the inputs of PyTorch's own
+    # attention alone.
     for module in policy.transformer.modules():
         for name_of_norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
             norm = getattr(module, name_of_norm, None)
@@ -58,10 +65,11 @@ def _cast_as_autocast(module: nn.Module, args: tuple, output: torch.Tensor) -> t
 
 
 def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
-    """``torch.compile`` each repeated block of the transformer in place (diffusers' regional compilation).
+    """``torch.compile`` each repeated block of the transformer in place.
 
-    Blocks of one class share their code. Sizes are symbolic from the start: a new size or batch does not compile again
-    (except a batch of one), and a resumed run uses the same kernels. Names of weights do not change.
+    This is diffusers' regional compilation. Blocks of one class share their code. Sizes are
+    symbolic from the start: a new size or batch does not compile again (except a batch of one), and
+    a resumed run uses the same kernels. Names of weights do not change.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     policy.transformer.compile_repeated_blocks(dynamic=True, backend=backend)

@@ -13,8 +13,8 @@ from paco_grpo.policies.true_cfg import TrueCfgPolicy
 class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     """Stable Diffusion 3 and 3.5, and everything saved as a ``StableDiffusion3Pipeline``.
 
-    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt`` says otherwise. Nothing
-    masks padding, so ``max_sequence_length`` changes images.
+    True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt``
+    says otherwise. Nothing masks padding, so ``max_sequence_length`` changes images.
     """
 
     pipeline_class = StableDiffusion3Pipeline

@@ -27,7 +27,8 @@ class TrueCfgPolicy(DiffusersPolicy):
         self.guided = is_scaled and self.negative_prompt is not None
         if not self.guided and (is_given or is_scaled):
             logger.warning(
-                "no true CFG: config.sample.guidance_scale is %g and config.sample.negative_prompt is %r, but it needs a "
+                "no true CFG: config.sample.guidance_scale is %g and "
+                "config.sample.negative_prompt is %r, but it needs a "
                 "scale above %g and a negative prompt (a space is enough)",
                 self.guidance_scale,
                 self.negative_prompt,

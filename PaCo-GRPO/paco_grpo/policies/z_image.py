@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: a Qwen3 text encoder, captions of any length in one sequence with the image, true CFG."""
+"""Z-Image and Z-Image-Turbo: a Qwen3 text encoder, one sequence of text and image, true CFG."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from paco_grpo.policies.true_cfg import TrueCfgPolicy
 class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     """Z-Image, Z-Image-Turbo and everything saved as a ``ZImagePipeline``.
 
-    True CFG is on if ``guidance_scale`` > 0, as in the pipeline: c + scale·(c − u), against an empty prompt unless
-    ``negative_prompt`` says otherwise. Turbo is meant for scale 0.
+    True CFG is on if ``guidance_scale`` > 0, as in the pipeline: c + scale·(c − u), against an
+    empty prompt unless ``negative_prompt`` says otherwise. Turbo is meant for scale 0.
     """
 
     pipeline_class = ZImagePipeline

@@ -1,1 +1,1 @@
-"""From noise to latents: schedules, one stochastic step and its log-probability, and the rollout."""
+"""From noise to images: one stochastic step, the rollout, sizes and decoding."""

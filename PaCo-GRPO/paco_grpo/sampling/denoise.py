@@ -1,4 +1,4 @@
-"""From noise to latents: the rollout, and the recomputation of its noise steps under the current weights."""
+"""From noise to latents: the rollout, and its noise steps under the current weights."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,21 +18,25 @@ from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
 class Sampling:
     """How latents are denoised.
 
-    The steps after the last noise step, the tail, enter no log-probability: an approximation there changes the images that
-    are scored, never a ratio. Without noise there is no tail.
+    The steps after the last noise step, the tail, enter no log-probability: an approximation there
+    changes the images that are scored, never a ratio. Without noise there is no tail.
     """
 
     num_steps: int  # T
     noise_steps: Sequence[int] = ()  # ascending; () = deterministic sampling (evaluation)
     noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
     cps: bool = False  # Flow-CPS instead of Flow-SDE
-    merge_lora: bool = False  # in steps without noise; those with noise must have the log-probabilities of training
+    # In steps without noise: those with noise must have the log-probabilities of training.
+    merge_lora: bool = False
     tail_steps: int | None = (
         None  # at most, of second order; None = the Euler steps of the schedule
     )
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index to keep the schedule's shape."""
+        """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index.
+
+        This keeps the shape of the schedule.
+        """
         count = len(sigmas) - 1
         if self.tail_steps is None or self.tail_steps >= count:
             return sigmas
@@ -44,7 +48,10 @@ class Sampling:
 def sample_noise_steps(
     noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """The noise steps of one epoch, ascending: all of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802)."""
+    """The noise steps of one epoch, ascending.
+
+    All of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802).
+    """
     candidates = sorted(set(noise_steps))
     if num_noise_steps is None:
         return tuple(candidates)
@@ -65,16 +72,17 @@ def rollout(
     sampling: Sampling,
     shared_seeds: Sequence[int] | None = None,
 ) -> Rollout:
-    """Sample B images' latents (docs/method.md §4): Euler steps, with noise injected at the noise steps only.
+    """Sample the latents of B images (docs/method.md §4): Euler steps, noise at noise steps.
 
     Args:
         policy: With the weights to sample from.
         conditioning: len B, on the policy's device.
         item_ids: (B,), for the result.
-        seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never on the batch.
+        seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never
+            on the batch.
         height, width: Pixels, multiples of the policy's ``size_multiple``.
-        shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed (and item), the steps
-            before the first noise step are computed once. None = ``seeds``.
+        shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed
+            (and item), the steps before the first noise step are computed once. None = ``seeds``.
     """
     steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
     sigmas = policy.sigmas(sampling.num_steps, height, width)
@@ -133,9 +141,10 @@ def rollout(
 
 
 def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:
-    """Distribution of x' at noise step ``step`` under the current weights, for x_t ``latents`` (B, N, C).
+    """Distribution of x' at noise step ``step`` under the current weights.
 
-    Rollout and training both call it, which is why the first ratio is 1.
+    ``latents`` (B, N, C) are x_t. Rollout and training both call it, which is why the first ratio
+    is 1.
     """
     sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
     velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
@@ -146,9 +155,12 @@ def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step:
 
 
 def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
-    """The rollout with ``mean`` and ``log_prob`` recomputed under the current weights (``old_log_prob='recompute'``).
+    """The rollout with ``mean`` and ``log_prob`` under the current weights.
 
-    ``as_trained``: with gradients enabled, because compiled blocks have one graph with and another without them.
+    This is ``old_log_prob='recompute'``.
+
+    ``as_trained``: with gradients enabled, because compiled blocks have one graph with and another
+    without them.
     """
     steps = []
     for step in rollout.noise_steps:
@@ -161,7 +173,10 @@ def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) ->
 
 
 def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tensor) -> torch.Tensor:
-    """Standard normal noise with the shape (B, ...) and device of ``like``, float32; row b from (seeds[b], step) alone."""
+    """Standard normal noise in float32, with the shape (B, ...) and device of ``like``.
+
+    Row b depends on (seeds[b], step) alone.
+    """
     # NumPy's SeedSequence, because torch's CPU generator uses only 32 bits of a seed.
     shape = tuple(like.shape[1:])
     rows = [
@@ -179,8 +194,9 @@ def integrate(
 ) -> torch.Tensor:
     """dx/dσ = v(x (B, N, C), σ (B,)) from the first to the last of ``sigmas``, by Euler steps.
 
-    In second order, they extrapolate the velocity to the middle of the step from its last two values (Adams-Bashforth with
-    variable step lengths: Hairer, Nørsett, Wanner, Solving Ordinary Differential Equations I, III.5) after the first one.
+    In second order, they extrapolate the velocity to the middle of the step from its last two
+    values (Adams-Bashforth with variable step lengths: Hairer, Nørsett, Wanner, Solving Ordinary
+    Differential Equations I, III.5) after the first one.
     """
     last: tuple[torch.Tensor, float] | None = None
     for i in range(len(sigmas) - 1):

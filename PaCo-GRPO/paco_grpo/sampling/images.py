@@ -1,4 +1,4 @@
-"""From items to images: their sizes, batches that share a forward, and decoding beside the next batch's denoising."""
+"""From items to images: sizes, batches that share a forward, and decoding."""
 
 import dataclasses
 import logging
@@ -31,8 +31,8 @@ class Batch:
 def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
     """``item`` with its sampled size in pixels, and its images loaded.
 
-    An edit without a size takes its image's shape. ``resolution`` is the side of a square of the wanted area, ``mode`` is
-    ``config.item_size``.
+    An edit without a size takes its image's shape. ``resolution`` is the side of a square of the
+    wanted area, ``mode`` is ``config.item_size``.
     """
     item = item.load()
     if item.num_images and (mode == "aspect" or item.height is None):
@@ -70,15 +70,19 @@ def plan_batches(
 
 @cache
 def decoding_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream of the decoding thread; one for the process, because the memory pool of an unused stream is lost."""
+    """The stream of the decoding thread.
+
+    One for the process, because the memory pool of an unused stream is lost.
+    """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class Decoder:
     """Decodes the latents of batches and delivers the images, in order.
 
-    With ``overlap``, one thread decodes a batch, on CUDA with its own stream, while the caller denoises the next one. At
-    most one batch waits, so that latents do not pile up. At the end of the block everything is delivered.
+    With ``overlap``, one thread decodes a batch, on CUDA with its own stream, while the caller
+    denoises the next one. At most one batch waits, so that latents do not pile up. At the end of
+    the block everything is delivered.
 
         with Decoder(policy, deliver) as decoder:
             for batch in batches:
@@ -91,10 +95,11 @@ class Decoder:
         deliver: Callable[[list[Image.Image | None], Batch], None],
         overlap: bool | None = None,
     ) -> None:
-        """``deliver`` gets the images of each batch (None: its latents are not finite), in the thread that decoded it.
+        """``deliver`` gets the images of each batch, in the thread that decoded it.
 
-        Its errors are raised by a later ``submit`` or at the end of the block. ``overlap`` None: on CUDA. On a CPU,
-        denoising and decoding would compete for the same cores.
+        An image is None if its latents are not finite. Errors of ``deliver`` are raised by a later
+        ``submit`` or at the end of the block. ``overlap`` None: on CUDA. On a CPU, denoising and
+        decoding would compete for the same cores.
         """
         self.policy = policy
         self.deliver = deliver

@@ -37,7 +37,8 @@ class Transition:
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
         """Log-probability (B,) of ``next_latents`` (B, N, C), averaged over tokens and channels.
 
-        Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the normalizer is dropped).
+        Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the
+        normalizer is dropped).
         """
         square = (next_latents - self.mean).square().flatten(1).mean(1)
         if self.cps:
@@ -76,7 +77,9 @@ def cps_step(
     sigma_first: float,
     noise_level: float,
 ) -> Transition:
-    """Flow-CPS step (coefficients-preserving sampling, arXiv 2509.05952): noise is swapped for noise, never added.
+    """Flow-CPS step (coefficients-preserving sampling, arXiv 2509.05952).
+
+    Noise is swapped for noise, never added.
 
         s = σ_{i+1}·sin(a·π/2);  x̂0 = x − σ_i v;  x̂1 = x + (1−σ_i) v
         mean = (1−σ_{i+1})·x̂0 + sqrt(σ_{i+1}² − s²)·x̂1;  std = s

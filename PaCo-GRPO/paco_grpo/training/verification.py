@@ -1,4 +1,4 @@
-"""After a run: does the saved adapter give the trainer's image in plain diffusers? The log and the model card say it."""
+"""After a run: the saved adapter in plain diffusers. Log and model card say how it compares."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def verify_checkpoint(
     policy: Policy, options: RunOptions, checkpoint: Path, item: Item
 ) -> Verification:
-    """Compare ``diffusers/`` of ``checkpoint`` with ``policy``, which has the weights that were saved there."""
+    """Compare ``diffusers/`` of ``checkpoint`` with ``policy``, which has the saved weights."""
     folder = checkpoint / "diffusers"
     verification = verify_adapter(policy, options, folder, item)
     logger.log(logging.INFO if verification.passed else logging.WARNING, "%s", verification)
@@ -24,7 +24,10 @@ def verify_checkpoint(
 
 
 def verify_at_the_end(policy: Policy, options: RunOptions, checkpoint: Path, item: Item) -> None:
-    """``verify_checkpoint`` where it can be done; a problem is a warning, because the run is finished and saved."""
+    """``verify_checkpoint`` where it can be done.
+
+    A problem is a warning, because the run is finished and saved.
+    """
     if reason := skip_reason(options):
         logger.info("the checkpoint is not compared with plain diffusers: %s", reason)
         return
