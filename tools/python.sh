@@ -4,6 +4,13 @@
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-536870912}"
 
+# show_help FILE "$@"    If the first argument is -h or --help, prints the comment at the top of FILE and ends.
+show_help() {
+  [[ "${2:-}" == -h || "${2:-}" == --help ]] || return 0
+  sed -n '2,${/^#/!q; s/^# \{0,1\}//; p}' "$1"
+  exit 0
+}
+
 # choose_python [MODULE …]    Sets PYTHON to a Python 3.11 or newer that has the modules, and PYTHON_FROM to where it is from:
 # $PYTHON if it is set, else the activated environment (conda or venv), the repository's .venv, or the PATH.
 choose_python() {

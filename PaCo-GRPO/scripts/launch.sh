@@ -9,9 +9,14 @@
 #   ACCELERATE_USE_CPU true = train on the CPU although there are GPUs that torch does not see
 #   PYTHON             interpreter (default: the activated environment, the repository's .venv, or python3)
 #   OMP_NUM_THREADS    CPU threads per process (default: cores / processes)
+#   TORCHINDUCTOR_COMPILE_THREADS  processes that compile kernels, of each process (default: cores / processes, at most 8)
+#
+# Example:  NUM_PROCESSES=4 bash scripts/launch.sh --config config/grpo.py:t2is --config.train.learning_rate=1e-4
+# Options:  ../docs/configuration.md, and bash scripts/launch.sh --config config/grpo.py:t2is --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ../tools/python.sh
+show_help scripts/launch.sh "$@"
 choose_python paco_grpo accelerate
 fail() { echo "error: $*" >&2; exit 2; }
 
@@ -27,12 +32,15 @@ if ((nodes > 1)); then
     fail "NNODES=$nodes needs NODE_RANK from 0 to $((nodes - 1)), another one on each machine; got '$rank'"
   [[ -n "${MASTER_ADDR:-}" ]] || fail "NNODES=$nodes needs MASTER_ADDR, the name or address of machine 0"
 fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(nproc) / processes > 0 ? $(nproc) / processes : 1))}"
+cores="$(($(nproc) / processes > 0 ? $(nproc) / processes : 1))"  # of each process
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
+# torch's default is up to 32 in each process.
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-$((cores < 8 ? cores : 8))}"
 # Expandable segments avoid fragmentation of GPU memory.
 ((gpus == 0)) || export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 # torchrun kills after 30 s; an update that has begun and a checkpoint of 4 GB take longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-echo "launch: $nodes machine(s), here $processes process(es), $gpus GPU(s), OMP_NUM_THREADS=$OMP_NUM_THREADS, $PYTHON ($PYTHON_FROM)" >&2
+echo "launch: $nodes machine(s), here $processes process(es), $gpus GPU(s), OMP_NUM_THREADS=$OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS=$TORCHINDUCTOR_COMPILE_THREADS, $PYTHON ($PYTHON_FROM)" >&2
 
 if [[ -n "${ACCELERATE_CONFIG:-}" ]]; then
   [[ -f "$ACCELERATE_CONFIG" ]] || fail "ACCELERATE_CONFIG=$ACCELERATE_CONFIG is not a file (looked from $PWD)"

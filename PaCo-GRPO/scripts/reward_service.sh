@@ -7,11 +7,16 @@
 #   --config.train.reward_fn_kwargs.NAME.server=http://127.0.0.1:8101
 #
 #   PYTHON              interpreter of the environment (default: the activated one, the repository's .venv, or python3)
-#   REWARD_SERVICE_KEY  required of every request; needed when --host opens the service to others
+#   REWARD_ENVIRONMENT  folder of the environment (default: .venv-reward-NAME in the repository)
+#   REWARD_SERVICE_KEY  required of every request; needed when --host opens the service to others (default: none)
+#
+# Example:  bash scripts/reward_service.sh ocr --port 8101 --device cuda
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../tools/python.sh"
+show_help "${BASH_SOURCE[0]}" "$@"
 
 if (($# == 0)) || [[ "$1" == -* ]]; then
-  sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2
+  echo "usage: bash scripts/reward_service.sh NAME [--port 8101] [--device cuda] …; --help says more" >&2
   exit 2
 fi
 name="$1"
@@ -26,7 +31,6 @@ if [[ ! -f "$requirements" ]]; then
   exit 2
 fi
 
-source "$repo/tools/python.sh"
 choose_python
 uv="$(command -v uv || echo "$repo/.venv/bin/uv")"
 [[ -x "$uv" ]] || { echo "error: uv is needed to create the environment; run bash setup.sh in $repo" >&2; exit 2; }

@@ -56,6 +56,25 @@ def test_processes_have_time_to_stop(tmp_path, monkeypatch):
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
 
 
+def test_compilers_share_the_cores(tmp_path, monkeypatch):
+    """torch's default is up to 32 processes that compile, in each process."""
+    (tmp_path / "nproc").write_text("#!/bin/sh\necho 64\n")
+    (tmp_path / "nproc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    for processes, variables, threads in (
+        ("4", {}, "8"),
+        ("16", {}, "4"),
+        ("16", {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, "1"),
+    ):
+        variables = {"NUM_PROCESSES": processes, "CUDA_VISIBLE_DEVICES": ""} | variables
+        ended = launch(tmp_path, "launch.sh", "--config", "x", **variables)
+        assert ended.returncode == 0, ended.stderr
+        assert f"TORCHINDUCTOR_COMPILE_THREADS={threads}," in ended.stderr
+        assert f"OMP_NUM_THREADS={64 // int(processes)}," in ended.stderr
+
+
 def test_several_machines_reach_the_launcher(tmp_path):
     machines = {
         "NNODES": "2",
