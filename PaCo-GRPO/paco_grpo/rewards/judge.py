@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ class ServerReward:
     Args:
         base_url: Default: http://127.0.0.1:8000. Or give ``host`` and ``port``.
         model: Served name; None = ``default_model``.
+        api_key: Default: the environment's VLLM_API_KEY, which keeps it out of options and files.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until a pair counts as missing.
     """
@@ -75,7 +77,7 @@ class ServerReward:
         self.client = JudgeClient(
             self.base_url or f"http://{self.host or '127.0.0.1'}:{self.port or 8000}",
             self.model or self.default_model,
-            api_key=self.api_key,
+            api_key=self.api_key or os.environ.get("VLLM_API_KEY") or None,
             max_concurrency=self.max_concurrency,
             deadline_s=self.deadline_s,
             form=self.form(),
