@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
     from paco_grpo.commands.evaluate import evaluate_all
     from paco_grpo.commands.verify import verify
+    from paco_grpo.evaluation.evaluate import EvaluationError
     from paco_grpo.options import read_options
     from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.training.build import USER_ERRORS
@@ -57,6 +58,9 @@ def main(arguments: list[str]) -> int:
         shown = evaluate_all(read_options(rest)[0], own)
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
+        return 3
+    except EvaluationError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 3
     except (*USER_ERRORS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,12 +4,15 @@ Usually started by scripts/single_node/*.sh. All options: docs/configuration.md.
 training, 3 stopped with state saved, 4 failed while training with one message, 128+n ended by signal n.
 """
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 from errno import EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1  # of Linux: which signal the end of the parent sends
 WRITE_ERRORS = (EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE)
 
 
@@ -18,6 +21,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
+    end_with_launcher()
     is_main = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main else logging.WARNING
     logging.basicConfig(
@@ -35,6 +39,12 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return train(options, name)
+
+
+def end_with_launcher() -> None:
+    """Under torchrun, get a SIGTERM when it dies, also of SIGKILL: otherwise this process trains on alone."""
+    if "LOCAL_RANK" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def train(options, name: str) -> int:

@@ -17,7 +17,7 @@ from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
 from paco_grpo.evaluation.agreement import of_epoch
-from paco_grpo.evaluation.evaluate import evaluate
+from paco_grpo.evaluation.evaluate import EvaluationError, evaluate, saved_image
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics, rewards_line
@@ -307,9 +307,10 @@ class Trainer:
         for row in self.run.metrics.rows("eval"):
             folder = self._evaluation_folder(row["epoch"])
             num_images = int(row.get("eval/num_images", 0))
-            has_images = all((folder / f"{n:05d}.png").is_file() for n in range(num_images))
-            can_repeat = has_images or row["epoch"] == self.state.epoch
-            if row.get("eval/missing_share", 0) > 0 and "eval/repeated" not in row and can_repeat:
+            if row.get("eval/missing_share", 0) == 0 or "eval/repeated" in row:
+                continue
+            has_images = all(saved_image(folder, number) for number in range(num_images))
+            if has_images or row["epoch"] == self.state.epoch:
                 rows.append(row)
         return rows
 
@@ -408,6 +409,12 @@ class Trainer:
             self._stop("by a signal", self.signals.received)
         except ScoringError as error:
             self._stop(f"a reward failed after {self.state.epoch} finished epochs ({error})")
+        except EvaluationError as error:
+            self._stop(
+                f"after epoch {self.state.epoch}, {error}; what it became is not saved, and an earlier checkpoint "
+                "may be better",
+                save=False,
+            )
         except NonFiniteError as error:
             if error.weights_changed:
                 self._stop(str(error), save=False)

@@ -1,11 +1,13 @@
 """Evaluations that lack scores: they stop the run, or are scored again when it resumes."""
 
 import logging
+import math
 
 import pytest
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.training.trainer import TrainingStopped
+from paco_grpo.training.build import build_run
+from paco_grpo.training.trainer import Trainer, TrainingStopped
 
 ABSENT = "reward_factories:absent_while"
 
@@ -101,3 +103,34 @@ def test_a_reward_that_compares_images_owes_a_single_one_nothing(run):
     train(options)
     for row in rows_of(options, "eval"):
         assert row["eval/missing_share"] == 0 and row["eval/only_comparing_mean"] == 0.5
+
+
+def test_an_evaluation_without_a_finite_image_is_an_error(run, tmp_path, monkeypatch):
+    """Its velocities overflow once the first epoch has trained; no score is owed to such images."""
+    options = run(train__max_missing_reward_fraction=1)
+    built = build_run(options)
+    velocity = built.state.policy.velocity
+
+    def overflow(*arguments, **keywords):
+        return velocity(*arguments, **keywords) * (1.0 if built.state.epoch == 0 else math.nan)
+
+    built.state.policy.velocity = overflow
+    with pytest.raises(TrainingStopped, match="after epoch 1, none of the 5 evaluation images is"):
+        Trainer(built).fit()
+    assert [row["epoch"] for row in rows_of(options, "eval")] == [0]
+
+
+def test_a_damaged_picture_is_sampled_again_or_not_scored_again(run, tmp_path):
+    """After a power loss a picture may be empty. Those of earlier epochs cannot be sampled again."""
+    complete = run(run_name="complete")
+    train(complete)
+    lenient = {"train__max_missing_reward_fraction": 0.5, "share": 0.4}
+    (tmp_path / "absent").touch()
+    train(run(num_epochs=1, **lenient))
+    (tmp_path / "absent").unlink()
+    for epoch in (0, 1):
+        (tmp_path / f"runs/run/eval/epoch_{epoch:04d}/00002.png").write_bytes(b"")
+    train(run(num_epochs=1, resume_from="latest", **lenient))
+    first, second = rows_of(run(), "eval")
+    assert first["eval/missing_share"] == 0.4 and "eval/repeated" not in first
+    assert second["eval/absent_while_mean"] == means(complete)[1]

@@ -3,6 +3,9 @@
 import errno
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +135,41 @@ def test_a_signal_saves(hurt, tmp_path, number, status):
     ended, line = hurt(lambda _: signal.raise_signal(number), save_freq=0)
     assert ended == status and line.startswith("stopped: by a signal. To resume: ")
     assert (tmp_path / "runs/run/checkpoints/epoch_0001").is_dir()
+
+
+CHILD = """
+import importlib.util, time
+spec = importlib.util.spec_from_file_location("train", {script!r})
+train = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(train)
+train.end_with_launcher()
+print("ready", flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_process_ends_with_its_launcher(monkeypatch):
+    """torchrun gives its processes a session of their own, so that a kill of its group does not reach them."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    child = CHILD.format(script=script.__file__)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, child], stdout=subprocess.PIPE, text=True
+    )
+    pid = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    state = Path(f"/proc/{pid}/stat")
+    while state.is_file() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "it outlived its launcher"
+        time.sleep(0.05)
 
 
 def test_nohup_stays_in_force():
