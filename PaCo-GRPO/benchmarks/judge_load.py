@@ -6,6 +6,12 @@
     python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 --target gateway=http://127.0.0.1:8000 \\
         --model PaCo-Reward-7B --concurrency 1 16 64
 
+    # two settings of one server, one after the other: the second table has the rows of both
+    VLLM_API_SERVERS=1 bash vllm_server/launch.sh
+    python benchmarks/judge_load.py --target 1-api-server=http://127.0.0.1:8000 --output benchmarks/results/one.json
+    bash vllm_server/stop.sh; VLLM_API_SERVERS=4 bash vllm_server/launch.sh
+    python benchmarks/judge_load.py --target 4-api-servers=http://127.0.0.1:8000 --against benchmarks/results/one.json
+
 It asks what a training epoch asks: all pairs of the panels of 2x2 grids, one token, top 20 log-probabilities.
 Within a round every server is asked once, in random order; figures are medians over rounds. Every round uses new pictures
 (servers cache), requests are built before the clock starts, and the first round only warms up.
@@ -14,6 +20,7 @@ Within a round every server is asked once, in random order; figures are medians 
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -62,11 +69,14 @@ async def ask(
     url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
 ) -> tuple[float, list, list]:
     """Send all requests, ``concurrency`` at a time: seconds, latencies in ms of the answered ones, errors."""
-    waiting, latencies, errors = list(bodies), [], []
+    waiting = list(bodies)
+    latencies = []
+    errors = []
 
     async def worker(session: aiohttp.ClientSession) -> None:
         while waiting:
-            body, start = waiting.pop(), time.perf_counter()
+            body = waiting.pop()
+            start = time.perf_counter()
             try:
                 async with session.post(f"{url}/v1/chat/completions", data=body) as answer:
                     text = await answer.text()
@@ -90,15 +100,15 @@ async def ask(
 
 def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
     """All rounds of all targets without the warm-up. Raises JudgeError: A server is missing or lacks the model."""
-    key = arguments.api_key
-    models = {
-        name: JudgeClient(url, model=arguments.model, api_key=key).check()
-        for name, url in targets.items()
-    }
-    headers = {"content-type": "application/json"} | (
-        {"authorization": f"Bearer {key}"} if key else {}
-    )
-    rng, rounds = np.random.default_rng(0), []
+    key = arguments.api_key or os.environ.get("VLLM_API_KEY")
+    models = {}
+    for name, url in targets.items():
+        models[name] = JudgeClient(url, model=arguments.model, api_key=key).check()
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    rng = np.random.default_rng(0)
+    rows = []
     for index in range(arguments.rounds + 1):
         for concurrency in arguments.concurrency:
             for name in rng.permutation(list(targets)).tolist():
@@ -107,38 +117,47 @@ def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
                 seconds, latencies, errors = asyncio.run(
                     ask(targets[name], headers, bodies, concurrency)
                 )
-                found = {
+                row = {
                     "target": name,
                     "concurrency": concurrency,
                     "round": index,
                     "errors": len(errors),
+                    "pairs_per_second": len(latencies) / seconds,
+                    "latencies_ms": latencies,
+                    "first_error": errors[0] if errors else None,
                 }
-                found |= {"pairs_per_second": len(latencies) / seconds, "latencies_ms": latencies}
-                found["first_error"] = errors[0] if errors else None
-                trouble = f", {len(errors)} errors: {errors[0]}" if errors else ""
-                where = f"round {index}/{arguments.rounds}, {concurrency} in flight, {name}"
-                print(f"{where}: {found['pairs_per_second']:.1f} pairs/s{trouble}", file=sys.stderr)
-                rounds += [found] if index else []
-    return rounds
+                print(progress(row, arguments.rounds), file=sys.stderr)
+                if index > 0:  # the first round warms up
+                    rows.append(row)
+    return rows
+
+
+def progress(row: Row, rounds: int) -> str:
+    """A line about one round of one server."""
+    line = (
+        f"round {row['round']}/{rounds}, {row['concurrency']} in flight, {row['target']}: "
+        f"{row['pairs_per_second']:.1f} pairs/s"
+    )
+    return f"{line}, {row['errors']} errors: {row['first_error']}" if row["errors"] else line
 
 
 def summary(rounds: Sequence[Row]) -> list[Row]:
     """Medians over rounds by target and concurrency; no latency where no request was answered."""
     rows = []
-    for target, level in sorted({(each["target"], each["concurrency"]) for each in rounds}):
-        own = [each for each in rounds if (each["target"], each["concurrency"]) == (target, level)]
-        row = {
+    for target, level in sorted({(row["target"], row["concurrency"]) for row in rounds}):
+        same = [row for row in rounds if (row["target"], row["concurrency"]) == (target, level)]
+        speeds = [row["pairs_per_second"] for row in same]
+        medians = {
             "target": target,
             "concurrency": level,
-            "errors": sum(each["errors"] for each in own),
+            "errors": sum(row["errors"] for row in same),
+            "pairs_per_second": float(np.median(speeds)),
         }
-        row["pairs_per_second"] = float(np.median([each["pairs_per_second"] for each in own]))
+        answered = [row["latencies_ms"] for row in same if row["latencies_ms"]]
         for percent in PERCENTILES:
-            found = [
-                np.percentile(each["latencies_ms"], percent) for each in own if each["latencies_ms"]
-            ]
-            row[f"p{percent}_ms"] = float(np.median(found)) if found else None
-        rows.append(row)
+            latencies = [np.percentile(latencies, percent) for latencies in answered]
+            medians[f"p{percent}_ms"] = float(np.median(latencies)) if latencies else None
+        rows.append(medians)
     return rows
 
 
@@ -157,64 +176,105 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 where nothing can be measured."""
-    arguments = parser().parse_args(given)
+    arguments = parser().parse_args(words)
+    settings = {name: getattr(arguments, name) for name in ("concurrency", "pairs", "size")}
     try:
-        targets: dict[str, str] = {}
-        for text in arguments.target:
-            name, _, url = text.partition("=")
-            if not (name and url) or name in targets:
-                raise ValueError(f"--target {text!r} is not NAME=URL with a name that occurs once")
-            targets[name] = url.rstrip("/").removesuffix("/v1")
+        targets = read_targets(arguments.target)
+        earlier = read_earlier(arguments.against, settings, targets)
         rounds = run(arguments, targets)
-        if not any(each["latencies_ms"] for each in rounds):
+        if not any(row["latencies_ms"] for row in rounds):
             raise ValueError(f"no request was answered; first error: {rounds[0]['first_error']}")
-    except (ValueError, JudgeError) as error:
+    except (OSError, ValueError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    settings = {
-        name: value for name, value in vars(arguments).items() if name not in ("output", "api_key")
-    }
-    rows = summary(rounds)
+    rows = [*earlier, *summary(rounds)]
+    settings |= {"model": arguments.model, "rounds": arguments.rounds, "target": arguments.target}
+    report = {"settings": settings, "targets": rows, "rounds": rounds}
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    made = {"settings": settings, "targets": rows, "rounds": rounds}
-    arguments.output.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
     return 0
 
 
+def read_targets(texts: Sequence[str]) -> dict[str, str]:
+    """URL of each server by name. Raises ValueError."""
+    targets: dict[str, str] = {}
+    for text in texts:
+        name, _, url = text.partition("=")
+        if not (name and url) or name in targets:
+            raise ValueError(f"--target {text!r} is not NAME=URL with a name that occurs once")
+        targets[name] = url.rstrip("/").removesuffix("/v1")
+    return targets
+
+
+def read_earlier(
+    reports: Sequence[Path], settings: Mapping[str, Any], targets: Mapping[str, str]
+) -> list[Row]:
+    """The rows of earlier reports. Raises OSError, ValueError: They cannot be compared with this measurement."""
+    rows = []
+    for file in reports:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in settings.items():
+            if report["settings"][name] != value:
+                raise ValueError(
+                    f"--against {file}: it was measured with --{name} {report['settings'][name]}, "
+                    f"not {value}"
+                )
+        rows += report["targets"]
+    if repeated := targets.keys() & {row["target"] for row in rows}:
+        raise ValueError(
+            f"--target {min(repeated)}: --against has a server of this name; choose another"
+        )
+    return rows
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of this program."""
-    made = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
+    arguments.add_argument(
         "--target",
         action="append",
         required=True,
         metavar="NAME=URL",
         help="a server; may be repeated",
     )
-    made.add_argument(
+    arguments.add_argument(
         "--model", default=DEFAULT_MODEL, help="served name, the same on every server"
     )
-    made.add_argument("--api-key", help="if the servers want one")
-    made.add_argument(
+    arguments.add_argument(
+        "--api-key", help="of the servers (default: the environment's VLLM_API_KEY)"
+    )
+    arguments.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 4, 16, 64], help="questions in flight"
     )
-    made.add_argument(
+    arguments.add_argument(
         "--pairs",
         type=int,
         default=192,
         help="questions per round and concurrency (at least that many)",
     )
-    made.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
-    made.add_argument(
+    arguments.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds, after one to warm up"
+    )
+    arguments.add_argument(
         "--size", type=int, default=64, help="pixels of a 2x2 grid; 1024 for a real generator's"
     )
-    made.add_argument("--output", type=Path, default=Path("benchmarks/results/judge_load.json"))
-    return made
+    arguments.add_argument(
+        "--against",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REPORT",
+        help="report of an earlier run, whose rows are printed too; may be repeated",
+    )
+    arguments.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/judge_load.json")
+    )
+    return arguments
 
 
 if __name__ == "__main__":

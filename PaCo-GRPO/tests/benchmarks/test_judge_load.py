@@ -60,3 +60,28 @@ def test_errors_are_counted_and_have_no_latency(measure):
     )
     assert some["errors"] == len(some["latencies_ms"]) == 4 and "HTTP 400" in some["first_error"]
     assert none["errors"] == 8 and report["targets"][0]["p50_ms"] is None
+
+
+def test_two_settings_of_one_server_are_compared(measure, tmp_path, capsys):
+    common = ["--concurrency", "1", "--pairs", "4", "--rounds", "1"]
+    with FakeJudge() as server:
+        assert measure({"1-api-server": server}, *common)[0] == 0
+        one = (tmp_path / "judge_load.json").rename(tmp_path / "one.json")
+        status, report = measure({"4-api-servers": server}, *common, "--against", str(one))
+        assert status == 0
+        assert [row["target"] for row in report["targets"]] == ["1-api-server", "4-api-servers"]
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[-2:]] == ["1-api-server", "4-api-servers"]
+        assert measure({"1-api-server": server}, *common, "--against", str(one))[0] == 2
+        other = ["--against", str(one), "--size", "128", *common]
+        assert measure({"4-api-servers": server}, *other)[0] == 2
+        assert "measured with --size 64, not 128" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment(measure, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with FakeJudge() as server:
+        arguments = ["--concurrency", "1", "--pairs", "1", "--rounds", "1"]
+        status, report = measure({"server": server}, *arguments)
+    assert status == 0 and "secret" not in json.dumps(report)
+    assert all(headers.get("authorization") == "Bearer secret" for headers in server.headers)
