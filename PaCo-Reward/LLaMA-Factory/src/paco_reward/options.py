@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.hub import hub_options
 from paco_judge.judge import LONGEST_ANSWER, Judge
 from paco_judge.questions import RequestForm, add_form_arguments, form_of
 from paco_reward.errors import PacoRewardError
@@ -100,12 +101,16 @@ def client_of(args: argparse.Namespace, form: RequestForm) -> JudgeClient:
 
 
 def _prepare_loading(args: argparse.Namespace) -> None:
-    from paco_judge.scorer import silence_transformers
-
     if not args.model:
         raise PacoRewardError(
             "name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL"
         )
+    # Missing weights are reported before torch is imported, which takes seconds.
+    hub_options(args.model)
+    if args.adapter:
+        hub_options(args.adapter, "adapter_config.json")
+    from paco_judge.scorer import silence_transformers
+
     silence_transformers()
 
 
