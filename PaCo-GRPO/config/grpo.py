@@ -1,9 +1,10 @@
 """Named configurations: ``--config config/grpo.py:NAME`` (docs/method.md §7; arXiv 2512.04784).
 
-NAME is a function of this file that takes no arguments, and may be followed by any of ``SUFFIXES`` in any order:
-``klein_t2is_nft``, ``t2is_80gb_fast``. Where this file has a function for a name with a suffix, it is used instead of the
-suffix: ``t2is_24gb``. To make a configuration of your own, copy a function and change it, here or in a file of your own.
-All options with their defaults and meanings: docs/configuration.md.
+NAME is a function of this file that takes no arguments, and may be followed by any of ``SUFFIXES``
+in any order: ``klein_t2is_nft``, ``t2is_80gb_fast``. Where this file has a function for a name with
+a suffix, it is used instead of the suffix: ``t2is_24gb``. To make a configuration of your own, copy
+a function and change it, here or in a file of your own. All options with their defaults and
+meanings: docs/configuration.md.
 """
 
 import numpy as np  # noqa: F401 - for aggregations of your own
@@ -211,7 +212,7 @@ def qwen_editing_no_cfg() -> ConfigDict:
 
 
 def qwen_editing_2511() -> ConfigDict:
-    """Qwen-Image-Edit-2511, which takes several reference images (``images`` in the rows of the set)."""
+    """Qwen-Image-Edit-2511, which takes several reference images (``images`` of a row)."""
     config = qwen_editing()
     config.pretrained.model = "Qwen/Qwen-Image-Edit-2511"
     config.enable_gradient_checkpointing = True  # without it, one image fills 80 GB
@@ -298,7 +299,10 @@ def sd3_ocr() -> ConfigDict:
 
 
 def toy_t2is() -> ConfigDict:
-    """Panels should agree and images of a prompt differ: half of the prompts leave part of the character open."""
+    """Panels should agree, and images of a prompt differ.
+
+    Half of the prompts leave part of the character open.
+    """
     config = config_dict()
     toy(config)
     config.dataset = "../quickstart/out/world/prompts"
@@ -520,7 +524,7 @@ def dgpo(config: ConfigDict) -> None:
 
 
 def flow_dppo(config: ConfigDict) -> None:
-    """Flow-DPPO (arXiv 2606.11025): three noise steps of the first half, two optimizer steps an epoch."""
+    """Flow-DPPO (arXiv 2606.11025): three noise steps of the first half of the schedule."""
     paper_settings(config, images=16, prompts=48)
     config.train.loss_type = "flow_dppo"
     config.sample.num_noise_steps = 3

@@ -1,7 +1,8 @@
 """Shapes of the published generators: pipelines without weights, or with random ones.
 
-To add a generator, add one ``Architecture`` to ``KNOWN``: the pipeline, and what the published ``config.json`` of its parts
-says other than the defaults of their classes. Check it by its number of parameters (tests/test_estimate.py).
+To add a generator, add one ``Architecture`` to ``KNOWN``: the pipeline, and what the published
+``config.json`` of its parts says other than the defaults of their classes. Check it by its number
+of parameters (tests/test_estimate.py).
 """
 
 import dataclasses
@@ -184,7 +185,9 @@ _Z_IMAGE = Architecture(
 def _qwen3_vl(
     hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list
 ) -> Any:
-    """``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack`` reach the text."""
+    """``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack``
+    reach the text.
+    """
     return "Qwen3VLForConditionalGeneration", {
         "tie_word_embeddings": tied,
         "text_config": {
@@ -226,10 +229,12 @@ KNOWN = {
 def pipeline_of(
     model: str, dtype: torch.dtype, device: torch.device | str = "meta"
 ) -> DiffusionPipeline:
-    """The pipeline of a hub name in ``KNOWN``, or a local folder, without its weights: as each class initializes them.
+    """The pipeline of a hub name in ``KNOWN``, or a local folder, without its weights: as each
+    class initializes them.
 
     Args:
-        dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect it.
+        dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect
+            it.
 
     Raises:
         ConfigError: ``model`` is neither.
@@ -262,7 +267,9 @@ def pipeline_of(
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name, else a ``ConfigError``."""
+    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name, else a
+    ``ConfigError``.
+    """
     if model in JUDGES:
         return _module(*JUDGES[model], dtype, "meta")
     try:
@@ -330,7 +337,9 @@ def write(model: str, folder: Path) -> Path:
 
 @contextmanager
 def random_weights(model: str) -> Iterator[None]:
-    """Inside the block, the policy of ``model`` is built with random weights instead of being loaded."""
+    """Inside the block, the policy of ``model`` is built with random weights instead of being
+    loaded.
+    """
     policy = pkgutil.resolve_name(POLICIES[KNOWN[model].pipeline])
 
     def from_pretrained(path: Path, *, dtype: torch.dtype, **options: Any) -> Policy:

@@ -1,8 +1,9 @@
-"""Devices that compute shapes alone: what a program would do and hold on a GPU, without a GPU and without weights.
+"""Devices that compute shapes alone: what a program would do and hold on a GPU, without a GPU and
+without weights.
 
-``FakeDevice`` counts bytes, FLOPs and operators. ``fake_cuda`` makes PyTorch believe in a GPU, with its autocast and its
-refusals (tensors on two devices, wrong data types). ``fake_cpu`` is for the backward pass, because PyTorch's own autograd
-works with its tensors.
+``FakeDevice`` counts bytes, FLOPs and operators. ``fake_cuda`` makes PyTorch believe in a GPU, with
+its autocast and its refusals (tensors on two devices, wrong data types). ``fake_cpu`` is for the
+backward pass, because PyTorch's own autograd works with its tensors.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ _FLOPS = flop_registry | {
 
 
 class FakeDevice(TorchDispatchMode):
-    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all others run for real."""
+    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all
+    others run for real.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -121,7 +124,9 @@ def _rows(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
 
 
 def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide what a model computes."""
+    """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide
+    what a model computes.
+    """
     known = {id(t): _known(t) for t in tensors}
     if not all(v is not None and not v.is_floating_point() for v in known.values()):
         if func._schema.is_mutable and tensors:
@@ -139,7 +144,9 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
 def _attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """``scaled_dot_product_attention`` as CUDA computes it: autocast, one data type, a fused kernel."""
+    """``scaled_dot_product_attention`` as CUDA computes it: autocast, one data type, a fused
+    kernel.
+    """
     if torch.is_autocast_enabled("cuda"):
         low = torch.get_autocast_dtype("cuda")
         query, key, value = (t.to(low) if t.is_floating_point() else t for t in (query, key, value))
@@ -225,7 +232,9 @@ def _in_float32(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
-    """Inside the block, operations on fake tensors of the CPU compute nothing; PyTorch's own autograd works with them."""
+    """Inside the block, operations on fake tensors of the CPU compute nothing; PyTorch's own
+    autograd works with them.
+    """
     with contextlib.ExitStack() as stack:
         for target in _FLOAT32:
             stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
@@ -234,7 +243,9 @@ def fake_cpu(device: FakeDevice) -> Iterator[None]:
 
 
 def place(module: nn.Module, device: FakeDevice, on: str) -> None:
-    """Replace the tensors on ``meta`` by fake ones, uncounted: parameters and buffers on ``on``; outside ``device``'s block."""
+    """Replace the tensors on ``meta`` by fake ones, uncounted: parameters and buffers on ``on``;
+    outside ``device``'s block.
+    """
     made: dict[int, Any] = {}
     for part in module.modules():
         for tensors, where in ((part._parameters, on), (part._buffers, on), (vars(part), "cpu")):

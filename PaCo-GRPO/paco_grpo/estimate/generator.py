@@ -1,4 +1,6 @@
-"""An epoch of RL on fake tensors: every kind of work once, at the model's real shapes, and scaled to an epoch."""
+"""An epoch of RL on fake tensors: every kind of work once, at the model's real shapes, and scaled
+to an epoch.
+"""
 
 import contextlib
 import dataclasses
@@ -89,7 +91,9 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
 
 
 def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
-    """Sample on a fake GPU, and train on a fake CPU, whose backward pass PyTorch's autograd can run."""
+    """Sample on a fake GPU, and train on a fake CPU, whose backward pass PyTorch's autograd can
+    run.
+    """
     train = dataclasses.replace(options.train, timesteps=(0,), num_sigmas=None)
     objective = get_objective(train.loss_type)(train)
     batch = min(train.batch_size, plan.samples_per_process)
@@ -121,7 +125,9 @@ def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
 
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
-    """The policy with its adapters, as training builds it, and with fake weights on the device ``on``."""
+    """The policy with its adapters, as training builds it, and with fake weights on the device
+    ``on``.
+    """
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     pipeline = pipeline_of(options.pretrained.model, dtype)
     policy_class = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])
@@ -237,7 +243,9 @@ def _num_noise_steps(options: RunOptions) -> int:
 
 
 def _num_forwards(options: RunOptions, batch: int) -> float:
-    """Denoising steps of a batch; with a shared initial noise, those before the noise steps are computed once."""
+    """Denoising steps of a batch; with a shared initial noise, those before the noise steps are
+    computed once.
+    """
     sample = options.sample
     is_noisy = _num_noise_steps(options) > 0
     before = min(sample.noise_steps) if is_noisy else sample.num_steps

@@ -47,7 +47,9 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
-    """Training on pairs of the largest images. The language model runs on fake tensors, the tower is computed."""
+    """Training on pairs of the largest images. The language model runs on fake tensors, the tower
+    is computed.
+    """
     from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 
     model, arguments = build_judge(config)

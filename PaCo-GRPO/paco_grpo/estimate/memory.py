@@ -53,7 +53,8 @@ def weights_of(policy: Policy, options: RunOptions, processes: int, saved: int) 
     offloaded = {}
     vae = offloaded if speed.offload_vae else resident
     vae["VAE"] = bytes_of(policy.pipeline.vae)
-    # By default they stay only where half of the memory is free, and then they are not what fills it.
+    # By default they stay only where half of the memory is free, and then they are not what fills
+    # it.
     text = resident if speed.offload_text is False else offloaded
     text["text encoders"] = sum(map(bytes_of, policy.text_encoders()))
     resident = {part: size for part, size in resident.items() if size}
@@ -75,7 +76,9 @@ def reward_bytes(options: RunOptions) -> dict[str, int]:
 
 
 def quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
-    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of them, decoded."""
+    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of
+    them, decoded.
+    """
     if not bits:
         return 0, 0
     stored = 1 if bits == 8 else _NF4

@@ -1,4 +1,6 @@
-"""From measured pieces to seconds, to a verdict on memory, and to a division of GPUs between generator and judge."""
+"""From measured pieces to seconds, to a verdict on memory, and to a division of GPUs between
+generator and judge.
+"""
 
 import dataclasses
 import math
@@ -46,7 +48,9 @@ class Card:
 
 
 def card_of(name: str, memory_gb: float | None, operator_s: float) -> Card:
-    """The card called ``name``, or any with ``memory_gb`` as sold: the known one with the nearest memory, scaled."""
+    """The card called ``name``, or any with ``memory_gb`` as sold: the known one with the nearest
+    memory, scaled.
+    """
     label = name
     share = 1.0
     if memory_gb:
@@ -144,7 +148,9 @@ def judge_of_run(
 def split(
     estimate: Estimate, card: Card, judge: Judge, generating: int, serving: int
 ) -> dict[str, float]:
-    """Seconds of an epoch; the judge starts after the first batch is sampled and cannot finish before the last one is."""
+    """Seconds of an epoch; the judge starts after the first batch is sampled and cannot finish
+    before the last one is.
+    """
     plan = estimate.plan
     of_image = {
         work.name: card.seconds(work, estimate.compiled) / plan.samples_per_process

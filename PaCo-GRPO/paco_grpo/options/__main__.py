@@ -1,6 +1,5 @@
 """Print docs/configuration.md: ``python -m paco_grpo.options > ../docs/configuration.md``."""
 
-import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ def page() -> str:
     lines = [_INTRODUCTION]
     for prefix, group in ({"": RunOptions} | GROUPS).items():
         title = f"config.{prefix}".rstrip(".")
-        lines += [f"## `{title}`", "", inspect.cleandoc(group.__doc__), ""]
+        lines += [f"## `{title}`", "", " ".join(group.__doc__.split()), ""]
         lines += ["| option | values | default | meaning |", "|---|---|---|---|"]
         for name, option in OPTIONS.items():
             if name.rpartition(".")[0] == prefix:
@@ -59,26 +58,27 @@ def page() -> str:
 
 def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The values that an option takes, other than None."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _values(
-            parts[0], [limit for field in parts[1:] for limit in getattr(field, "metadata", [])]
-        )
+        limits = []
+        for field in parts[1:]:
+            limits += getattr(field, "metadata", [])
+        return _values(parts[0], limits)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_values(part, metadata) for part in parts if part is not type(None))
     if origin is typing.Literal:
         return ", ".join(map(str, parts))
     if origin is Callable:
         return "function"
-    limits = [
-        (sign, getattr(bound, name))
-        for bound in metadata
-        for name, sign in _SIGNS.items()
-        if hasattr(bound, name)
-    ]
-    kind = "names" if parts[:1] == (str,) and origin is tuple else _TYPES[origin or annotation]
-    # Large limits only catch typing errors.
-    return " ".join([kind, *(f"{sign} {limit:g}" for sign, limit in limits if limit < 100_000)])
+    is_list_of_names = origin is tuple and parts[0] is str
+    words = ["names" if is_list_of_names else _TYPES[origin or annotation]]
+    for bound in metadata:
+        for name, sign in _SIGNS.items():
+            limit = getattr(bound, name, None)
+            if limit is not None and limit < 100_000:  # larger ones only catch typing errors
+                words.append(f"{sign} {limit:g}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Text to values. A key that is given twice is an error, and YAML's numbers are those of YAML 1.2.
 
-YAML 1.1, which PyYAML implements, reads ``010`` as 8, ``1:30`` as 90, ``2026-01-02`` as a date and ``1e-3`` as a text.
+YAML 1.1, which PyYAML implements, reads ``010`` as 8, ``1:30`` as 90, ``2026-01-02`` as a date and
+``1e-3`` as a text.
 """
 
 import ast

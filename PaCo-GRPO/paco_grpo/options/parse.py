@@ -1,7 +1,9 @@
-"""Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is read only here.
+"""Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is
+read only here.
 
-A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``, whose own parser knows no
-tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``) and no YAML files.
+A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``, whose
+own parser knows no tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``)
+and no YAML files.
 """
 
 import dataclasses
@@ -36,7 +38,9 @@ class ConfigError(ValueError):
 
 
 class _Config(ConfigDict):
-    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths), without checks of types."""
+    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths), without checks of
+    types.
+    """
 
     def __init__(self, entries: Mapping[str, Any] = {}) -> None:
         super().__init__(type_safe=False, allow_dotted_keys=True)
@@ -56,7 +60,9 @@ def config_dict() -> ConfigDict:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
-    """The options that a command line gives, and the name of their configuration; see ``load_options``."""
+    """The options that a command line gives, and the name of their configuration; see
+    ``load_options``.
+    """
     source, overrides = parse_command_line(arguments)
     name = source.partition(":")[2] or Path(source).stem
     return load_options(source, overrides), name
@@ -98,8 +104,10 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """The options in a file.
 
     Args:
-        source: ``FILE.py:NAME`` (see ``named_configuration``) or a ``config.yaml`` saved by an earlier run.
-        overrides: Pairs of dotted name and text, as on the command line, of an option or of an entry of a table.
+        source: ``FILE.py:NAME`` (see ``named_configuration``) or a ``config.yaml`` saved by an
+            earlier run.
+        overrides: Pairs of dotted name and text, as on the command line, of an option or of an
+            entry of a table.
     """
     file, _, name = str(source).partition(":")
     path = Path(file)
@@ -146,9 +154,10 @@ def _read_python(path: Path, name: str) -> ConfigDict:
 def named_configuration(names: Mapping[str, Any], name: str) -> Any:
     """The configuration that a file, which defines ``names``, calls ``name``.
 
-    It is what the public function ``name`` returns. ``name`` may end in keys of the file's table ``SUFFIXES``, in any
-    order; their functions then change the configuration, unless the file has a function for the name with that suffix.
-    A file may instead have a function ``get_config``, which gets ``name``, or nothing where no name is given.
+    It is what the public function ``name`` returns. ``name`` may end in keys of the file's table
+    ``SUFFIXES``, in any order; their functions then change the configuration, unless the file has a
+    function for the name with that suffix. A file may instead have a function ``get_config``, which
+    gets ``name``, or nothing where no name is given.
 
     Raises:
         KeyError: There is no such configuration.
@@ -351,7 +360,9 @@ def _drop_arguments_of_replaced_rewards(
     rewards_of_file: Mapping[str, set[str]],
     overrides: Sequence[tuple[str, str]],
 ) -> None:
-    """Drop a file's arguments of rewards that the command line replaced; others that fit no reward stay an error."""
+    """Drop a file's arguments of rewards that the command line replaced; others that fit no reward
+    stay an error.
+    """
     before = rewards_of_file["train"] | rewards_of_file["test"]
     now = _reward_names(values)
     replaced = before - now["train"] - now["test"]
@@ -378,7 +389,8 @@ def _drop_arguments_of_replaced_rewards(
 def options_to_dict(options: RunOptions) -> dict[str, Any]:
     """Nested plain values, from which ``make_options`` makes equal options.
 
-    Of ``train.aggregate_fn``, only its description can be saved (``advantages.aggregation.describe``), not a function.
+    Of ``train.aggregate_fn``, only its description can be saved
+    (``advantages.aggregation.describe``), not a function.
     """
     return _RUN_OPTIONS.dump_python(options, mode="json")
 

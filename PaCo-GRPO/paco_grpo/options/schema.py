@@ -1,6 +1,7 @@
 """Every option of a run, each declared once: type, range, default and meaning.
 
-Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is validated again.
+Options are never changed after parsing; ``dataclasses.replace`` makes a changed copy, which is
+validated again.
 """
 
 import dataclasses
@@ -238,7 +239,9 @@ class HealthOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class SpeedOptions:
-    """How the same numbers are computed faster; what changes them, if only by rounding, is off by default."""
+    """How the same numbers are computed faster; what changes them, if only by rounding, is off by
+    default.
+    """
 
     compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
     attention: str | None = option(

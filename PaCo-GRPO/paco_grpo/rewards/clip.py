@@ -1,4 +1,6 @@
-"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT, subfig_clipI)."""
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT,
+subfig_clipI).
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -34,7 +36,8 @@ def download(load: Callable[[], object]) -> None:
 
 
 def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
-    """``load(local_files_only=…)``: from a folder or the cache, else from the hub, if it answers one request.
+    """``load(local_files_only=…)``: from a folder or the cache, else from the hub, if it answers
+    one request.
 
     Raises:
         MissingWeights: The hub cannot be asked, or does not have them.
@@ -48,16 +51,18 @@ def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
-    Subclasses define ``open``, which returns the model, and ``encode_images`` and ``encode_texts``, which return features
-    (n, C) that need not be unit vectors.
+    Subclasses define ``open``, which returns the model, and ``encode_images`` and ``encode_texts``,
+    which return features (n, C) that need not be unit vectors.
     """
 
-    what, command = "", ""  # the weights, and how they are downloaded
+    what = ""  # the weights
+    command = ""  # how they are downloaded
 
     def __init__(self, device: torch.device | str, dtype: str) -> None:
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dtype {dtype!r} is not float32, float16 or bfloat16")
-        self.device, self.dtype = torch.device(device), getattr(torch, dtype)
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, dtype)
         self._model: torch.nn.Module | None = None
         self._texts: dict[str, torch.Tensor] = {}
         self._lock = threading.RLock()
@@ -165,12 +170,14 @@ class ClipScore(Clip):
         return (self._model.logit_scale.float().exp() * cosines).double().cpu().numpy() / self.scale
 
 
-# Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569): logit_scale · cos / 26.
+# Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569).
 PickScore = partial(ClipScore, model=PICKSCORE, processor=PICKSCORE_PROCESSOR, scale=26.0)
 
 
 class OpenClip(Clip):
-    """A model of the package open_clip. Raises ImportError without the package, before weights are loaded."""
+    """A model of the package open_clip. Raises ImportError without the package, before weights are
+    loaded.
+    """
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
 
@@ -180,7 +187,9 @@ class OpenClip(Clip):
         import open_clip  # noqa: F401
 
         super().__init__(device, dtype)
-        self.name, self.pretrained, self.what = model, pretrained, f"{model} ({pretrained})"
+        self.name = model
+        self.pretrained = pretrained
+        self.what = f"{model} ({pretrained})"
 
     def open(self) -> torch.nn.Module:
         import open_clip
@@ -207,7 +216,9 @@ class OpenClip(Clip):
 
 
 def _open_clip_file(tag: dict[str, str]) -> str:
-    """The weights that OpenCLIP has under a tag: from the cache, else from the hub, which is asked once without retries."""
+    """The weights that OpenCLIP has under a tag: from the cache, else from the hub, which is asked
+    once without retries.
+    """
     import open_clip.pretrained
     from huggingface_hub import try_to_load_from_cache
     from open_clip.constants import HF_WEIGHTS_NAME

@@ -24,10 +24,11 @@ class Plan:
 
 
 def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> Plan:
-    """Derive the plan. m is raised until m·k divides evenly over processes and batches (docs/method.md §4).
+    """Derive the plan. m is raised until m·k divides evenly over processes and batches
+    (docs/method.md §4).
 
-    A batch larger than a process's share is first reduced to it, so that more processes need not mean more prompts.
-    ``gradient_steps`` is the objective's default.
+    A batch larger than a process's share is first reduced to it, so that more processes need not
+    mean more prompts. ``gradient_steps`` is the objective's default.
     """
     sample = options.sample
     fewest = sample.unique_sample_num_per_epoch
@@ -62,14 +63,18 @@ def evaluation_images(options: RunOptions, num_items: int) -> int:
 
 
 def picture_bytes(options: RunOptions, num_items: int) -> int:
-    """Bytes of the pictures of one evaluation; a PNG of a photograph takes about two for each pixel."""
+    """Bytes of the pictures of one evaluation; a PNG of a photograph takes about two for each
+    pixel.
+    """
     if not options.test.save_eval_images:
         return 0
     return 2 * evaluation_images(options, num_items) * options.test.resolution**2
 
 
 def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
-    """How many images the evaluations of a run have, when, and which share of the run's denoising they are."""
+    """How many images the evaluations of a run have, when, and which share of the run's denoising
+    they are.
+    """
     test = options.test
     images = evaluation_images(options, num_items)
     line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
@@ -93,7 +98,8 @@ def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str
 def merges_lora(options: RunOptions, device: torch.device) -> bool:
     """Whether steps without noise run with the LoRA merged into the base weights.
 
-    bfloat16 would round most of a small update away; on a GPU, TF32 rounds more and a copy of the weights takes memory.
+    bfloat16 would round most of a small update away; on a GPU, TF32 rounds more and a copy of the
+    weights takes memory.
     """
     exact = (
         options.mixed_precision == "no"
