@@ -12,9 +12,8 @@ port, clip, open_clip = sys.argv[1:]
 judge = {"port": int(port), "model": "Paco-Reward-7B"}
 image = Image.new("RGB", (512, 256), "white")
 ImageDraw.Draw(image).text((60, 60), "HELLO", fill="black", font=ImageFont.load_default(90))
-item = Item(
-    0, 'A 1x2 grid layout of "HELLO". [LEFT]:The first half. [RIGHT]:The other half.', image=image
-)
+prompt = 'A 1x2 grid layout of "HELLO". [LEFT]:The first half. [RIGHT]:The other half.'
+item = Item(0, prompt, references=(image,))
 clips = {"model": open_clip}
 arguments = {
     "consistency_score": judge, "consistency_for_editing": judge, "grid_layout": judge | {"model": "Gemma-3-4B-IT"},
