@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import fake_judge
 from PIL import Image
+from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import draw
-from tiny_run import rows_of, tiny_options, train
+from tiny_run import as_arguments, load_script, overrides_for, rows_of, tiny_options, train
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.options import OPTIONS, read_options
 from paco_grpo.policies import POLICIES, load_policy
-from paco_grpo.rewards.registry import build_rewards
+from paco_grpo.rewards.registry import build_rewards, short_name
 from paco_grpo.types import Item
 
 HERE = Path(__file__).resolve().parents[1]
@@ -33,6 +35,49 @@ def recipes(tmp_path, monkeypatch):
     yield tmp_path
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+COMMANDS = re.findall(
+    r"^(?:PYTHONPATH=\. )?bash (scripts/\S+\.sh) (.*)",
+    RECIPES.replace("\\\n", " "),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [arguments for _, arguments in COMMANDS])
+def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monkeypatch):
+    """As printed; only models, sizes and the judge's address are those of a test."""
+    monkeypatch.chdir(HERE)  # as scripts/launch.sh does
+    monkeypatch.syspath_prepend(str(HERE))
+    overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1, item_size="aspect")
+    for option in (
+        "train.reward_fn",
+        "train.reward_fn_kwargs",
+        "train.aggregate_fn",
+        "test.reward_fn",
+    ):
+        del overrides[option]
+    name, *changes = shlex.split(arguments)
+    source = f"{recipes}/{name}" if ".py:" in name else f"{HERE}/config/grpo.py:{name}"
+    open_clip, weights = save_open_clip(tmp_path / "open_clip")
+    clip = save_clip(tmp_path / "clip")
+    with fake_judge.FakeJudge() as judge:
+        places = {
+            "consistency_score": {"base_url": judge.url, "model": judge.models[0]},
+            "subfig_clipT": {"model": open_clip, "pretrained": weights},
+            "pickscore": {"model": clip, "processor": clip},
+        }
+        command = ["--config", source, *changes, *as_arguments(overrides)]
+        rewards = read_options(command)[0].train.reward_fn
+        for reward, kwargs in places.items():
+            if reward in rewards:
+                command.append(f"--config.train.reward_fn_kwargs.{reward}={kwargs!r}")
+        assert load_script("train").main(command) == 0
+    options = read_options(command)[0]
+    (row,) = rows_of(options, "train")
+    measured = {short_name(reward) for reward in options.train.reward_fn}
+    assert {f"reward/{reward}_mean" for reward in measured} <= set(row)
 
 
 def test_reward(recipes):
@@ -100,7 +145,8 @@ def test_commands_name_scripts_configurations_and_options_that_exist():
             arguments.replace("runs/NAME/config.yaml", "t2is"), comments=True
         )
         assert (HERE / script).is_file()
-        read_options(["--config", f"{HERE}/config/grpo.py:{name}", *changes])
+        if ".py:" not in name:  # test_every_command_trains has those
+            read_options(["--config", f"{HERE}/config/grpo.py:{name}", *changes])
 
 
 def test_named_options_exist():
