@@ -216,9 +216,8 @@ class DiffusersPolicy(Policy):
         """
         fields: dict[str, torch.Tensor | None] = {}
         digests = [tuple(map(image_digest, images)) for images in seen]
-        with (
-            ExitStack() as copied
-        ):  # one transfer of the encoders for all texts that are not cached
+        # One transfer of the encoders for all texts that are not cached
+        with ExitStack() as copied:
 
             def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
                 copied.enter_context(self._offloaded_text.on_device())
@@ -230,16 +229,13 @@ class DiffusersPolicy(Policy):
                 texts = [
                     item.prompt if name == "prompt" else self.negative_prompt for item in items
                 ]
-                inputs = zip(texts, digests, seen, strict=True)
-                rows = [
-                    self._texts.get((t, digest), partial(compute, t, images))
-                    for t, digest, images in inputs
-                ]
+                rows = []
+                for text, digest, images in zip(texts, digests, seen, strict=True):
+                    compute_row = partial(compute, text, images)
+                    rows.append(self._texts.get((text, digest), compute_row))
                 embeds, *pooled = zip(*rows, strict=True)
-                mask = (
-                    torch.arange(max(map(len, embeds)))
-                    < torch.tensor([len(row) for row in embeds])[:, None]
-                )
+                lengths = torch.tensor([len(features) for features in embeds])
+                mask = torch.arange(int(lengths.max())) < lengths[:, None]
                 fields[f"{name}_embeds"] = self._padded(embeds)
                 fields[f"{name}_mask"] = None if mask.all() else mask
                 fields[f"{name}_pooled"] = self._padded(*pooled) if pooled else None
@@ -265,6 +261,12 @@ class DiffusersPolicy(Policy):
     @property
     def _encoder_device(self) -> torch.device:
         return self.text_encoders()[0].device
+
+    def _embedded_guidance(self, sigma: torch.Tensor) -> torch.Tensor | None:
+        """The scale (B,) for a transformer that takes it as an input; None for others."""
+        if not self._transformer_config.guidance_embeds:
+            return None
+        return torch.full_like(sigma, self.guidance_scale)
 
     def velocity(
         self,
@@ -316,9 +318,11 @@ class DiffusersPolicy(Policy):
             raise ValueError(
                 f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2"
             )
-        given = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)} if self.linear_sigmas else {}
+        linear = {}
+        if self.linear_sigmas:
+            linear = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)}
         retrieve_timesteps(
-            self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **given
+            self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **linear
         )
         return self._scheduler.sigmas.to("cpu", torch.float32)
 
@@ -454,7 +458,8 @@ def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 
     diffusers would load them too, but also where tensors are missing.
     """
-    config, models = DiffusionPipeline.load_config(path), {}
+    config = DiffusionPipeline.load_config(path)
+    models = {}
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
         library, class_name = config.get(name, (None, None))
         if library is None:

@@ -29,13 +29,12 @@ class FluxPolicy(DiffusersPolicy):
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
-        (embeds, _, pooled), sigma, image_ids = inputs.text, inputs.sigma, self._image_ids(*grids)
+        embeds, _, pooled = inputs.text
+        image_ids = self._image_ids(*grids)
         return self.transformer(
             hidden_states=tokens.to(self.dtype),
-            timestep=sigma,  # the transformer multiplies by 1000
-            guidance=torch.full_like(sigma, self.guidance_scale)
-            if self._transformer_config.guidance_embeds
-            else None,
+            timestep=inputs.sigma,  # the transformer multiplies by 1000
+            guidance=self._embedded_guidance(inputs.sigma),
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=image_ids.new_zeros(embeds.shape[1], 3),
@@ -46,11 +45,11 @@ class FluxPolicy(DiffusersPolicy):
     def _image_ids(self, *grids: tuple[int, int]) -> torch.Tensor:
         """Positions (M, 3) of the tokens of all images; references are marked by a 1."""
         if grids not in self._ids:
-            each = [
+            ids_by_image = [
                 self.pipeline._prepare_latent_image_ids(1, *grid, self.device, self.dtype)
                 for grid in grids
             ]
-            for ids in each[1:]:
+            for ids in ids_by_image[1:]:
                 ids[:, 0] = 1  # as in the pipeline
-            self._ids[grids] = torch.cat(each)
+            self._ids[grids] = torch.cat(ids_by_image)
         return self._ids[grids]

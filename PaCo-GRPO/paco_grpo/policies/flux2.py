@@ -54,15 +54,13 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
-        (embeds, _, _), sigma = inputs.text, inputs.sigma  # padding counts as text
+        embeds, _, _ = inputs.text  # padding counts as text
         text_ids, image_ids = self._ids_for(embeds.shape[1], *grids)
         return self.transformer(
             # float32: the transformer casts 1000·σ to their type, which bfloat16 would round
             hidden_states=tokens,
-            timestep=sigma,
-            guidance=torch.full_like(sigma, self.guidance_scale)
-            if self._transformer_config.guidance_embeds
-            else None,
+            timestep=inputs.sigma,
+            guidance=self._embedded_guidance(inputs.sigma),
             encoder_hidden_states=embeds,
             txt_ids=text_ids,
             img_ids=image_ids,
@@ -74,8 +72,8 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         key = (length, *grids)
         if key not in self._ids:
             text = self.pipeline._prepare_text_ids(torch.empty(1, length, 1))[0]
-            own, *references = (torch.empty(1, 1, *grid) for grid in grids)
-            images = [self.pipeline._prepare_latent_ids(own)[0]]
+            generated, *references = (torch.empty(1, 1, *grid) for grid in grids)
+            images = [self.pipeline._prepare_latent_ids(generated)[0]]
             images += [self.pipeline._prepare_image_ids(references)[0]] if references else []
             self._ids[key] = text.to(self.device), torch.cat(images).to(self.device)
         return self._ids[key]

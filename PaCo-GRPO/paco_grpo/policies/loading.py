@@ -67,8 +67,8 @@ def load_policy(
     Raises:
         PolicyLoadError: The model cannot be loaded, or has no true CFG for the negative prompt.
     """
-    found = policy_class(model_path)
-    if negative_prompt is not None and not found.has_true_cfg:
+    kind = policy_class(model_path)
+    if negative_prompt is not None and not kind.has_true_cfg:
         raise PolicyLoadError(
             f"config.sample.negative_prompt={negative_prompt!r}: the guidance of {model_path} is "
             "embedded, leave it at None"
@@ -82,9 +82,9 @@ def load_policy(
     }
     if quantize is not None:  # a user's policy class need not have this argument
         options["quantize"] = quantize
-    if found.text_sees_image:
+    if kind.text_sees_image:
         options["image_positions"] = image_positions
-    return found.from_pretrained(model_path, **options)
+    return kind.from_pretrained(model_path, **options)
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:

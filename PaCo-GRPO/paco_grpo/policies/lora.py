@@ -5,6 +5,7 @@ for any base.
 """
 
 import copy
+import itertools
 import logging
 import re
 import warnings
@@ -93,29 +94,29 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
         targets = [targets]
     if isinstance(targets, str):
         try:
-            found = {targets: [name for name in layers if re.fullmatch(targets, name)]}
+            matches = {targets: [name for name in layers if re.fullmatch(targets, name)]}
         except re.error as error:
             raise ConfigError(
                 f"config.train.lora_targets={targets!r} is no regular expression: {error}"
             ) from error
     else:
-        found = {
+        matches = {
             target: [name for name in layers if f".{name}".endswith(f".{target}")]
             for target in targets
         }
-    for target in (target for target, matches in found.items() if not matches):
-        kinds = dict.fromkeys(
-            m[1] for m in (re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers) if m
-        )
+    for target, matching in matches.items():
+        if matching:
+            continue
+        in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers]
+        kinds = dict.fromkeys(match[1] for match in in_blocks if match)
         near = did_you_mean(
             re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds]
         )
         raise ConfigError(
             f"config.train.lora_targets: {target!r} matches no linear layer of the "
-            f"transformer.{near} The layers of its "
-            f"blocks: {', '.join(kinds)}"
+            f"transformer.{near} The layers of its blocks: {', '.join(kinds)}"
         )
-    return sorted({name for matches in found.values() for name in matches})
+    return sorted(set(itertools.chain.from_iterable(matches.values())))
 
 
 def remove_lora(policy: Policy) -> None:
@@ -148,8 +149,10 @@ def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
 
 def lora_parameters(policy: Policy, name: str = "") -> list[nn.Parameter]:
     """The parameters of the adapter ``name``, or of all adapters, trainable or not."""
-    found, adapter = policy.transformer.named_parameters(), f"{name}." if name else ""
-    return [p for key, p in found if f".lora_A.{adapter}" in key or f".lora_B.{adapter}" in key]
+    adapter = f"{name}." if name else ""
+    factors = f".lora_A.{adapter}", f".lora_B.{adapter}"
+    named = policy.transformer.named_parameters()
+    return [parameter for key, parameter in named if any(factor in key for factor in factors)]
 
 
 def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:

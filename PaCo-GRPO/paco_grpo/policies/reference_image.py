@@ -154,8 +154,10 @@ class ReferenceImagePolicy(DiffusersPolicy):
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """With the reference tokens behind the generated ones."""
-        latents, conditioning = inputs.latents, inputs.conditioning
-        grids = {tuple((r, c) for r, c in row if r) for row in conditioning.reference_grid.tolist()}
+        conditioning = inputs.conditioning
+        grids = set()
+        for sample in conditioning.reference_grid.tolist():
+            grids.add(tuple((rows, columns) for rows, columns in sample if rows))
         if len(grids) > 1:
             raise ValueError(
                 f"reference images of {sorted(grids)} tokens cannot share a forward: group "
@@ -163,7 +165,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
             )
         (shared,) = grids
         length = sum(rows * columns for rows, columns in shared)
-        tokens = torch.cat([latents, conditioning.reference[:, :length].to(latents.dtype)], dim=1)
+        references = conditioning.reference[:, :length].to(inputs.latents.dtype)
+        tokens = torch.cat([inputs.latents, references], dim=1)
         return tokens, [self._grid(inputs.height, inputs.width), *shared]
 
     def _read(self, item: Item) -> tuple[Reference, ...]:
@@ -189,28 +192,24 @@ class ReferenceImagePolicy(DiffusersPolicy):
     ) -> dict[str, torch.Tensor]:
         """The fields of ``ReferenceConditioning``; each image goes through the VAE alone."""
         nothing = torch.zeros(0, self._transformer_config.in_channels, dtype=self.dtype)
-        with ExitStack() as copied:  # one transfer of the VAE for all images that are not cached
+        tokens = []
+        grids = []
+        # One transfer of the VAE for all images that are not cached
+        with ExitStack() as copied:
 
             def compute(reference: Reference) -> tuple[torch.Tensor]:
                 copied.enter_context(self._offloaded_vae.on_device())
                 return (self._encode_image(reference),)
 
-            tokens = [
-                torch.cat(
-                    [
-                        nothing,
-                        *(
-                            self._latents.get(image_digest(r.image), partial(compute, r))[0]
-                            for r in row
-                        ),
-                    ]
-                )
-                for row in references
-            ]
-        grids = [
-            torch.tensor([self._grid(*r.size) for r in row], dtype=torch.int64).view(-1, 2)
-            for row in references
-        ]
+            for row in references:
+                parts = [nothing]
+                for reference in row:
+                    digest = image_digest(reference.image)
+                    (latents,) = self._latents.get(digest, partial(compute, reference))
+                    parts.append(latents)
+                tokens.append(torch.cat(parts))
+                grid = [self._grid(*reference.size) for reference in row]
+                grids.append(torch.tensor(grid, dtype=torch.int64).view(-1, 2))
         return {
             "reference": pad_sequence(tokens, batch_first=True).to(self.device),
             "reference_grid": pad_sequence(grids, batch_first=True),

@@ -201,8 +201,12 @@ def integrate(
     last: tuple[torch.Tensor, float] | None = None
     for i in range(len(sigmas) - 1):
         sigma, sigma_next = _sigma_pair(sigmas, i, x)
-        v, step = velocity(x, sigma), float(sigmas[i + 1] - sigmas[i])
-        slope = v if last is None else v + step / (2 * last[1]) * (v - last[0])
+        v = velocity(x, sigma)
+        step = float(sigmas[i + 1] - sigmas[i])
+        slope = v
+        if last is not None:
+            last_v, last_step = last
+            slope = v + step / (2 * last_step) * (v - last_v)
         if second_order:
             last = v, step
         x = euler_step(x, slope, sigma, sigma_next)

@@ -60,7 +60,8 @@ def plan_batches(
     policy: Policy, items: Sequence[Item], resolution: int, item_size_mode: str, batch_size: int
 ) -> list[Batch]:
     """Batches of ``items`` that share a forward; ``numbers`` are indices into ``items``."""
-    sizes, keys = [], []
+    sizes = []
+    keys = []
     for item in items:  # one reference image in memory at a time
         sized = at_size(item, resolution, item_size_mode, policy)
         sizes.append((sized.height, sized.width))
