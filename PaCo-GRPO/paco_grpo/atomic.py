@@ -1,4 +1,6 @@
-"""Files that are whole or not there, whatever ends the process. Any package may import this; it imports nothing of ours."""
+"""Files that are whole or not there, whatever ends the process. Any package may import this; it
+imports nothing of ours.
+"""
 
 import errno
 import os
@@ -22,7 +24,8 @@ _REMEDIES = {
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` so that a kill or a power loss leaves the old file or the new one.
+    """Write ``content`` (text as UTF-8) to ``path`` so that a kill or a power loss leaves the old
+    file or the new one.
 
     The content goes to a hidden file beside it, reaches the disk, and is then renamed.
     """
@@ -41,7 +44,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` permanent: a rename reaches the disk with its folder, not with the file."""
+    """Make the names in ``folder`` permanent: a rename reaches the disk with its folder, not with
+    the file.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,7 +57,8 @@ def sync_folder(folder: Path) -> None:
 def remedy(error: Exception) -> str:
     """What helps against an error of the file system, or an empty text where we do not know.
 
-    Libraries written in Rust (safetensors) raise errors of their own that end with ``(os error NUMBER)``.
+    Libraries written in Rust (safetensors) raise errors of their own that end with ``(os error
+    NUMBER)``.
     """
     number = getattr(error, "errno", None)
     if number is None and (found := re.search(r"os error (\d+)", str(error))):

@@ -1,4 +1,4 @@
-"""The run's folder: who may write to it, its checkpoints by epoch, their hashes, and weights as safetensors."""
+"""The run's folder: who may write to it, its checkpoints by epoch, their hashes and weights."""
 
 import errno
 import fcntl
@@ -32,11 +32,13 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
-# --- the folder of a run ------------------------------------------------------------------------------------------
+# --- the folder of a run ------------------------------------------------------------------------
 
 
 def expanded(place: str | Path, option: str) -> Path:
-    """``place`` with its ``~``, as an absolute path; a ``ConfigError`` that names ``option`` if it cannot be one."""
+    """``place`` with its ``~``, as an absolute path; a ``ConfigError`` that names ``option`` if it
+    cannot be one.
+    """
     try:
         path = Path(place).expanduser().absolute()
         path.exists()  # a name may be too long for the file system
@@ -54,12 +56,16 @@ class RunFolder:
         self._lock: TextIOWrapper | None = None
 
     def claim(self) -> None:
-        """Make the folder and lock it; a ``ConfigError`` if it cannot be written to or another trainer has it."""
+        """Make the folder and lock it; a ``ConfigError`` if it cannot be written to or another
+        trainer has it.
+        """
         check_writable(self.path)
         self._lock = lock_folder(self.path)
 
     def release(self, remove_if_unused: bool = False) -> None:
-        """Let another trainer have the folder. ``remove_if_unused``: remove it if nothing was done in it yet."""
+        """Let another trainer have the folder. ``remove_if_unused``: remove it if nothing was done
+        in it yet.
+        """
         if self._lock is None:
             return
         if remove_if_unused and self.path.is_dir():
@@ -71,7 +77,8 @@ class RunFolder:
 
 
 def lock_folder(folder: Path) -> TextIOWrapper:
-    """An exclusive lock on a run folder, held until the returned file is closed; else a ``ConfigError``.
+    """An exclusive lock on a run folder, held until the returned file is closed; else a
+    ``ConfigError``.
 
     The file says which process has the lock, for the message to the next one.
     """
@@ -98,7 +105,8 @@ def lock_folder(folder: Path) -> TextIOWrapper:
         file.close()
         who = f" ({owner})" if owner else ""
         raise ConfigError(
-            f"{folder} is in use by another trainer{who}; end it, or choose another --config.run_name"
+            f"{folder} is in use by another trainer{who}; end it, or choose another "
+            "--config.run_name"
         ) from None
     file.truncate(0)
     started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -108,7 +116,9 @@ def lock_folder(folder: Path) -> TextIOWrapper:
 
 
 def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.save_dir") -> None:
-    """Make ``folder``; a ``ConfigError`` that names ``option`` if it cannot be written to or lacks space."""
+    """Make ``folder``; a ``ConfigError`` that names ``option`` if it cannot be written to or lacks
+    space.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -121,12 +131,12 @@ def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.sa
         free_mib = free / 2**20
         needed_mib = needed_bytes / 2**20
         raise ConfigError(
-            f"{folder} has {free_mib:.0f} MiB free, but checkpoints and the pictures of an evaluation need about "
-            f"{needed_mib:.0f} MiB more; free some or change {option}"
+            f"{folder} has {free_mib:.0f} MiB free, but checkpoints and the pictures of an "
+            f"evaluation need about {needed_mib:.0f} MiB more; free some or change {option}"
         )
 
 
-# --- checkpoints by epoch -----------------------------------------------------------------------------------------
+# --- checkpoints by epoch -----------------------------------------------------------------------
 
 
 def checkpoint_name(epoch: int) -> str:
@@ -135,7 +145,9 @@ def checkpoint_name(epoch: int) -> str:
 
 
 def epoch_of(path: Path) -> int | None:
-    """The epoch in a name of ``checkpoint_name``; None for others: ``epoch_0001_keep`` is the user's own."""
+    """The epoch in a name of ``checkpoint_name``; None for others: ``epoch_0001_keep`` is the
+    user's own.
+    """
     name = re.fullmatch(r"epoch_(\d+)", path.name)
     return int(name[1]) if name else None
 
@@ -147,14 +159,18 @@ def _by_epoch(folder: Path) -> list[tuple[int, Path]]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in ``folder``, oldest first, damaged ones too: one gets its name only when it is whole."""
+    """Checkpoints in ``folder``, oldest first, damaged ones too: one gets its name only when it is
+    whole.
+    """
     return [path for _, path in _by_epoch(folder) if (path / "state").is_dir()]
 
 
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
-    """The checkpoint that ``config.resume_from`` means: ``latest`` (in ``run_dir``), or a checkpoint's or run's path.
+    """The checkpoint that ``config.resume_from`` means: ``latest`` (in ``run_dir``), or a
+    checkpoint's or run's path.
 
-    Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a ``CheckpointError``.
+    Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a
+    ``CheckpointError``.
     """
     path = run_dir
     if resume_from != "latest":
@@ -187,7 +203,9 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def archive_superseded(folder: Path, epoch: int) -> None:
-    """Rename what is later than ``epoch``, where a run resumes: 'latest' must not mean the abandoned course."""
+    """Rename what is later than ``epoch``, where a run resumes: 'latest' must not mean the
+    abandoned course.
+    """
     for number, path in _by_epoch(folder):
         if number > epoch:
             target = path.with_name(f"replaced_{path.name}")
@@ -196,7 +214,9 @@ def archive_superseded(folder: Path, epoch: int) -> None:
 
 
 def prune(root: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond ``limit``, and what an earlier removal or writing has left behind."""
+    """Remove the oldest checkpoints beyond ``limit``, and what an earlier removal or writing has
+    left behind.
+    """
     for path in list_checkpoints(root)[:-limit]:
         _remove(path)
     for pattern in (".*.removed", ".*.partial"):
@@ -205,7 +225,9 @@ def prune(root: Path, limit: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder that may not exist. It loses its name first, so that half of it is never taken for a whole."""
+    """Remove a folder that may not exist. It loses its name first, so that half of it is never
+    taken for a whole.
+    """
     if not path.exists():
         return
     doomed = path.with_name(f".{path.name.lstrip('.')}.removed")
@@ -214,7 +236,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-# --- the files of a checkpoint ------------------------------------------------------------------------------------
+# --- the files of a checkpoint ------------------------------------------------------------------
 
 
 def write_hashes(folder: Path) -> None:
@@ -225,7 +247,9 @@ def write_hashes(folder: Path) -> None:
 
 
 def check_hashes(folder: Path) -> bool:
-    """Raise a ``ValueError`` for a file that is not as ``write_hashes`` saw it; False if there are no hashes."""
+    """Raise a ``ValueError`` for a file that is not as ``write_hashes`` saw it; False if there are
+    no hashes.
+    """
     path = folder / HASHES_FILE
     if not path.is_file():
         return False
@@ -250,7 +274,9 @@ def _sha256(path: Path) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool) -> None:
-    """Write tensors by name. Sharded ones are gathered: every process calls it, and one has ``write`` set."""
+    """Write tensors by name. Sharded ones are gathered: every process calls it, and one has
+    ``write`` set.
+    """
     whole = {}
     for name, tensor in tensors.items():
         value = full_tensor(tensor)

@@ -43,10 +43,12 @@ class Checkpoints:
         self.accelerator = state.strategy.accelerator
 
     def save(self, name: str | None = None) -> Path:
-        """Write a checkpoint into a hidden folder that is renamed when complete; a collective operation.
+        """Write a checkpoint into a hidden folder that is renamed when complete; a collective
+        operation.
 
-        Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed. When one process could
-        not write, every process raises a ``CheckpointError``; the earlier checkpoints are intact.
+        Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed.
+        When one process could not write, every process raises a ``CheckpointError``; the earlier
+        checkpoints are intact.
         """
         final = self.root / (name or files.checkpoint_name(self.state.epoch))
         partial = self.root / f".{final.name}.partial"
@@ -94,16 +96,19 @@ class Checkpoints:
             problem = error
         if not any_process(self.accelerator, problem is not None):
             return
-        advice = remedy(problem) if problem else ""
-        raise files.CheckpointError(
-            f"checkpoint {final} could not be written ({problem or 'another process failed'}); earlier ones are intact"
-            + (f". To mend it: {advice}" if advice else "")
-        ) from problem
+        message = (
+            f"checkpoint {final} could not be written ({problem or 'another process failed'}); "
+            "earlier ones are intact"
+        )
+        if problem is not None and (advice := remedy(problem)):
+            message += f". To mend it: {advice}"
+        raise files.CheckpointError(message) from problem
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, from files that ``verify`` has seen.
 
-        What is missing, not finite or of another model is a ``CheckpointError`` that names an earlier checkpoint.
+        What is missing, not finite or of another model is a ``CheckpointError`` that names an
+        earlier checkpoint.
         """
         state = self.state
         try:
@@ -134,14 +139,15 @@ class Checkpoints:
                     write_model_card(folder / name, self.options, policy, self.state.epoch)
 
 
-# --- what is in a checkpoint --------------------------------------------------------------------------------------
+# --- what is in a checkpoint --------------------------------------------------------------------
 
 
 def verify(folder: Path) -> None:
-    """Raise a ``CheckpointError`` if a file of a checkpoint's state is not as it was saved; reads all of them.
+    """Raise a ``CheckpointError`` if a file of a checkpoint's state is not as it was saved; reads
+    all of them.
 
-    Checkpoints of earlier versions have no hashes: their tensors are only compared in name and shape, and must be
-    finite.
+    Checkpoints of earlier versions have no hashes: their tensors are only compared in name and
+    shape, and must be finite.
     """
     try:
         numbers = read_numbers(folder)
@@ -152,13 +158,16 @@ def verify(folder: Path) -> None:
         raise _unusable(folder, error) from error
     if not has_hashes:
         logger.warning(
-            "%s was saved by an earlier version, without hashes: a damaged weight that is finite is not noticed",
+            "%s was saved by an earlier version, without hashes: a damaged weight that is finite is "
+            "not noticed",
             folder,
         )
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
-    """trainer.json of a checkpoint; a ``ValueError`` if a value is missing, of another kind or of another epoch."""
+    """trainer.json of a checkpoint; a ``ValueError`` if a value is missing, of another kind or of
+    another epoch.
+    """
     path = folder / "state" / "trainer.json"
     if not path.is_file():
         raise ValueError("trainer.json is missing")
@@ -217,7 +226,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of each parameter as ``number.entry``; learning rate, betas … come from the options."""
+    """The state of each parameter as ``number.entry``; learning rate, betas … come from the
+    options.
+    """
     moments = {}
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
         for entry, value in optimizer.state.get(parameter, {}).items():

@@ -17,8 +17,9 @@ from paco_grpo.policies.lora import lora_parameters
 class FSDP2(Replicated):
     """The transformer's weights are sharded over the processes, block by block.
 
-    With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base, and stay whole on
-    every process. Without LoRA everything is sharded: parameters, gradients and optimizer.
+    With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base,
+    and stay whole on every process. Without LoRA everything is sharded: parameters, gradients and
+    optimizer.
     """
 
     name = "fsdp2"
@@ -38,7 +39,8 @@ class FSDP2(Replicated):
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
         if not blocks:
             raise ConfigError(
-                f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its blocks"
+                f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its "
+                "blocks"
             )
         kept_whole = set(lora_parameters(policy))
         for parameter in kept_whole:
@@ -63,7 +65,9 @@ class FSDP2(Replicated):
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
-    """Write ``transformer`` as diffusers reads it; without ``write``, only take part in gathering."""
+    """Write ``transformer`` as diffusers reads it; without ``write``, only take part in
+    gathering.
+    """
     if not isinstance(transformer, FSDPModule):
         if write:
             transformer.save_pretrained(folder)
@@ -75,7 +79,8 @@ def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) ->
             weights[name] = value.cpu()
     if not write:
         return
-    # fully_shard prepends its own class to the model's; the copy that is written has the model's class.
+    # fully_shard prepends its own class to the model's; the copy that is written has the model's
+    # class.
     (model_class,) = (base for base in type(transformer).__bases__ if base is not FSDPModule)
     with torch.device("meta"):
         copy = model_class.from_config(transformer.config)

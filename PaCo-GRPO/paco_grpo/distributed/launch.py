@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 def start_processes(options: RunOptions) -> Replicated:
     """The strategy over the processes that the launcher started."""
-    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate gets none.
+    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
+    # gets none.
     # Processes wait for each other's rewards, which may take longer than the default timeout.
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
     return build_strategy(options, accelerator)
@@ -31,7 +32,8 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ConfigError(
-            f"accelerate was started with {kind}; use MULTI_GPU, and config.train.sharding='fsdp2' to shard"
+            f"accelerate was started with {kind}; use MULTI_GPU, and "
+            "config.train.sharding='fsdp2' to shard"
         )
     if options.train.sharding is None:
         return Replicated(accelerator)
@@ -52,7 +54,9 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
 
 
 class StopSignal:
-    """SIGTERM, SIGINT or SIGHUP (a closed terminal) ask the run to save and exit at the next safe point."""
+    """SIGTERM, SIGINT or SIGHUP (a closed terminal) ask the run to save and exit at the next safe
+    point.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -38,7 +38,8 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> Decision:
     """What ``decide`` returns, or raises, on the main process, on every process.
 
-    On a network file system, processes may see different states of a folder, and then wait for each other forever.
+    On a network file system, processes may see different states of a folder, and then wait for each
+    other forever.
     """
     decision, problem = None, None
     if accelerator.is_main_process:
@@ -57,7 +58,9 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
 
 
 def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
-    """Rows (total, columns) of all processes in global order; ``local`` are rows r, r + P, … of process r of P."""
+    """Rows (total, columns) of all processes in global order; ``local`` are rows r, r + P, … of
+    process r of P.
+    """
     everyone = gather_object([local])
     rows = np.empty((total, local.shape[1]))
     for rank, part in enumerate(everyone):
@@ -72,7 +75,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``value``, the same full tensor on every process, sharded and placed like ``target``; no communication."""
+    """``value``, the same full tensor on every process, sharded and placed like ``target``; no
+    communication.
+    """
     value = value.to(target.device)
     if not isinstance(target, DTensor):
         return value
@@ -80,14 +85,17 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Replicated:
-    """How weights, gradients and optimizer states are spread over the processes; the mathematics does not depend on it.
+    """How weights, gradients and optimizer states are spread over the processes; the mathematics
+    does not depend on it.
 
-    Losses are divided by the number of kept samples of all processes, so a strategy *sums* gradients. This one does it
-    once per optimizer step: LoRA gradients are small, so one message costs less than hooks on every backward.
+    Losses are divided by the number of kept samples of all processes, so a strategy *sums*
+    gradients. This one does it once per optimizer step: LoRA gradients are small, so one message
+    costs less than hooks on every backward.
     """
 
     name = "replicated"  # in plan.json
-    lockstep = False  # a forward or backward is a collective operation, so every process must run equally many
+    # Whether a forward or backward is a collective operation: every process must run equally many.
+    lockstep = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -103,10 +111,11 @@ class Replicated:
     def synced_batches(
         self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Batch, bool]]:
-        """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with the most has.
+        """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with
+        the most has.
 
-        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped. ``should_stop`` is as in
-        ``unless_stopped``.
+        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped.
+        ``should_stop`` is as in ``unless_stopped``.
         """
         count = len(batches)
         if self.lockstep:
@@ -121,8 +130,8 @@ class Replicated:
     ) -> Iterator[Batch]:
         """``batches``, of which every process has equally many in lockstep.
 
-        ``should_stop`` is asked before each batch. If it is true anywhere, every process raises ``Stopped``: in lockstep
-        at the same batch, otherwise when it has finished its own.
+        ``should_stop`` is asked before each batch. If it is true anywhere, every process raises
+        ``Stopped``: in lockstep at the same batch, otherwise when it has finished its own.
         """
         stop = False
         for batch in batches:
@@ -139,7 +148,9 @@ class Replicated:
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """Sum the gradients of all processes in place and clip them; returns the norm before (0-dim)."""
+        """Sum the gradients of all processes in place and clip them; returns the norm before
+        (0-dim).
+        """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -16,9 +16,11 @@ def epoch_metrics(
     health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
-    """The numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std / |mean|.
+    """The numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std /
+    |mean|.
 
-    What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for ``health`` to judge.
+    What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for
+    ``health`` to judge.
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():
@@ -48,7 +50,9 @@ def epoch_line(metrics: Mapping[str, float]) -> str:
         f"{name} {metrics[f'time/{name}_s']:.1f}" for name in ("sample", "reward_wait", "train")
     )
     norm = metrics.get("train/grad_norm", math.nan)
-    return f"{rewards_line(metrics, 'reward/')}; gradient norm {norm:.3g}; {metrics['time/epoch_s']:.1f} s ({phases})"
+    rewards = rewards_line(metrics, "reward/")
+    seconds = metrics["time/epoch_s"]
+    return f"{rewards}; gradient norm {norm:.3g}; {seconds:.1f} s ({phases})"
 
 
 def rewards_line(metrics: Mapping[str, float], group: str) -> str:

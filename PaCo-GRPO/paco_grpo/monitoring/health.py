@@ -1,4 +1,6 @@
-"""Detects collapse: rules over the rows of metrics.jsonl, so a resumed run judges as if it had never stopped."""
+"""Detects collapse: rules over the rows of metrics.jsonl, so a resumed run judges as if it had
+never stopped.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +31,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Sign:
-    """A metric and when it is a sign; the limits were chosen on planted hacks (docs/recovery.md)."""
+    """A metric and when it is a sign; the limits were chosen on planted hacks
+    (docs/recovery.md).
+    """
 
     metric: str
     is_bad: Callable[[float], bool]
@@ -45,7 +49,8 @@ _SIGNS = (
     Sign(
         metric="health/velocity_change",
         is_bad=lambda x: x > 0.75,
-        message="the generator has left its base model: on the probe set its velocity differs by {:.2f} of the base's",
+        message="the generator has left its base model: on the probe set its velocity differs by "
+        "{:.2f} of the base's",
         cause=_TOO_FAST,
         collapse=True,
     ),
@@ -53,22 +58,25 @@ _SIGNS = (
         metric="health/latent_std_vs_first",
         is_bad=lambda x: not 0.5 <= x <= 2,
         message="latents have {:.2f} times the spread of the first epoch",
-        cause=f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's sheet.png",
+        cause=f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's "
+        "sheet.png",
         collapse=True,
     ),
     Sign(
         metric="health/distinctness_vs_first",
         is_bad=lambda x: x < 0.25,
         message="images of one prompt differ {:.2f} times as much as in the first epoch",
-        cause="the reward prefers one picture; add a reward for prompt or variety, use config.train.beta > 0, or stop "
-        "earlier",
+        cause="the reward prefers one picture; add a reward for prompt or variety, use "
+        "config.train.beta > 0, or stop earlier",
         collapse=True,
     ),
     Sign(
         metric="reward/kappa",
         is_bad=lambda x: x < -0.1,
-        message="panels of one image agree more, but agreement beyond chance (κ) changed by {:+.2f}",
-        cause="images of a prompt become the same; use between_images as a factor (docs/rewards.md)",
+        message="panels of one image agree more, but agreement beyond chance (κ) changed by "
+        "{:+.2f}",
+        cause="images of a prompt become the same; use between_images as a factor "
+        "(docs/rewards.md)",
         collapse=False,
     ),
 )
@@ -113,14 +121,17 @@ def _not_finite(values: Row) -> list[Finding]:
     if not names:
         return []
     message = (
-        f"{', '.join(names)} not finite: the generator makes images or velocities that are no numbers. "
-        f"Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: resume from an earlier checkpoint"
+        f"{', '.join(names)} not finite: the generator makes images or velocities that are no "
+        f"numbers. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: resume from "
+        "an earlier checkpoint"
     )
     return [Finding(names[0], message, collapse=True)]
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
-    """Findings on the last of ``rows`` (evaluations): a ``trained`` reward rises significantly while another one falls."""
+    """Findings on the last of ``rows`` (evaluations): a ``trained`` reward rises significantly
+    while another one falls.
+    """
     trained = set(trained)
     first = means(rows[0], "eval/")
     last = means(rows[-1], "eval/")
@@ -137,9 +148,9 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
     for name, gain in gains.items():
         if name not in trained and gain < -_DIVERGENCE:
             message = (
-                f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not trained on, fell by "
-                f"{-gain:.1f} standard errors. Likely cause: the trained reward is being exploited; look at the images, "
-                "give it a weight in config.train.reward_fn, or use config.train.beta > 0"
+                f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not "
+                f"trained on, fell by {-gain:.1f} standard errors. Likely cause: the trained reward "
+                "is being exploited; look at the images, give it a weight in config.train.reward_fn, or use config.train.beta > 0"
             )
             findings.append(Finding(f"eval/{name}_mean", message))
     return findings

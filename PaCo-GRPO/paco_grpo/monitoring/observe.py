@@ -1,4 +1,6 @@
-"""What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a fixed probe set."""
+"""What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a
+fixed probe set.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,13 +24,17 @@ _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 class SampleObserver:
-    """Collects the statistics of one process's samples while they are sampled; images are not kept."""
+    """Collects the statistics of one process's samples while they are sampled; images are
+    not kept.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, np.ndarray] = {}
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """Take in the images of the samples ``numbers``; one that is None makes the epoch's distinctness NaN."""
+        """Take in the images of the samples ``numbers``; one that is None makes the epoch's
+        distinctness NaN.
+        """
         for number, image in zip(numbers, images, strict=True):
             self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
             if image is not None:
@@ -40,8 +46,9 @@ class SampleObserver:
     ) -> dict[str, float]:
         """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
-        Distinctness is the standard deviation of a pixel within the images of a prompt; left out where no prompt has two.
-        ``clean_latents`` are (1, N, C) of this process's samples, ``item_ids`` (N,) of all, by global position.
+        Distinctness is the standard deviation of a pixel within the images of a prompt; left out
+        where no prompt has two. ``clean_latents`` are (1, N, C) of this process's samples,
+        ``item_ids`` (N,) of all, by global position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
@@ -57,7 +64,8 @@ class SampleObserver:
 class BaseProbe:
     """How far the trained generator is from its base model, on a few test items with fixed noise.
 
-    The base model denoises once up to the first noise step; a resumed run computes the same states again.
+    The base model denoises once up to the first noise step; a resumed run computes the same states
+    again.
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:

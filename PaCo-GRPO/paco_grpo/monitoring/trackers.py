@@ -34,14 +34,17 @@ class MetricsFile:
         return self.path.is_file() or self.path.is_dir()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``; the names of numbers that are not finite, which JSON cannot hold, go into ``not_finite``."""
+        """Append ``row``; the names of numbers that are not finite, which JSON cannot hold, go into
+        ``not_finite``.
+        """
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_storable(row)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is skipped.
+        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is
+        skipped.
 
         Raises:
             ConfigError: The file is damaged; the message names the line.
@@ -64,7 +67,8 @@ class MetricsFile:
                 raise ValueError("it has no epoch and phase")
         except ValueError as error:
             raise ConfigError(
-                f"{self.path} is damaged in line {number} ({error}). Remove this line; or {_DELETE_METRICS}"
+                f"{self.path} is damaged in line {number} ({error}). Remove this line; or "
+                f"{_DELETE_METRICS}"
             ) from error
         return row
 
@@ -80,7 +84,9 @@ class MetricsFile:
         self._rewrite(rows)
 
     def set_aside(self) -> None:
-        """Rename the file, where a run begins again: its rows are of a course that no checkpoint continues."""
+        """Rename the file, where a run begins again: its rows are of a course that no checkpoint
+        continues.
+        """
         if self.path.exists():
             self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
 
@@ -130,7 +136,8 @@ class Tracker:
                 f"`{name} login` or {name.upper()}_MODE=offline"
             ) from error
         if name == "wandb":
-            # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint again.
+            # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint
+            # again.
             self.tracker.run.define_metric("epoch")
             self.tracker.run.define_metric("*", step_metric="epoch")
 

@@ -1,4 +1,6 @@
-"""What a run finds in its folder: refused, resumed, or begun. All of it is read before weights are loaded."""
+"""What a run finds in its folder: refused, resumed, or begun. All of it is read before weights are
+loaded.
+"""
 
 import hashlib
 import json
@@ -28,7 +30,8 @@ _BOUND = (
 )  # fmt: skip
 # Options that differ without a word; the text length may be derived.
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
-# Options that change no image and no score of an evaluation, so that its images can be scored again.
+# Options that change no image and no score of an evaluation, so that its images can be scored
+# again.
 _WITHOUT_EFFECT_ON_EVALUATIONS = (
     *_UNIMPORTANT, "project_name", "save_dir", "save_freq", "eval_freq", "num_checkpoint_limit", "num_epochs",
     "max_train_minutes", "logging_platform", "enable_mem_log", "train.max_missing_reward_fraction",
@@ -52,10 +55,12 @@ class Earlier:
 
 
 def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence[Item]]) -> Earlier:
-    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained with.
+    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained
+    with.
 
-    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other training prompts and
-    other weights in the model's folder are refused unless ``config.resume_changed`` is set.
+    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other
+    training prompts and other weights in the model's folder are refused unless
+    ``config.resume_changed`` is set.
 
     Raises:
         ConfigError: For all of this, and for a damaged file that a resume needs.
@@ -66,7 +71,8 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
     if not options.resume_from:
         if metrics.exists():
             raise ConfigError(
-                f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
+                f"{folder} already holds a run: give --config.resume_from=latest or another "
+                "run_name"
             )
         return Earlier(hashes)
     rows = metrics.rows()  # refuses a damaged file
@@ -92,7 +98,9 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
 
 
 def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, epoch: int) -> int:
-    """Bytes that the checkpoints will need which a run still writes, beyond those that it already has."""
+    """Bytes that the checkpoints will need which a run still writes, beyond those that it already
+    has.
+    """
     # weights, average, two Adam moments and two saved adapters
     size = 6 * 4 * num_weights
     epochs_left = max(0, options.num_epochs - epoch)
@@ -106,7 +114,9 @@ def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, e
 
 
 def space_for_pictures(options: RunOptions, folder: Path, num_items: int, epoch: int) -> int:
-    """Bytes of the pictures of one evaluation, without those that a finished run already has of its last one."""
+    """Bytes of the pictures of one evaluation, without those that a finished run already has of its
+    last one.
+    """
     needed = picture_bytes(options, num_items)
     if epoch < options.num_epochs:
         return needed
@@ -118,7 +128,8 @@ def space_for_pictures(options: RunOptions, folder: Path, num_items: int, epoch:
 def _refuse_lost_checkpoints(
     options: RunOptions, folder: Path, rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A ``ConfigError`` where epochs were trained and their checkpoints are gone; a warning where none was due yet.
+    """A ``ConfigError`` where epochs were trained and their checkpoints are gone; a warning where
+    none was due yet.
 
     A run makes the folder of its checkpoints when it starts.
     """
@@ -127,8 +138,9 @@ def _refuse_lost_checkpoints(
     was_due = epochs > options.save_freq > 0
     if epochs and (was_due or not checkpoints.is_dir()):
         raise ConfigError(
-            f"{folder / 'metrics.jsonl'} has {epochs} epochs, but {checkpoints} holds no checkpoint: put it back to "
-            "resume. To start from the beginning, choose another --config.run_name or remove metrics.jsonl"
+            f"{folder / 'metrics.jsonl'} has {epochs} epochs, but {checkpoints} holds no checkpoint: "
+            "put it back to resume. To start from the beginning, choose another --config.run_name "
+            "or remove metrics.jsonl"
         )
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ConfigError(f"{checkpoints} is not a folder; remove it")
@@ -140,8 +152,8 @@ def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: 
     missing = [number for number in range(1, epoch + 1) if number not in trained]
     if missing:
         logger.warning(
-            "%s lacks %d of the %d epochs before the checkpoint, from epoch %d on: signs of collapse are compared "
-            "with the epochs that are left",
+            "%s lacks %d of the %d epochs before the checkpoint, from epoch %d on: signs of collapse "
+            "are compared with the epochs that are left",
             path,
             len(missing),
             epoch,
@@ -150,7 +162,9 @@ def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: 
 
 
 def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Log the options that differ from those of the run in ``earlier``, refuse some; returns their names."""
+    """Log the options that differ from those of the run in ``earlier``, refuse some; returns their
+    names.
+    """
     changed = _changed_options(options, earlier / "config.yaml")
     bound = [text for name, text in changed.items() if name in _BOUND]
     plan = _saved_plan(earlier / "plan.json")
@@ -159,11 +173,13 @@ def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> l
             bound.append(f"config.{option} ({attrgetter(option)(options)} holds other {what})")
     if bound and not options.resume_changed:
         raise ConfigError(
-            f"{earlier} was trained with another {', '.join(bound)}; or set --config.resume_changed=True"
+            f"{earlier} was trained with another {', '.join(bound)}; or set "
+            "--config.resume_changed=True"
         )
     if plan.get("test_items", hashes["test_items"]) != hashes["test_items"]:
         logger.warning(
-            "%s holds other test items than before: evaluations cannot be compared with earlier ones",
+            "%s holds other test items than before: evaluations cannot be compared with earlier "
+            "ones",
             options.dataset,
         )
         return [*changed, "test items"]
@@ -171,7 +187,9 @@ def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> l
 
 
 def _changed_options(options: RunOptions, path: Path) -> dict[str, str]:
-    """Name → text of each option that differs from those in ``path``, the config.yaml of a run; all are logged."""
+    """Name → text of each option that differs from those in ``path``, the config.yaml of a run; all
+    are logged.
+    """
     if not path.exists():
         logger.warning("%s is missing: the options are not compared with the earlier ones", path)
         return {"config.yaml": "missing"}
@@ -251,7 +269,9 @@ def _content(item: Item, dataset: str) -> list[Any]:
 
 
 def _hash_weights(model: Path) -> str:
-    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which has no such files."""
+    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which
+    has no such files.
+    """
     digest = hashlib.sha256()
     for file in sorted((model / "transformer").glob("*.safetensors")):
         with file.open("rb") as content:

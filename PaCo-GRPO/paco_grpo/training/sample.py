@@ -1,4 +1,6 @@
-"""The sampling half of an epoch: encode, roll out in batches, decode, and hand the images to the rewards."""
+"""The sampling half of an epoch: encode, roll out in batches, decode, and hand the images to the
+rewards.
+"""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -25,13 +27,14 @@ class Rollouts:
 
     item_ids: np.ndarray  # (N,) over all processes, by global position
     positions: np.ndarray  # (n,) global position of each sample
-    samples: list[
-        Rollout
-    ]  # n of one row each; their tensors are views of their batch's, and of their item's conditioning
+    # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
+    samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
 
     def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
-        """The samples ``numbers`` in micro-batches of at most ``size``, each of one key, in order."""
+        """The samples ``numbers`` in micro-batches of at most ``size``, each of one key,
+        in order.
+        """
         batches = batches_by_key([self.keys[number] for number in numbers], size)
         return [np.asarray(numbers)[batch] for batch in batches]
 
@@ -53,10 +56,12 @@ def sample_epoch(
     on_images: Callable[[list, list[int]], None] = lambda images, numbers: None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Rollouts:
-    """Sample this process's share of an epoch: row i of ``queue``'s result is sample i of this process.
+    """Sample this process's share of an epoch: row i of ``queue``'s result is sample i of this
+    process.
 
-    ``on_images`` is called with the images of each batch and their numbers, in another thread where decoding overlaps.
-    ``should_stop`` is asked before each batch, and then raises ``Stopped`` on every process.
+    ``on_images`` is called with the images of each batch and their numbers, in another thread where
+    decoding overlaps. ``should_stop`` is asked before each batch, and then raises ``Stopped`` on
+    every process.
     """
     accelerator, sample = strategy.accelerator, options.sample
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)

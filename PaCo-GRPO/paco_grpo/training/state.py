@@ -1,4 +1,6 @@
-"""What training changes: weights, their average, the optimizer, and how far the run is. ``checkpoint`` saves it."""
+"""What training changes: weights, their average, the optimizer, and how far the run is.
+``checkpoint`` saves it.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -12,9 +14,11 @@ from paco_grpo.policies import Policy
 
 
 class EMA:
-    """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s), decay).
+    """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s),
+    decay).
 
-    s counts optimizer steps; the average moves at every ``update_interval``-th of them (docs/method.md §6).
+    s counts optimizer steps; the average moves at every ``update_interval``-th of them
+    (docs/method.md §6).
     """
 
     def __init__(
@@ -35,7 +39,9 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The parameters hold the average inside the block, and exactly their former values after it."""
+        """The parameters hold the average inside the block, and exactly their former values after
+        it.
+        """
         trained = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.shadow)
         try:

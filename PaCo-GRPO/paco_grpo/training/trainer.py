@@ -1,4 +1,6 @@
-"""The loop: sample groups of images, score them in the background, turn scores into advantages, update."""
+"""The loop: sample groups of images, score them in the background, turn scores into advantages,
+update.
+"""
 
 import contextlib
 import logging
@@ -66,7 +68,9 @@ class Trainer:
         self.observer = SampleObserver()
 
     def fit(self) -> None:
-        """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that is not finite."""
+        """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that
+        is not finite.
+        """
         try:
             with self.signals.listening(), self._stopping():
                 self._resume()
@@ -205,15 +209,17 @@ class Trainer:
             )
 
     def _limit_missing(self, share: float, shares: Mapping[str, float], images: str) -> None:
-        """Stop if more than the allowed share of ``images`` lacks a score; ``shares`` are those of each reward."""
+        """Stop if more than the allowed share of ``images`` lacks a score; ``shares`` are those of
+        each reward.
+        """
         limit = self.options.train.max_missing_reward_fraction
         if share <= limit:
             return
         each = ", ".join(f"{name} {value:.0%}" for name, value in shares.items())
         self._stop(
             f"{share:.0%} of {images} have no score ({each}), more than "
-            f"config.train.max_missing_reward_fraction={limit:g} allows. If a judge or reward service is gone, "
-            "restart it first"
+            f"config.train.max_missing_reward_fraction={limit:g} allows. If a judge or reward "
+            "service is gone, restart it first"
         )
 
     def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
@@ -257,7 +263,8 @@ class Trainer:
         if self.options.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
             why = collapsed[0] if collapsed else "see the message of the main process"
             self._stop(
-                f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint may be better"
+                f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint "
+                "may be better"
             )
 
     def _seconds_left(self) -> float:
@@ -288,7 +295,8 @@ class Trainer:
     def _repeat_evaluations(self) -> None:
         """Score evaluations again that lack scores, from their images; once for each evaluation.
 
-        Only where all images are there: the weights that made them are gone, unless the run resumes at them.
+        Only where all images are there: the weights that made them are gone, unless the run resumes
+        at them.
         """
         if not self.run.earlier.same_evaluations:
             return
@@ -318,7 +326,9 @@ class Trainer:
         return self.run.folder / "eval" / files.checkpoint_name(epoch)
 
     def _evaluate(self, epoch: int, keep_images: bool) -> dict[str, float]:
-        """Evaluate the averaged weights; with too few scores the run stops here, and the evaluation is not done."""
+        """Evaluate the averaged weights; with too few scores the run stops here, and the evaluation
+        is not done.
+        """
         started = time.perf_counter()
         self._seed_everything()
         with self.state.averaged():
@@ -382,7 +392,9 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _verify(self) -> None:
-        """Compare the saved adapter in plain diffusers with the averaged weights that it was made of."""
+        """Compare the saved adapter in plain diffusers with the averaged weights that it was made
+        of.
+        """
         if self.accelerator.is_main_process:
             checkpoint = self.run.folder / "checkpoints" / files.checkpoint_name(self.state.epoch)
             with self.state.averaged():
@@ -411,8 +423,8 @@ class Trainer:
             self._stop(f"a reward failed after {self.state.epoch} finished epochs ({error})")
         except EvaluationError as error:
             self._stop(
-                f"after epoch {self.state.epoch}, {error}; what it became is not saved, and an earlier checkpoint "
-                "may be better",
+                f"after epoch {self.state.epoch}, {error}. Its weights are not saved now; an earlier "
+                "checkpoint may be better",
                 save=False,
             )
         except NonFiniteError as error:
@@ -427,7 +439,8 @@ class Trainer:
         if save:
             self._save()
         self.accelerator.end_training()
-        resume = f"the same command with --config.run_name={self.options.run_name} --config.resume_from=latest"
+        name = self.options.run_name
+        resume = f"the same command with --config.run_name={name} --config.resume_from=latest"
         raise TrainingStopped(f"{why}. To resume: {resume}", signal_number)
 
     def _save(self) -> None:
