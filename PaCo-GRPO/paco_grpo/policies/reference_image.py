@@ -81,16 +81,17 @@ class ReferenceImagePolicy(DiffusersPolicy):
 
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
         """As in ``Policy``."""
-        height, width = item.height, item.width
-        if height is None or width is None:
-            width, height = item.images[self.shape_from].size
-        size = self._nearest_size(resolution, width / height)
+        if item.height is None or item.width is None:
+            image = item.images[self.shape_from]
+            aspect = image.width / image.height
+        else:
+            aspect = item.width / item.height
+        size = self._nearest_size(resolution, aspect)
         if resolution**2 <= self.largest_reference:
-            while (
-                math.prod(size) > self.largest_reference
-            ):  # the reference could not have this size
+            # The reference could not have the size of an image that rounding made larger.
+            while math.prod(size) > self.largest_reference:
                 resolution -= 1
-                size = self._nearest_size(resolution, width / height)
+                size = self._nearest_size(resolution, aspect)
         return size
 
     def _nearest_size(self, resolution: int, aspect: float) -> tuple[int, int]:
