@@ -3,13 +3,14 @@
     python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N] [--open_twins]
 
 NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as published, if it was
-downloaded before. The output is written completely or not at all.
+downloaded before. Nothing outside it is read. The output is written completely or not at all.
 """
 
 import argparse
 import hashlib
 import json
 import re
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -26,7 +27,7 @@ from huggingface_hub import snapshot_download
 
 from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
 from paco_judge.grid import split_prompt
-from paco_judge.images import read_image
+from paco_judge.images import UnreadableImage, open_image, read_image
 
 _QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main"
@@ -46,24 +47,35 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
         raise DataError(
             f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}"
         )
-    known = {split: sorted(source.rglob(f"{split}*.jsonl")) for split in ("train", "test")}
     splits: dict[str, list[dict]] = {"train": [], "test": []}
-    for split, files in (
-        known.items() if all(known.values()) else [(None, _files(source, "*.jsonl"))]
-    ):
-        for _, row in (line for file in files for line in json_lines(file)):
+    if all(any(source.rglob(f"{split}*.jsonl")) for split in splits):
+        for split in splits:
+            splits[split] = _json_rows(_files(source, f"{split}*.jsonl"))
+    else:
+        for row in _json_rows(_files(source, "*.jsonl")):
             theme = str(row.get("theme") or row["prompt"])
-            splits[split or _split_of(theme)].append(row)
+            splits[_split_of(theme)].append(row)
+    if open_twins:
+        num_before = sum(map(len, splits.values()))
+        splits = {split: _with_open_twins(rows) for split, rows in splits.items()}
+        if sum(map(len, splits.values())) == num_before:
+            raise DataError("no prompt has an open twin: a theme that ends in a period, then text")
     for split, rows in splits.items():
-        if open_twins:
-            rows = [
-                each for row in rows for each in ({**row, "open": False}, open_twin(row)) if each
-            ]
-        _write_lines(
-            out / f"{split}_metadata.jsonl",
-            (json.dumps(row, ensure_ascii=False) for row in rows),
-            limit,
-        )
+        _write_rows(out / f"{split}_metadata.jsonl", rows[:limit])
+
+
+def _with_open_twins(rows: Iterable[dict]) -> list[dict]:
+    """Each row, marked as not open, and its twin. Rows that are open already have none."""
+    with_twins = []
+    for row in rows:
+        if row.get("open"):
+            with_twins.append(row)
+            continue
+        with_twins.append({**row, "open": False})
+        twin = open_twin(row)
+        if twin is not None:
+            with_twins.append(twin)
+    return with_twins
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -77,13 +89,11 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if theme is None:
         return None
     twin = {**row, "prompt": theme[0] + prompt[len(head) :], "open": True}
-    twin |= {
-        name: f"{row[name]} (open)" for name in ("idx", "category") if row.get(name) is not None
-    }
+    for name in ("idx", "category"):
+        if row.get(name) is not None:
+            twin[name] = f"{row[name]} (open)"
     if row.get("criteria"):
-        twin["criteria"] = {
-            name: texts for name, texts in row["criteria"].items() if name != "Identity"
-        }
+        twin["criteria"] = {name: v for name, v in row["criteria"].items() if name != "Identity"}
     return twin
 
 
@@ -91,14 +101,17 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """GEdit-Bench, as published in Parquet files → ``geneval_image``, all of it as the test split."""
     rows = []
     (out / "images").mkdir()
-    english = (
-        row
-        for row in _parquet_rows(_files(source, "*.parquet"))
-        if row["instruction_language"] == "en"
-    )
-    for row in islice(english, limit):
-        name = "images/" + re.sub(r"[^\w-]", "_", str(row["key"])) + ".png"
+    for row in _parquet_rows(_files(source, "*.parquet")):
+        if row["instruction_language"] != "en":
+            continue
+        if len(rows) == limit:
+            break
+        key = str(row["key"])
+        # The number keeps keys apart that differ only in what a file name cannot hold.
+        name = f"images/{len(rows):05d}_{re.sub(r'[^A-Za-z0-9_-]', '_', key)[:80]}.png"
         image = row.get("input_image_raw") or row["input_image"]
+        if not image.get("bytes"):
+            raise DataError(f"row {key!r} holds no image, only its path {image.get('path')!r}")
         read_image(image["bytes"]).save(out / name)
         rows.append(
             {
@@ -108,7 +121,7 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
                 "category": row["task_type"],
             }
         )
-    _write_lines(out / "test_metadata.jsonl", (json.dumps(row, ensure_ascii=False) for row in rows))
+    _write_rows(out / "test_metadata.jsonl", rows)
 
 
 def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> None:
@@ -142,24 +155,45 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
     """An image's name → its bytes."""
     members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
     for archive in sorted(folder.rglob("*.tar")):
-        with tarfile.open(archive) as tar:
-            members |= {
-                member.name.removeprefix("./"): (archive, member)
-                for member in tar
-                if member.isfile()
-            }
+        with tarfile.open(_inside(folder, archive)) as tar:
+            for member in tar:
+                if member.isfile():
+                    members[member.name.removeprefix("./")] = (archive, member)
 
-    def read(name: str) -> bytes:
+    def content(name: str) -> bytes:
         for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
             if (folder / candidate).is_file():
-                return (folder / candidate).read_bytes()
+                return _inside(folder, folder / candidate).read_bytes()
             if candidate in members:
                 archive, member = members[candidate]
                 with tarfile.open(archive) as tar:
                     return tar.extractfile(member).read()
         raise DataError(f"image {name!r} is neither a file of {folder} nor in its archives")
 
+    def read(name: str) -> bytes:
+        image = content(name)
+        try:
+            open_image(image).close()  # its header; decoding 46,000 images would take minutes
+        except UnreadableImage as error:
+            raise DataError(f"image {name!r} {error}") from error
+        return image
+
     return read
+
+
+def _inside(folder: Path, file: Path) -> Path:
+    """``file``, which must lie in ``folder`` when links and ``..`` are followed. Raises DataError.
+
+    The hub's cache is the one exception: the files of a snapshot are links into the ``blobs`` beside it.
+    """
+    allowed = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        allowed.append((folder.parents[1] / "blobs").resolve())
+    if not any(file.resolve().is_relative_to(place) for place in allowed):
+        raise DataError(
+            f"{file} lies outside the data set's folder {folder}; nothing there is read"
+        )
+    return file
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
@@ -180,12 +214,10 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
 def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
-        lines = (" ".join(line.split()) for line in text_of(source / f"{split}.txt").splitlines())
-        _write_lines(
-            out / f"{split}.txt",
-            dict.fromkeys(line for line in lines if _QUOTED.search(line)),
-            limit,
-        )
+        text = text_of(_inside(source, source / f"{split}.txt"))
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        quoted = dict.fromkeys(line for line in lines if _QUOTED.search(line))
+        _write_lines(out / f"{split}.txt", quoted, limit)
 
 
 def _split_of(text: str) -> str:
@@ -202,6 +234,14 @@ def _parquet_rows(
             yield from batch.to_pylist()
 
 
+def _json_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    return [row for file in files for _, row in json_lines(file)]
+
+
+def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    _write_lines(file, (json.dumps(row, ensure_ascii=False) for row in rows))
+
+
 def _write_lines(file: Path, lines: Iterable[str], limit: int | None = None) -> None:
     file.write_text("".join(line + "\n" for line in islice(lines, limit)), encoding="utf-8")
 
@@ -210,7 +250,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     files = sorted(folder.rglob(pattern))
     if not files:
         raise DataError(f"{folder} holds no {pattern}")
-    return files
+    return [_inside(folder, file) for file in files]
 
 
 @dataclass(frozen=True)
@@ -239,18 +279,14 @@ SETS = {
 
 def download(public: PublicSet, name: str) -> Path:
     """Folder with the set as published. Raises DataError."""
-    urls = (
-        [f"{public.place}/{file}" for file in public.files]
-        if public.place.startswith("https:")
-        else []
-    )
+    urls = []
+    if public.place.startswith("https:"):
+        urls = [f"{public.place}/{file}" for file in public.files]
     try:
         if not urls:
-            return Path(
-                snapshot_download(
-                    public.place, repo_type="dataset", allow_patterns=list(public.files)
-                )
-            )
+            patterns = list(public.files)
+            snapshot = snapshot_download(public.place, repo_type="dataset", allow_patterns=patterns)
+            return Path(snapshot)
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         for url, file in zip(urls, public.files, strict=True):
             with urllib.request.urlopen(url, timeout=60) as answer:
@@ -270,19 +306,34 @@ def convert(
     public: PublicSet, source: Path, output: Path, options: argparse.Namespace
 ) -> dict[str, int]:
     """Number of items of each split, after reading them as a run would. Raises DataError."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.partial")
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as place:
-            (scratch := Path(place) / "set").mkdir()
-            public.convert(source, scratch, limit=options.limit, open_twins=options.open_twins)
-            splits = [split for split in ("train", "test") if any(scratch.glob(f"{split}*"))]
-            counts = {split: len(load_prompts(scratch, split, public.kind)) for split in splits}
-            scratch.replace(output)  # an empty folder may be there
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {output.parent} ({error.strerror}); see --output"
+        ) from error
+    try:
+        public.convert(source, partial, limit=options.limit, open_twins=options.open_twins)
+        counts = {}
+        for split in ("train", "test"):
+            if any(partial.glob(f"{split}*")):
+                counts[split] = len(load_prompts(partial, split, public.kind))
+        partial.replace(output)  # an empty folder may be there
         return counts
     except Exception as error:  # damaged files, other columns
-        raise DataError(
-            f"{source} cannot be converted ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}".replace(str(partial), str(output))
+        raise DataError(f"{source} cannot be converted ({reason})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return number
 
 
 def main(arguments: list[str]) -> int:
@@ -294,7 +345,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
     parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
     parser.add_argument(
-        "--limit", type=int, help="at most so many items of a split (ShareGPT-4o-Image: of the set)"
+        "--limit",
+        type=_positive,
+        help="at most so many items of a split (ShareGPT-4o-Image: of the set)",
     )
     parser.add_argument(
         "--open_twins",
@@ -302,14 +355,16 @@ def main(arguments: list[str]) -> int:
         help="T2IS: prompts also without their shared description",
     )
     options = parser.parse_args(arguments)
-    public, output = (
-        SETS[options.name],
-        options.output or Path(__file__).with_name(f"public-{options.name}"),
-    )
+    if options.open_twins and options.name != "t2is":
+        parser.error("--open_twins is for t2is")
+    public = SETS[options.name]
+    output = options.output or Path(__file__).with_name(f"public-{options.name}")
     try:
         if options.source is not None and not options.source.is_dir():
             raise DataError(f"--source {options.source} is not a folder")
-        if output.exists() and any(output.iterdir()):
+        if output.exists() and not output.is_dir():
+            raise DataError(f"{output} is not a folder; give another one with --output")
+        if output.is_dir() and any(output.iterdir()):
             raise DataError(
                 f"{output} is not empty; give another folder with --output, or remove it"
             )

@@ -165,6 +165,99 @@ def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def sharegpt_row(source, name):
+    row = {"input_prompt": "make it red", "input_image": [name]}
+    write(source / "text_and_image_to_image.json", json.dumps([row] * 30))
+
+
+@pytest.mark.parametrize("name", ["{outside}", "../secret.png", "a/../../secret.png", "link.png"])
+def test_nothing_outside_the_set_is_read(fetch, source, tmp_path, capsys, name):
+    outside = tmp_path / "secret.png"
+    outside.write_bytes(encoded("red"))
+    (source / "a").mkdir()
+    (source / "link.png").symlink_to(outside)
+    sharegpt_row(source, name.format(outside=outside))
+    assert fetch.run("sharegpt-4o-image") == 1
+    assert "outside the data set's folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_that_are_links_to_other_places_are_not_read(fetch, source, tmp_path, capsys):
+    write(tmp_path / "private.jsonl", [grid_row(1)])
+    (source / "T2IS.jsonl").symlink_to(tmp_path / "private.jsonl")
+    (source / "train.txt").symlink_to(tmp_path / "private.jsonl")
+    for name in ("t2is", "ocr"):
+        assert fetch.run(name) == 1
+        assert "outside the data set's folder" in capsys.readouterr().err
+
+
+def test_the_cache_of_the_hub_holds_links_to_its_blobs(fetch, tmp_path):
+    snapshot = tmp_path / "repo" / "snapshots" / "0123"
+    write(tmp_path / "repo" / "blobs" / "abc", [grid_row(number) for number in range(40)])
+    snapshot.mkdir(parents=True)
+    (snapshot / "T2IS.jsonl").symlink_to("../../blobs/abc")
+    assert fetch.run("t2is", "--source", str(snapshot)) == 0
+
+
+def test_images_whose_keys_differ_in_punctuation_keep_files_of_their_own(fetch, source, tmp_path):
+    keys = {"a": "red", "a/b": "green", "a b": "blue", "A": "white"}
+    rows = [
+        {
+            "task_type": "color_alter",
+            "key": key,
+            "instruction": key,
+            "instruction_language": "en",
+            "input_image": {"bytes": encoded(color)},
+        }
+        for key, color in keys.items()
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), source / "a.parquet")
+    assert fetch.run("gedit") == 0
+    for item in load_prompts(tmp_path / "out", "test", "geneval_image"):
+        expected = Image.new("RGB", (6, 4), keys[item.prompt])
+        assert item.load().image.tobytes() == expected.tobytes()
+
+
+def test_images_that_are_no_images_are_found_at_once(fetch, source, capsys):
+    write(source / "a.png", "no image")
+    sharegpt_row(source, "a.png")
+    assert fetch.run("sharegpt-4o-image") == 1
+    assert "image 'a.png' is none of PNG" in capsys.readouterr().err
+
+
+def test_open_prompts_stay_open_and_get_no_twin(fetch, source, tmp_path):
+    rows = [grid_row(1), grid_row(2, open=True)]
+    rows[0]["prompt"] = "A 1x2 grid layout of a cat.The cat is red. [LEFT]:asleep. [RIGHT]:awake."
+    for split in ("train", "test"):
+        write(source / f"{split}.jsonl", rows)
+    assert fetch.run("t2is", "--open_twins") == 0
+    items = load_prompts(tmp_path / "out", "train")
+    assert [item.metadata["open"] for item in items] == [False, True, True]
+    assert items[2].metadata == rows[1]
+
+
+def test_options_that_would_do_nothing_are_refused(fetch, source, tmp_path, capsys):
+    write(source / "T2IS.jsonl", [grid_row(1)])
+    assert fetch.run("t2is", "--open_twins") == 1
+    assert "no prompt has an open twin" in capsys.readouterr().err
+    for name, *more in (("ocr", "--open_twins"), ("t2is", "--limit", "-1"), ("t2is", "--limit=0")):
+        with pytest.raises(SystemExit, match="2"):
+            fetch.run(name, *more)
+    capsys.readouterr()
+    (tmp_path / "out").write_text("a file")
+    for output in (tmp_path / "out", tmp_path / "out" / "below"):
+        assert fetch.run("t2is", "--output", str(output)) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_a_killed_conversion_left_goes(fetch, source, tmp_path):
+    write(tmp_path / ".out.partial" / "half", "…")
+    write(source / "T2IS.jsonl", [grid_row(number) for number in range(40)])
+    assert fetch.run("t2is") == 0
+    assert not (tmp_path / ".out.partial").exists()
+    assert not (tmp_path / "out" / "half").exists()
+
+
 def test_open_twins_of_our_own_set(fetch, tmp_path):
     assert fetch.run("t2is", "--source", str(FOLDER / "T2IS"), "--open_twins") == 0
     items = load_prompts(tmp_path / "out", "test")
