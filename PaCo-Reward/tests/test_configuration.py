@@ -346,6 +346,14 @@ def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
     assert done.returncode == 1 and "nowhere/dataset_info.json" in done.stderr
 
 
+def test_the_script_says_what_it_takes():
+    script = ["bash", str(ROOT / "train/paco_reward.sh"), "--help"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+    for word in ("key=value", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "MASTER_PORT", "PYTHON"):
+        assert word in done.stdout
+    assert not done.stderr and "#" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [

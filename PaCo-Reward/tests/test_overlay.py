@@ -1,6 +1,7 @@
 """The overlay inside LLaMA-Factory: loss in every process, LLaMA-Factory's own loss, metrics, templates."""
 
 import importlib.metadata
+import json
 
 import numpy as np
 import pytest
@@ -135,6 +136,15 @@ def test_a_frozen_tower_keeps_no_activations(
     assert plain - ours > 256 * 64
 
 
+# Ten pairs in batches of two: the last batches of two processes have padding of their own.
+EVALUATION = {
+    "eval_dataset": "held_out",
+    "do_eval": True,
+    "compute_accuracy": True,
+    "per_device_eval_batch_size": 2,
+}
+
+
 @pytest.fixture(scope="module")
 def trained(judge_dir, data_dir, tmp_path_factory):
     """Several trainings in one process: a folder of outputs by name. Steps are 8 sequences."""
@@ -156,7 +166,7 @@ def trained(judge_dir, data_dir, tmp_path_factory):
         config("upstream_dft", use_dft_loss=True, **accumulated),
         config("null", first_token_weight=None, **accumulated),
         config("null_dft", use_dft_loss=True, **accumulated),
-        config("sequence", first_token_weight=0.1, **accumulated),
+        config("sequence", first_token_weight=0.1, **accumulated, **EVALUATION),
         config("whole", first_token_weight=0.1),
         config("released", first_token_weight=0.1, first_token_scheme="released", **accumulated),
         config("sixteen", per_device_train_batch_size=16, **all_at_once),
@@ -197,12 +207,13 @@ def test_packed_answers_equal_separate_rows(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
-def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
-    """The same micro-batches on two processes: with another loss or divisor on one of them, the weights would differ."""
+def test_two_processes_train_and_evaluate_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
+    """The same micro-batches: with another loss or divisor on one process, the weights would differ."""
     changes = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "first_token_scheme": scheme,
+        **(EVALUATION if scheme == "sequence" else {}),
     }
     config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
     torchrun = [
@@ -215,3 +226,11 @@ def test_two_processes_train_as_one(scheme, trained, judge_dir, data_dir, tmp_pa
     ]
     run_processes(torchrun, [config], tmp_path)
     assert_same_training(tmp_path / "two", trained / scheme)
+    if scheme == "sequence":
+        one, two = (
+            json.loads((folder / "eval_results.json").read_text())
+            for folder in (trained / scheme, tmp_path / "two")
+        )
+        names = ("accuracy", "first_token_accuracy", "judge_accuracy", "judge_auc", "judge_ece")
+        for name in names:
+            assert two[f"eval_{name}"] == pytest.approx(one[f"eval_{name}"], abs=1e-4), name

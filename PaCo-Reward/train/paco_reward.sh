@@ -4,7 +4,7 @@
 # CONFIG is a file (default: config/paco_reward_lora.yaml); paths in it are relative to PaCo-Reward/. key=value replaces one of its values.
 #
 #   CUDA_VISIBLE_DEVICES   GPUs (default: all)
-#   NPROC_PER_NODE         processes on this machine (default: one per GPU, or 1 on a CPU)
+#   NPROC_PER_NODE         processes on this machine (default: one per GPU, or two on a CPU)
 #   NNODES, NODE_RANK      machines and number of this one (default: 1, 0)
 #   MASTER_ADDR, MASTER_PORT   where machine 0 is reached (default: 127.0.0.1; a free port, with several machines 29500)
 #   PYTHON                 interpreter (default: the activated environment, the repository's .venv, or python3)

@@ -19,55 +19,65 @@ logger = logging.getLogger(__name__)
 
 
 def auc(p_yes: Any, label: Any) -> float | None:
-    """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties counting one half.
+    """Area under the ROC curve: the chance that a Yes pair scores above a No pair, ties count ½.
 
     ``p_yes`` and ``label`` (True = Yes) are (n,). None when one of the two classes is absent.
     """
-    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
+    p_yes = np.asarray(p_yes, dtype=np.float64)
+    label = np.asarray(label, dtype=bool)
     if label.all() or not label.any():
         return None
-    return float(
-        mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic
-        / (label.sum() * (~label).sum())
-    )
+    ordered = mannwhitneyu(p_yes[label], p_yes[~label], method="asymptotic").statistic
+    num_comparisons = label.sum() * (~label).sum()
+    return float(ordered / num_comparisons)
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
     """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (arXiv 1706.04599, eq. 3)."""
-    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
+    p_yes = np.asarray(p_yes, dtype=np.float64)
+    label = np.asarray(label, dtype=bool)
     index = np.minimum((p_yes * bins).astype(np.int64), bins - 1)
     gaps = np.bincount(index, weights=p_yes - label, minlength=bins)
     return float(np.abs(gaps).sum() / len(p_yes))
 
 
 def judge_report(p_yes: Any, label: Any) -> dict[str, float | None]:
-    """accuracy ((P(Yes) > 0.5) == label), auc, ece and number n of the pairs with a score (not NaN); None: no such pairs."""
-    p_yes, label = np.asarray(p_yes, dtype=np.float64), np.asarray(label, dtype=bool)
-    scored = ~np.isnan(p_yes)
-    p_yes, label = p_yes[scored], label[scored]
-    if not len(p_yes):
+    """accuracy ((P(Yes) > 0.5) == label), auc, ece and the number n of the pairs with a score.
+
+    A NaN is no score. Without any score, the three measures are None.
+    """
+    p_yes = np.asarray(p_yes, dtype=np.float64)
+    is_scored = ~np.isnan(p_yes)
+    p_yes = p_yes[is_scored]
+    label = np.asarray(label, dtype=bool)[is_scored]
+    if len(p_yes) == 0:
         return {"accuracy": None, "auc": None, "ece": None, "n": 0}
-    accuracy, ece = float(np.mean((p_yes > 0.5) == label)), expected_calibration_error(p_yes, label)
-    return {"accuracy": accuracy, "auc": auc(p_yes, label), "ece": ece, "n": len(p_yes)}
+    return {
+        "accuracy": float(np.mean((p_yes > 0.5) == label)),
+        "auc": auc(p_yes, label),
+        "ece": expected_calibration_error(p_yes, label),
+        "n": len(p_yes),
+    }
 
 
 def measure(
     scorer: Any, pairs: Sequence[Pair], labels: list[bool], kinds: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """``judge_report`` of a ``JudgeScorer`` on labeled pairs, and ``missing``, the number of pairs without a score.
+    """``judge_report`` of a ``JudgeScorer`` on labeled pairs, and how many are ``missing``.
 
-    ``kinds``: each pair's kind; with more than one kind, the result's ``kinds`` has the report of each.
+    ``kinds``: each pair's kind; with several kinds, the result's ``kinds`` has a report of each.
     """
     verdicts = scorer.score(pairs)
     scores = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)  # None becomes NaN
-    if errors := [verdict.error for verdict in verdicts if not verdict.ok]:
+    errors = [verdict.error for verdict in verdicts if not verdict.ok]
+    if errors:
         logger.warning("%d pairs have no score, first: %s", len(errors), errors[0])
     report = judge_report(scores, labels) | {"missing": len(errors)}
     if len(set(kinds)) > 1:
-        chosen = {kind: np.array(kinds) == kind for kind in kinds}
-        report["kinds"] = {
-            kind: judge_report(scores[own], np.array(labels)[own]) for kind, own in chosen.items()
-        }
+        report["kinds"] = {}
+        for kind in dict.fromkeys(kinds):
+            is_kind = np.array(kinds) == kind
+            report["kinds"][kind] = judge_report(scores[is_kind], np.array(labels)[is_kind])
     return report
 
 
