@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # it maps the functions of torch when it is imported: the real ones
 import torch.distributed as dist
+import torch.nn.attention
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
@@ -165,7 +166,8 @@ def _move(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
     target = source if device is None else _named(device)
     options = {} if memory_format is None else {"memory_format": memory_format}
     real = CPU if target.type == "cuda" else target
-    result = tensor.to(real, dtype or tensor.dtype, copy=copy or target != source, **options)
+    options |= {"copy": copy or target != source}
+    result = torch.Tensor.to(tensor, real, dtype or tensor.dtype, **options)
     if result is not tensor:
         _place(result, target, [])
     if target == CPU:
@@ -363,6 +365,7 @@ def _changes() -> dict[Any, dict[str, Any]]:
         torch.cuda.amp.common: {"amp_definitely_not_available": lambda: False},
         torch.accelerator: accelerator,
         torch: _autocast() | {"Generator": _Generator, "compile": _uncompiled},
+        torch.nn.attention: {"sdpa_kernel": _no_context},
         torch.Tensor: {"record_stream": _nothing},
         c10d: nccl,
         dist: {name: value for name, value in nccl.items() if hasattr(dist, name)},
