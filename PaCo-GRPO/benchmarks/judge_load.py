@@ -12,8 +12,10 @@
     bash vllm_server/stop.sh; VLLM_API_SERVERS=4 bash vllm_server/launch.sh
     python benchmarks/judge_load.py --target 4-api-servers=http://127.0.0.1:8000 --against benchmarks/results/one.json
 
-It asks what a training epoch asks: all pairs of the panels of 2x2 grids, one token, top 20 log-probabilities.
-Within a round every server is asked once, in random order; figures are medians over rounds. Every round uses new pictures
+It asks what a training epoch asks: all pairs of the panels of 2x2 grids, one token, top 20
+log-probabilities.
+Within a round every server is asked once, in random order; figures are medians over rounds. Every
+round uses new pictures
 (servers cache), requests are built before the clock starts, and the first round only warms up.
 """
 
@@ -68,7 +70,9 @@ def request_bodies(model: str, count: int, size: int, rng: np.random.Generator) 
 async def ask(
     url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
 ) -> tuple[float, list, list]:
-    """Send all requests, ``concurrency`` at a time: seconds, latencies in ms of the answered ones, errors."""
+    """Send all requests, ``concurrency`` at a time: seconds, latencies in ms of the answered ones,
+    errors.
+    """
     waiting = list(bodies)
     latencies = []
     errors = []
@@ -99,7 +103,9 @@ async def ask(
 
 
 def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
-    """All rounds of all targets without the warm-up. Raises JudgeError: A server is missing or lacks the model."""
+    """All rounds of all targets without the warm-up. Raises JudgeError: A server is missing or
+    lacks the model.
+    """
     key = arguments.api_key or os.environ.get("VLLM_API_KEY")
     models = {}
     for name, url in targets.items():
@@ -212,7 +218,9 @@ def read_targets(texts: Sequence[str]) -> dict[str, str]:
 def read_earlier(
     reports: Sequence[Path], settings: Mapping[str, Any], targets: Mapping[str, str]
 ) -> list[Row]:
-    """The rows of earlier reports. Raises OSError, ValueError: They cannot be compared with this measurement."""
+    """The rows of earlier reports. Raises OSError, ValueError: They cannot be compared with this
+    measurement.
+    """
     rows = []
     for file in reports:
         report = json.loads(file.read_text(encoding="utf-8"))

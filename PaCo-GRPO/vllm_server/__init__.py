@@ -1,1 +1,3 @@
-"""Serving the judge: launch, stop and status of server groups, and an engine for machines without vLLM."""
+"""Serving the judge: launch, stop and status of server groups, and an engine for machines without
+vLLM.
+"""

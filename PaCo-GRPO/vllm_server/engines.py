@@ -15,7 +15,8 @@ from vllm_server.gpus import Place
 from vllm_server.settings import LaunchError, LaunchSettings, Model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not know.
+# Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not
+# know.
 _OUR_VARIABLES = {"VLLM_LABEL", "VLLM_PYTHON"} | {
     field.alias for field in LaunchSettings.model_fields.values() if field.alias != "VLLM_API_KEY"
 }
@@ -81,7 +82,9 @@ def _transformers_engine(settings: LaunchSettings, reason: str) -> Engine:
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
-    """Where vLLM is looked for, in order; the last may not exist. An activated interpreter is on the PATH."""
+    """Where vLLM is looked for, in order; the last may not exist. An activated interpreter is on
+    the PATH.
+    """
     if chosen := environment.get("VLLM_PYTHON"):
         return [chosen]
     path = environment.get("PATH")
@@ -108,8 +111,8 @@ def _find_vllm(python: str) -> list[str] | None:
 def check_weights(model: Model) -> None:
     """Compare a model's files with its list of tensors. Raises LaunchError.
 
-    vLLM fuses layers and does not notice that a part of one is missing. For families other than the judges' this only
-    warns: vLLM may read other files than transformers.
+    vLLM fuses layers and does not notice that a part of one is missing. For families other than the
+    judges' this only warns: vLLM may read other files than transformers.
     """
     command = [sys.executable, "-m", "paco_judge.weights", model.path]
     variables = process_environment("check", (), os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
@@ -127,8 +130,9 @@ def check_weights(model: Model) -> None:
 def num_api_servers(settings: LaunchSettings, num_models: int, place: Place) -> int:
     """Processes that read vLLM's requests for a model.
 
-    Decoding images and rendering prompts is Python: one process takes 50 to 120 questions a second, fewer than a large
-    GPU answers. Each needs about eight cores, which the models share. vLLM's own default is one per copy.
+    Decoding images and rendering prompts is Python: one process takes 50 to 120 questions a second,
+    fewer than a large GPU answers. Each needs about eight cores, which the models share. vLLM's own
+    default is one per copy.
     """
     if settings.api_servers:
         return settings.api_servers
@@ -167,7 +171,8 @@ def engine_command(
     command += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
     # vLLM takes an empty list to mean every host.
     command += ["--allowed-media-domains", "no/remote/media"]
-    # Scores are read from plain log-probabilities: a model's own sampling defaults must not change them.
+    # Scores are read from plain log-probabilities: a model's own sampling defaults must not change
+    # them.
     command += ["--generation-config", "vllm"]
     if reduces_images(settings, model):
         command += ["--mm-processor-kwargs", json.dumps({"max_pixels": settings.max_pixels})]
@@ -183,8 +188,8 @@ def engine_command(
         if place.copies > 1:
             command += ["--data-parallel-size", str(place.copies)]
     else:
-        # bfloat16 is emulated on most CPUs (Qwen3.5's linear attention exists in nothing else there), and compiling a
-        # graph takes longer than it saves.
+        # bfloat16 is emulated on most CPUs (Qwen3.5's linear attention exists in nothing else
+        # there), and compiling a graph takes longer than it saves.
         command += ["--dtype", "bfloat16" if thinks else "float32", "--enforce-eager"]
     return [*command, *settings.extra_args]
 

@@ -23,7 +23,8 @@ from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGua
 
 _REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
 _ANSWER_HEADERS = ("content-type", "x-request-id")
-# An answer begins when the engine has worked on all requests before it; clients have deadlines of their own.
+# An answer begins when the engine has worked on all requests before it; clients have deadlines of
+# their own.
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
 # A path with empty parts, dots or control characters could lead out of /v1 at the engine.
 _PATH = re.compile(r"[\w-]+(/[\w-]+)*", re.ASCII)
@@ -37,7 +38,9 @@ def build_app(
     max_body_bytes: int = 32 << 20,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
-    """The gateway as an application. ``upstreams``: URL by served name; ``transport``: to the servers, in tests."""
+    """The gateway as an application. ``upstreams``: URL by served name; ``transport``: to the
+    servers, in tests.
+    """
     http: httpx.AsyncClient
 
     @asynccontextmanager

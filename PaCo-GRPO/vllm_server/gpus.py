@@ -25,7 +25,8 @@ def gpu_memory() -> list[int]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs if it is not set.
+    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs if it is not
+    set.
 
     Raises LaunchError: There is no such GPU.
     """
@@ -48,7 +49,9 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
-    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly; true if unknown."""
+    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly;
+    true if unknown.
+    """
     heads = int(config.get("num_attention_heads", size))
     key_value_heads = int(config.get("num_key_value_heads", heads))
     shares_keys = key_value_heads % size == 0 or size % key_value_heads == 0
@@ -56,7 +59,9 @@ def fits_heads(size: int, config: Mapping) -> bool:
 
 
 def parallel_size(gpus: int, config: Mapping, enough: float = float("inf")) -> int:
-    """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads allow; 1 if unknown."""
+    """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads
+    allow; 1 if unknown.
+    """
     size = 1
     if "num_attention_heads" not in config:
         return size
@@ -70,9 +75,9 @@ def divide_gpus(
 ) -> list[Place]:
     """The place of each model. Raises LaunchError.
 
-    If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where neither VLLM_TP nor
-    VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share: many copies answer one-token questions
-    faster than one copy on many GPUs.
+    If VLLM_TP is given, each model gets what it needs. Otherwise all get an equal share. Where
+    neither VLLM_TP nor VLLM_REPLICAS is given, copies on as few GPUs as they fit fill the share:
+    many copies answer one-token questions faster than one copy on many GPUs.
     """
     if len(gpus) < len(models):
         raise LaunchError(

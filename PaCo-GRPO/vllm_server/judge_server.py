@@ -1,9 +1,10 @@
-"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs, with transformers.
+"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs, with
+transformers.
 
     python -m vllm_server.judge_server --model FOLDER --served-model-name NAME --port 8000
 
-Answers are greedy. ``top_logprobs`` are those of the first token. Requests that arrive while a batch runs become the
-next batch.
+Answers are greedy. ``top_logprobs`` are those of the first token. Requests that arrive while a
+batch runs become the next batch.
 """
 
 import argparse
@@ -81,7 +82,9 @@ _Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
 
 
 class ChatRequest(BaseModel):
-    """The accepted fields; a null counts as missing. Sampling options accept only the value of a greedy answer."""
+    """The accepted fields; a null counts as missing. Sampling options accept only the value of a
+    greedy answer.
+    """
 
     model_config = ConfigDict(extra="forbid")
 

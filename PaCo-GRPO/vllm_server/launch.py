@@ -1,7 +1,8 @@
 """Start judge servers and wait until they answer.
 
-With several models or an API key, engines get private loopback ports, and a gateway on VLLM_PORT sends each request to
-the server of its model. `bash vllm_server/launch.sh --help` lists the environment variables.
+With several models or an API key, engines get private loopback ports, and a gateway on VLLM_PORT
+sends each request to the server of its model. `bash vllm_server/launch.sh --help` lists the
+environment variables.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from vllm_server.state import GATEWAY, MARK, STATE, Server, end, label_folder, l
 _POLL_S = 0.25
 _PROGRESS_S = 10.0
 _LOG_LINES = 40
-# Below the ports that the kernel gives to outgoing connections: those could take one while a model is loading.
+# Below the ports that the kernel gives to outgoing connections: those could take one while a model
+# is loading.
 _PRIVATE_PORTS = range(20000, 32768)
 _LOOPBACK = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -112,7 +114,7 @@ def _refuse_port(settings: LaunchSettings, root: Path) -> None:
     """vLLM would share the port with another server. Raises LaunchError."""
     host, port = settings.host, settings.port
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except OSError as error:
         reason = error.strerror
@@ -260,11 +262,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
-    """Start a server in a session of its own, which outlives the shell, and note its process and its log in it."""
+    """Start a server in a session of its own, which outlives the shell, and note its process and
+    its log in it.
+    """
     server.log = str(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', server.name)}.log")
     server.mark = uuid.uuid4().hex
     variables = process_environment(server.engine, server.gpus, environment, server.api_servers)
-    # vLLM's processes write their titles over their environment, where stop.sh looks for the mark, unless SPT_NOENV.
+    # vLLM's processes write their titles over their environment, where stop.sh looks for the mark,
+    # unless SPT_NOENV.
     variables |= {MARK: server.mark, "SPT_NOENV": "1"}
     with open(server.log, "wb") as file:
         child = subprocess.Popen(
@@ -285,7 +290,9 @@ def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subpr
 def wait_until_ready(
     servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings
 ) -> None:
-    """Wait until every server lists its names, with progress lines. Raises LaunchError with the end of a log."""
+    """Wait until every server lists its names, with progress lines. Raises LaunchError with the end
+    of a log.
+    """
     began = time.monotonic()
     printed = began
     waiting = list(servers)
@@ -307,6 +314,8 @@ def wait_until_ready(
         if time.monotonic() - printed > _PROGRESS_S:
             printed = time.monotonic()
             for server in waiting:
+                if server.engine == GATEWAY:
+                    continue  # it waits for the others
                 print(f"  {server.name} loading, {waited:.0f} s: {_progress(server)}", flush=True)
 
 

@@ -1,4 +1,6 @@
-"""What to serve: the environment variables of a launch and the models they name. Nothing is started here."""
+"""What to serve: the environment variables of a launch and the models they name. Nothing is started
+here.
+"""
 
 import ipaddress
 import json
@@ -154,7 +156,9 @@ def _read_model(name: str, path: str) -> Model:
 
 
 def _hub_folder(name: str) -> Path:
-    """The folder in the hub's cache with a model's settings, and with its weights if it was downloaded."""
+    """The folder in the hub's cache with a model's settings, and with its weights if it was
+    downloaded.
+    """
     # Not needed for folders, which is all that an environment with nothing but vLLM may serve.
     from huggingface_hub import snapshot_download
 

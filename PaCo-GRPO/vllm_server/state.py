@@ -69,7 +69,9 @@ class Server:
         return [process for process in members if _runs(process)]
 
     def state(self, api_key: str | None) -> str:
-        """``healthy``: it lists its names; ``other key``: not the launch's; ``loading or stuck``; ``ended``."""
+        """``healthy``: it lists its names; ``other key``: not the launch's; ``loading or stuck``;
+        ``ended``.
+        """
         if not self.alive():
             return "ended"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -121,9 +123,11 @@ def write(folder: Path, servers: Sequence[Server]) -> None:
 
 
 def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -> list[Server]:
-    """End servers with all their children: the gateway first, so that it can answer its requests. Logs stay.
+    """End servers with all their children: the gateway first, so that it can answer its requests.
+    Logs stay.
 
-    ``grace_period_s``: for a server to end its own children. Returns the servers that were running. Raises LaunchError.
+    ``grace_period_s``: for a server to end its own children. Returns the servers that were running.
+    Raises LaunchError.
     """
     running = [server for server in servers if server.members()]
     gateways = [server for server in running if server.engine == GATEWAY]
@@ -155,9 +159,11 @@ def _signal(
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (machines may share a home).
+    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (machines may
+    share a home).
 
-    Raises LaunchError: The folder cannot be created, belongs to another user, or others can write in it.
+    Raises LaunchError: The folder cannot be created, belongs to another user, or others can write
+    in it.
     """
     home = Path(environment.get("HOME") or Path.home())
     state_home = Path(environment.get("XDG_STATE_HOME") or home / ".local" / "state")

@@ -3,7 +3,8 @@
     python -m vllm_server.status [--json]    exit status 0 when all are healthy, else 3; 1 after errors
     python -m vllm_server.status --stop      ends the servers of VLLM_LABEL and no other process; twice is fine
 
-A state is healthy, loading or stuck, other key (VLLM_API_KEY is not the one of the launch), or ended.
+A state is healthy, loading or stuck, other key (VLLM_API_KEY is not the one of the launch), or
+ended.
 """
 
 import argparse
@@ -35,7 +36,9 @@ def main() -> int:
 
 
 def status(as_json: bool) -> int:
-    """Print a row for each server; the exit status. A label whose file is damaged hides no other label."""
+    """Print a row for each server; the exit status. A label whose file is damaged hides no other
+    label.
+    """
     rows = []
     is_damaged = False
     for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):

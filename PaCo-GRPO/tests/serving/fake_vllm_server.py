@@ -1,4 +1,6 @@
-"""A fake of vLLM's server for the launch tests: takes its command line, and fails as FAKE_VLLM requests."""
+"""A fake of vLLM's server for the launch tests: takes its command line, and fails as FAKE_VLLM
+requests.
+"""
 
 import argparse
 import json

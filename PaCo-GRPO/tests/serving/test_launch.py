@@ -1,4 +1,6 @@
-"""launch.sh, stop.sh and status.sh as a user types them: one model, on a fake vLLM; real engines at the end."""
+"""launch.sh, stop.sh and status.sh as a user types them: one model, on a fake vLLM; real engines at
+the end.
+"""
 
 import json
 import os
@@ -308,7 +310,9 @@ RECORD = {
 
 
 def test_stop_signals_nothing_but_what_it_started(tmp_path):
-    """A pid that was reused, by a process or as the number of a session whose first process has ended."""
+    """A pid that was reused, by a process or as the number of a session whose first process has
+    ended.
+    """
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
     shell = subprocess.Popen(
         ["sh", "-c", "sleep 60 >/dev/null & echo $!"], stdout=-1, start_new_session=True

@@ -1,4 +1,6 @@
-"""What a launch would start: how GPUs are divided, command lines and environments. No process is started."""
+"""What a launch would start: how GPUs are divided, command lines and environments. No process is
+started.
+"""
 
 import json
 import os
@@ -104,7 +106,9 @@ def test_a_hub_model_has_the_settings_and_the_size_of_its_cached_snapshot(tmp_pa
 
 @pytest.fixture
 def planned(monkeypatch, model, two):
-    """``planned(**variables)``: the servers that a launch would start with vLLM, by name; by default of one model."""
+    """``planned(**variables)``: the servers that a launch would start with vLLM, by name; by
+    default of one model.
+    """
     monkeypatch.setattr(launch, "choose_engine", lambda *_: VLLM)
     monkeypatch.setattr(launch, "check_weights", lambda model: None)
     monkeypatch.chdir(model.parent)

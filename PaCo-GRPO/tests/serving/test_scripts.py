@@ -1,4 +1,6 @@
-"""The shell scripts: their --help, and a Slurm job with programs that only record how they were called."""
+"""The shell scripts: their --help, and a Slurm job with programs that only record how they were
+called.
+"""
 
 import os
 import signal
@@ -62,7 +64,9 @@ done
 
 
 class Cluster:
-    """A clone whose server and interpreter only record their calls, and a Slurm that runs all nodes here."""
+    """A clone whose server and interpreter only record their calls, and a Slurm that runs all nodes
+    here.
+    """
 
     def __init__(self, folder: Path):
         self.record = folder / "record"
