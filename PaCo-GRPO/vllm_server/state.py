@@ -116,10 +116,16 @@ def _damaged(file: Path) -> LaunchError:
 
 
 def write(folder: Path, servers: Sequence[Server]) -> None:
-    """Replace the state of a label atomically."""
+    """Replace the state of a label atomically. Raises LaunchError."""
     temporary = folder / f"{STATE}.new"
-    temporary.write_bytes(_SERVERS.dump_json(list(servers), indent=1))
-    temporary.replace(folder / STATE)
+    try:
+        temporary.write_bytes(_SERVERS.dump_json(list(servers), indent=1))
+        temporary.replace(folder / STATE)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {folder / STATE} ({error.strerror}): free some space, or set "
+            "PACO_RUNTIME_DIR"
+        ) from error
 
 
 def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -> list[Server]:

@@ -2,6 +2,7 @@
 the end.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from paco_judge.client import JudgeClient, Pair
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
 from vllm_server import engines, status
+from vllm_server import launch as launch_module
 from vllm_server.launch import launch
 from vllm_server.settings import LaunchError, LaunchSettings
 from vllm_server.state import Server, end, locked, write
@@ -372,3 +374,19 @@ def test_what_lies_at_a_labels_place(shell, tmp_path):
     for label in ("file", "open", "lock"):
         with pytest.raises(LaunchError, match=f"{root}/{label}"):
             launch(shell.environment | {"VLLM_LABEL": label})
+
+
+def test_a_full_state_folder_is_one_line_and_leaves_no_process(shell, monkeypatch, tmp_path):
+    def no_space(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Path(shell.environment["PACO_RUNTIME_DIR"]).mkdir(mode=0o700)
+    started = []
+    start = launch_module.start
+    monkeypatch.setattr(launch_module, "start", lambda *a: started.append(start(*a)) or started[-1])
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    monkeypatch.chdir(shell.cwd)
+    with pytest.raises(LaunchError, match="state.json .No space left on device.: free some space"):
+        launch(shell.environment | {"FAKE_VLLM_RECORD": ""})
+    (process,) = started
+    assert not psutil.pid_exists(process.pid)
