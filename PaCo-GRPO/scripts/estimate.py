@@ -1,14 +1,17 @@
-"""Does a configuration fit on a GPU, what fills the memory, and roughly how long is an epoch? No weights, no GPU, a minute.
+"""Does a configuration fit on a GPU, what fills the memory, and roughly how long is an epoch?
+
+Needs no weights, no GPU, and a minute.
 
     python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
-    python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24 --config.train.batch_size=2
-    python scripts/estimate.py --config config/grpo.py:t2is --gpus 8      # how many of the 8 should serve the judge?
-    python scripts/estimate.py --judge --processes 2                      # judge training (another: --judge YAML)
+    python scripts/estimate.py --config config/grpo.py:t2is_24gb --memory_gb 24
+    python scripts/estimate.py --config config/grpo.py:t2is --gpus 8  # how many for the judge?
+    python scripts/estimate.py --judge --processes 2     # judge training (another: --judge YAML)
 
-The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA device. Tensors on
-two devices, wrong shapes and data types are errors here as on a GPU. The backward pass runs on a fake CPU. The seconds
-assume that every GPU reaches 35 % of its stated peak, and that the host needs 9 µs to start an operator. Not estimated:
-the time to compile, DeepSpeed, and training of a judge's vision tower.
+The policy encodes, samples, decodes and computes its loss at the model's real shapes on a fake CUDA
+device. Tensors on two devices, wrong shapes and data types are errors here as on a GPU. The backward
+pass runs on a fake CPU. The seconds assume that every GPU reaches 35 % of its stated peak, and that
+the host needs 9 µs to start an operator. Not estimated: the time to compile, DeepSpeed, and training
+of a judge's vision tower.
 
 Exit status: 0 = fits; 1 = does not fit, or the code failed; 2 = a wrong option.
 """
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     given, rest = parser().parse_known_args(arguments)
 
-    # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
+    # PyTorch and diffusers take seconds to import; --help and wrong arguments do not wait for them.
     from paco_grpo.data.prompts import DataError
     from paco_grpo.estimate.planning import GPUS
     from paco_grpo.options import ConfigError

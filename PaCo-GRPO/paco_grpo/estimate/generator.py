@@ -1,6 +1,4 @@
-"""An epoch of RL on fake tensors: every kind of work once, at the model's real shapes, and scaled
-to an epoch.
-"""
+"""An epoch of RL on fake tensors: every kind of work once, at the model's real shapes."""
 
 import contextlib
 import dataclasses
@@ -37,9 +35,9 @@ from paco_grpo.training.plan import Plan, evaluation_images, make_plan
 from paco_grpo.types import Item, Rollout
 
 PROMPT = (
-    "A 2x2 grid of images that show one fox in four seasons, watercolor on rough paper, soft morning light. "
-    * 4
-)
+    "A 2x2 grid of images that show one fox in four seasons, "
+    "watercolor on rough paper, soft morning light. "
+) * 4
 
 
 @dataclasses.dataclass
@@ -83,17 +81,16 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     epoch = epoch_work(options, plan, pieces, objective)
     resident, adds = memory(options, plan, pieces)
     title = (
-        f"{name} on {processes} GPU(s): {plan.samples} images an epoch ({plan.prompts} prompts x {plan.images_per_prompt}), "
-        f"sampled {plan.sample_batch_size} and trained {options.train.batch_size} at a time; {images} in an evaluation"
+        f"{name} on {processes} GPU(s): {plan.samples} images an epoch "
+        f"({plan.prompts} prompts x {plan.images_per_prompt}), sampled {plan.sample_batch_size} "
+        f"and trained {options.train.batch_size} at a time; {images} in an evaluation"
     )
     work = {"an epoch": epoch, "an evaluation": evaluation}
     return Estimate(title, work, resident, adds, plan, options.speed.compile)
 
 
 def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
-    """Sample on a fake GPU, and train on a fake CPU, whose backward pass PyTorch's autograd can
-    run.
-    """
+    """Sample on a fake GPU, and train on a fake CPU, where PyTorch's autograd works."""
     train = dataclasses.replace(options.train, timesteps=(0,), num_sigmas=None)
     objective = get_objective(train.loss_type)(train)
     batch = min(train.batch_size, plan.samples_per_process)
@@ -125,9 +122,7 @@ def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
 
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
-    """The policy with its adapters, as training builds it, and with fake weights on the device
-    ``on``.
-    """
+    """The policy with its adapters, as training builds it; its fake weights are ``on`` a device."""
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     pipeline = pipeline_of(options.pretrained.model, dtype)
     policy_class = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])

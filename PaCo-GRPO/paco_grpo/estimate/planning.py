@@ -1,6 +1,4 @@
-"""From measured pieces to seconds, to a verdict on memory, and to a division of GPUs between
-generator and judge.
-"""
+"""From measured pieces to seconds, a verdict on memory, and GPUs for generator and judge."""
 
 import dataclasses
 import math
@@ -221,7 +219,8 @@ def report(estimate: Estimate, card: Card) -> bool:
 
 def _print_work(work: Work, seconds: float) -> None:
     print(
-        f"{work.name:<13} {work.pieces:>7.0f} {work.flops / 1e12:>13.2f} {work.operators:>10.0f} {seconds:>9.1f}"
+        f"{work.name:<13} {work.pieces:>7.0f} {work.flops / 1e12:>13.2f} "
+        f"{work.operators:>10.0f} {seconds:>9.1f}"
     )
 
 
@@ -237,8 +236,8 @@ def report_memory(estimate: Estimate, card: Card) -> bool:
     spare = (card.memory - RESERVE - totals[worst]) / GIB
     verdict = "fits" if spare >= 0 else "does not fit"
     print(
-        f"\n{verdict}: peak {totals[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} for CUDA itself "
-        f"leave {spare:.1f} GiB of {card.label}"
+        f"\n{verdict}: peak {totals[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
+        f"for CUDA itself leave {spare:.1f} GiB of {card.label}"
     )
     return spare >= 0
 
@@ -250,8 +249,10 @@ def _parts(parts: dict[str, int]) -> str:
 def report_split(estimate: Estimate, card: Card, judge: Judge, gpus: int) -> float:
     """Print the seconds of an epoch for each division of ``gpus``; returns the best ones."""
     print(
-        f"\njudge: {judge.pairs_per_image:.1f} pairs an image, {judge.pairs_per_second:.0f} a second and GPU, "
-        f"{judge.most_pairs_per_second:.0f} a second at most by its API servers; {judge.gpus} GPU(s) hold one"
+        f"\njudge: {judge.pairs_per_image:.1f} pairs an image, "
+        f"{judge.pairs_per_second:.0f} a second and GPU, "
+        f"{judge.most_pairs_per_second:.0f} a second at most by its API servers; "
+        f"{judge.gpus} GPU(s) hold one"
     )
     best, splits = best_split(estimate, card, judge, gpus)
     print("generate serve" + "".join(f"{name + ' s':>9}" for name in splits[best]))
@@ -271,6 +272,7 @@ def report_run(options: RunOptions, epoch_s: float, evaluation_s: float) -> None
     hours = epochs * epoch_s / 3600
     hours_of_evaluation = evaluations * evaluation_s / 3600
     print(
-        f"\na run: {epochs} epochs (config.num_epochs) of {epoch_s:.0f} s and {evaluations} evaluations of "
-        f"{evaluation_s:.0f} s, {hours:.1f} + {hours_of_evaluation:.1f} hours; an estimate"
+        f"\na run: {epochs} epochs (config.num_epochs) of {epoch_s:.0f} s "
+        f"and {evaluations} evaluations of {evaluation_s:.0f} s, "
+        f"{hours:.1f} + {hours_of_evaluation:.1f} hours; an estimate"
     )

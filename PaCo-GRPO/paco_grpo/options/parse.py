@@ -82,7 +82,8 @@ def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, s
         is_option = name == "config" or name.startswith("config.")
         if not argument.startswith("-") or not is_option:
             raise ConfigError(
-                f"unknown argument {argument!r}. Options are given as --config FILE[:NAME] and --config.a.b=value"
+                f"unknown argument {argument!r}. "
+                "Options are given as --config FILE[:NAME] and --config.a.b=value"
             )
         if not equals:
             if not rest or rest[0].startswith("--"):

@@ -29,13 +29,16 @@ MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
 
 
 def raise_if_any(problems: Iterable[str]) -> None:
-    """Raise a ``ConfigError`` with a line for each of ``problems``, which begin with the option's name."""
+    """Raise a ``ConfigError`` with a line for each problem, which begins with the option's name."""
     if lines := [f"config.{problem}" for problem in problems]:
         raise ConfigError("\n".join(lines))
 
 
 def check_run(options: RunOptions) -> Objective:
-    """Refuse options that contradict each other, the objective, the rewards or the model; returns the objective."""
+    """Refuse options that contradict each other, the objective, the rewards or the model.
+
+    Returns the objective.
+    """
     train = options.train
     problems = contradictions(options)
     for name in ("train.use_8bit_adam", "pretrained.quantize"):
@@ -58,7 +61,8 @@ def check_run(options: RunOptions) -> Objective:
         problems.append(str(error).removeprefix("config."))
     if objective and objective.snapshots and not options.use_lora:
         problems.append(
-            f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: its old policy is an adapter"
+            f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
+            "its old policy is an adapter"
         )
     raise_if_any(problems)
     check_model(options)
@@ -73,13 +77,15 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
     warnings = []
     if sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
         warnings.append(
-            "sample.num_images_per_prompt=1: images of different prompts are compared with each other"
+            "sample.num_images_per_prompt=1: "
+            "images of different prompts are compared with each other"
         )
     if train.learning_rate == 0:
         warnings.append("train.learning_rate=0: nothing is trained")
     if sample.tail_steps is not None and not (sample.noise_level and sample.noise_steps):
         warnings.append(
-            f"sample.tail_steps={sample.tail_steps} changes nothing: without noise, no step is the last with noise"
+            f"sample.tail_steps={sample.tail_steps} changes nothing: "
+            "without noise, no step is the last with noise"
         )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
@@ -88,8 +94,9 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
     if is_distilled and not objective.needs_noise_steps:
         others = [name for name in OBJECTIVES if get_objective(name).needs_noise_steps]
         warnings.append(
-            f"train.loss_type={train.loss_type!r}: {options.pretrained.model} seems to be distilled to few steps. This "
-            "objective trains σ values that such a model never sees, so images blur and training may collapse. "
+            f"train.loss_type={train.loss_type!r}: {options.pretrained.model} seems to be "
+            "distilled to few steps. This objective trains σ values that such a model never sees, "
+            "so images blur and training may collapse. "
             f"Use {', '.join(others)}, or the model that is not distilled"
         )
     return warnings
@@ -176,7 +183,8 @@ def check_model(options: RunOptions) -> None:
     for name, steps in (("sample", options.sample.num_steps), ("test", options.test.num_steps)):
         if steps < fewest:
             problems.append(
-                f"{name}.num_steps={steps} must be at least {fewest}: {model}'s schedule ends above σ = 0"
+                f"{name}.num_steps={steps} must be at least {fewest}: "
+                f"{model}'s schedule ends above σ = 0"
             )
     for name, side in (("train", options.train.resolution), ("test", options.test.resolution)):
         if side % multiple:
@@ -189,7 +197,10 @@ def check_model(options: RunOptions) -> None:
 
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:
-    """Refuse a machine whose GPUs torch does not see (often an old driver), unless ``ACCELERATE_USE_CPU`` is set."""
+    """Refuse a machine whose GPUs torch does not see, often because of an old driver.
+
+    ``ACCELERATE_USE_CPU`` allows it.
+    """
     wants_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if torch.cuda.is_available() or wants_cpu:
         return
@@ -203,8 +214,8 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
             return
         promise = "nvidia-smi lists GPUs"
     raise ConfigError(
-        f"{promise}, but torch {torch.__version__} sees none. Where there are GPUs, update the driver or install a torch "
-        "for it. To use the CPU, set ACCELERATE_USE_CPU=true"
+        f"{promise}, but torch {torch.__version__} sees none. Where there are GPUs, update the "
+        "driver or install a torch for it. To use the CPU, set ACCELERATE_USE_CPU=true"
     )
 
 
@@ -216,7 +227,10 @@ def _nvidia_smi_lists_gpus() -> bool:
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
-    """Raise a ``DataError`` unless an editor's items have reference images, any other's none, and sizes hold a token."""
+    """Raise a ``DataError`` for items that the generator cannot take.
+
+    An editor's items have reference images, others' have none, and sizes hold a token.
+    """
     model = options.pretrained.model
     policy = policy_class(model)
     for split, items in splits.items():
@@ -241,13 +255,13 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             )
         elif small := [item for item in sized if min(item.height, item.width) < multiple]:
             raise DataError(
-                f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: with config.item_size="
-                f"'exact', both sides need at least {multiple} pixels"
+                f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: "
+                f"with config.item_size='exact', both sides need at least {multiple} pixels"
             )
 
 
 def with_text_length(options: RunOptions) -> RunOptions:
-    """``options`` with the text length that their run was trained with, where ``config.max_sequence_length`` is 0."""
+    """``options`` with the text length of their run, where ``config.max_sequence_length`` is 0."""
     if options.max_sequence_length:
         return options
     items = [

@@ -41,8 +41,8 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     notes = []
     if prompts != fewest:
         notes.append(
-            f"sample.unique_sample_num_per_epoch raised from {fewest} to {prompts}, so that {k} images each divide "
-            f"evenly over {num_processes} processes in batches of {batch}"
+            f"sample.unique_sample_num_per_epoch raised from {fewest} to {prompts}, so that {k} "
+            f"images each divide evenly over {num_processes} processes in batches of {batch}"
         )
     return Plan(
         num_processes=num_processes,
@@ -63,18 +63,14 @@ def evaluation_images(options: RunOptions, num_items: int) -> int:
 
 
 def picture_bytes(options: RunOptions, num_items: int) -> int:
-    """Bytes of the pictures of one evaluation; a PNG of a photograph takes about two for each
-    pixel.
-    """
+    """Bytes of the pictures of one evaluation: about two a pixel in a PNG of a photograph."""
     if not options.test.save_eval_images:
         return 0
     return 2 * evaluation_images(options, num_items) * options.test.resolution**2
 
 
 def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
-    """How many images the evaluations of a run have, when, and which share of the run's denoising
-    they are.
-    """
+    """How many images an evaluation has, when there is one, and its share of the denoising."""
     test = options.test
     images = evaluation_images(options, num_items)
     line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
@@ -90,8 +86,9 @@ def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str
     share = steps / (steps + steps_of_training)
     share_of_pixels = pixels / (pixels + pixels_of_training)
     return (
-        f"{line}, before training and every {options.eval_freq} epochs: {share:.0%} of the run's denoising steps, "
-        f"{share_of_pixels:.0%} counted by pixels (config.test.num_images, config.eval_freq)"
+        f"{line}, before training and every {options.eval_freq} epochs: {share:.0%} of the run's "
+        f"denoising steps, {share_of_pixels:.0%} counted by pixels "
+        "(config.test.num_images, config.eval_freq)"
     )
 
 
