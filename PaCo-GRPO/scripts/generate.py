@@ -7,6 +7,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
+    --overwrite          write over images of an earlier command in the same folder
     --panels             also write each panel of a grid as its own file
     --output DIR         default: generated
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
@@ -16,6 +17,8 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+
+MOST_SEEDS = 100_000
 
 
 def main(arguments: list[str]) -> int:
@@ -32,6 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--judge")
     parser.add_argument("--best", type=int)
     parser.add_argument("--panels", action="store_true")
+    parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("generated"))
     own, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -57,11 +61,16 @@ def main(arguments: list[str]) -> int:
 
 def read_seeds(text: str) -> list[int]:
     """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
-    seeds = (
-        [int(seed) for seed in text.split(",") if seed] if "," in text else list(range(int(text)))
-    )
+    if "," in text:
+        seeds = [int(seed) for seed in text.split(",") if seed]
+    elif int(text) <= MOST_SEEDS:
+        seeds = list(range(int(text)))
+    else:
+        raise argparse.ArgumentTypeError(f"{text} images of each prompt are more than {MOST_SEEDS}")
     if not seeds or not all(0 <= seed < 2**63 for seed in seeds):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}: seeds are whole numbers from 0 to 2^63 - 1")
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text} names a seed twice")
     return seeds
 
 

@@ -8,12 +8,14 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from paco_grpo.atomic import write_atomically
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
-from paco_grpo.evaluation.benchmarks import begin, markdown, options_for, summarize_prompts
+from paco_grpo.evaluation.benchmarks import markdown, options_for, summarize_prompts
 from paco_grpo.evaluation.evaluate import evaluate
+from paco_grpo.evaluation.folder import is_complete
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.loading import text_length
@@ -29,6 +31,7 @@ from paco_grpo.training.build import (
 from paco_grpo.training.plan import merges_lora
 
 BASE = "base"
+DIFFERENCE = "difference"  # column of the results
 logger = logging.getLogger("evaluate")
 
 
@@ -37,38 +40,40 @@ def evaluate_all(options: RunOptions, own: argparse.Namespace) -> str:
 
     All sets, rewards and adapters are checked before anything is sampled.
     """
-    names, options = (
-        [name for name in own.benchmarks.split(",") if name],
-        checks.with_text_length(options),
-    )
-    sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in names} or {
-        own.output: options
-    }
-    if own.images_per_prompt != 1:
-        sets = {folder: measuring(each, own.images_per_prompt) for folder, each in sets.items()}
-    for each in sets.values():
-        checks.check_run(each)
-    adapters = {"": own.adapter} | ({"against": own.against} if own.against else {})
-    adapters = {
-        name: find_adapter(place) if place and place != BASE else None
-        for name, place in adapters.items()
-    }
+    options = checks.with_text_length(options)
+    benchmarks = [name for name in own.benchmarks.split(",") if name]
+    sets = {own.output / name.partition("=")[0]: options_for(options, name) for name in benchmarks}
+    if not benchmarks:
+        sets = {own.output: options}
+    images_per_prompt = own.images_per_prompt
+    if images_per_prompt != 1:
+        for folder in sets:
+            sets[folder] = measuring(sets[folder], images_per_prompt)
+    for set_options in sets.values():
+        checks.check_run(set_options)
+    adapters = {"": _adapter(own.adapter, "--adapter")}  # by folder below the set's
+    if own.against:
+        adapters["against"] = _adapter(own.against, "--against")
     strategy = start_processes(options)
-    accelerator, count = strategy.accelerator, own.images_per_prompt
-    prepared = {folder: prepare(each, accelerator, folder, count) for folder, each in sets.items()}
-    for folder, (ready, items, rewards) in prepared.items():
-        sample_adapters(
-            ready,
-            items,
-            rewards,
-            strategy,
-            {folder / name: each for name, each in adapters.items()},
-        )
+    accelerator = strategy.accelerator
+    prepared = {}
+    for folder, set_options in sets.items():
+        prepared[folder] = prepare(set_options, accelerator, folder, images_per_prompt)
+    for folder, (set_options, items, rewards) in prepared.items():
+        adapter_of = {folder / name: adapter for name, adapter in adapters.items()}
+        sample_adapters(set_options, items, rewards, strategy, adapter_of)
     accelerator.end_training()
     if not accelerator.is_main_process:
         return ""
-    tables = {folder.name: results(folder, own.adapter, own.against) for folder in sets}
-    return "\n".join(f"## {name}\n\n{shown}" if names else shown for name, shown in tables.items())
+    tables = []
+    for folder in sets:
+        table_of_set = results(folder, own.adapter, own.against)
+        tables.append(f"## {folder.name}\n\n{table_of_set}" if benchmarks else table_of_set)
+    return "\n".join(tables)
+
+
+def _adapter(place: str | None, option: str) -> Path | None:
+    return find_adapter(place, option) if place and place != BASE else None
 
 
 def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: int) -> tuple:
@@ -102,9 +107,8 @@ def sample_adapters(
     exchanges = not (strategy.lockstep or options.speed.compile)
     policy, attached = None, False
     for folder, adapter in adapters.items():
-        if main_decides(
-            strategy.accelerator, partial(begin, folder, options, items, rewards, adapter)
-        ):
+        check = partial(is_complete, folder, options, items, rewards, adapter)
+        if main_decides(strategy.accelerator, check):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         if not exchanges:
@@ -126,33 +130,36 @@ def sample_adapters(
             policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True
         )
         if strategy.accelerator.is_main_process:
-            (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+            write_atomically(folder / "metrics.json", json.dumps(metrics, indent=1))
 
 
 def results(folder: Path, adapter: str | None, against: str | None) -> str:
     """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    name, rows = adapter or BASE, read_rows(folder)
-    agreements, columns = {name: agreement(rows)}, {name: summarize_prompts(rows)}
+    name = adapter or BASE
+    rows = read_rows(folder)
+    agreements = {name: agreement(rows)}
+    columns = {name: summarize_prompts(rows)}
     if against is not None:
-        others = read_rows(folder / "against")
-        agreements |= {against: agreement(others), "difference": agreement(rows, others)}
-        columns |= {
-            against: summarize_prompts(others),
-            "difference": summarize_prompts(rows, others),
-        }
-    missing = {
-        name: sum(row["rewards"][name] is None for row in rows) for name in rows[0]["rewards"]
-    }
-    found = {
+        other = f"{against} (against)" if against in (name, DIFFERENCE) else against
+        other_rows = read_rows(folder / "against")
+        agreements[other] = agreement(other_rows)
+        agreements[DIFFERENCE] = agreement(rows, other_rows)
+        columns[other] = summarize_prompts(other_rows)
+        columns[DIFFERENCE] = summarize_prompts(rows, other_rows)
+    missing = {}
+    for reward in rows[0]["rewards"]:
+        missing[reward] = sum(row["rewards"][reward] is None for row in rows)
+    record = {
         "adapter": name,
         "against": against,
         "missing": missing,
         "results": columns,
         "agreement": agreements,
     }
-    (folder / "results.json").write_text(
-        json.dumps(found, indent=1, default=dataclasses.asdict), encoding="utf-8"
-    )
-    shown = markdown(columns) + ("\n" + table(agreements) if agreements[name] else "")
-    (folder / "results.md").write_text(shown, encoding="utf-8")
-    return shown
+    text = json.dumps(record, indent=1, default=dataclasses.asdict)
+    write_atomically(folder / "results.json", text)
+    tables = markdown(columns)
+    if agreements[name]:
+        tables += "\n" + table(agreements)
+    write_atomically(folder / "results.md", tables)
+    return tables

@@ -47,23 +47,33 @@ def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> lis
         )
     items = []
     for number, (where, row) in enumerate(rows):
-        names = (
-            [images[number % len(images)].absolute()]
-            if images
-            else row.get("images") or [row.get("image")]
-        )
-        paths = [(file or Path()).parent / name for name in names if name]
+        if images:
+            paths = [images[number % len(images)]]
+        else:
+            folder = file.parent if file is not None else Path()
+            paths = [folder / name for name in _reference_names(row, where)]
         references = tuple(read_reference(path, f"{where}: {path}") for path in paths)
         prompt, height, width = common_fields(row, where)
         items.append(Item(number, prompt, height, width, row, references))
     return items
 
 
+def _reference_names(row: dict, where: str) -> list[str]:
+    """Names of the reference images in a row of a prompts file."""
+    names = row.get("images")
+    if names is None:
+        names = [] if row.get("image") is None else [row["image"]]
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"{where}: image must be a file name, and images a list of file names")
+    return names
+
+
 def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> tuple:
     """Check, and load the model with its adapter: options with the text length that applies, policy, judge or None."""
     require_promised_gpu(os.environ)
     check_items(options, {"given": items})
-    adapter, judge = find_adapter(own.adapter) if own.adapter else None, None
+    adapter = find_adapter(own.adapter, "--adapter") if own.adapter else None
+    judge = None
     if own.best is not None and (own.best < 1 or not own.judge):
         raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
     if own.judge is not None:  # the configuration's own for this kind of model, but at this address
@@ -79,6 +89,7 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
     options = with_text_length(options)
     text_length(options, items)  # warns of prompts that will be truncated
     check_writable(own.output, option="--output")
+    refuse_earlier_images(own, items)
     policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if adapter:
         add_lora(policy, lora_path=adapter)
@@ -86,15 +97,33 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
     return options, policy, judge
 
 
+def refuse_earlier_images(own: argparse.Namespace, items: list[Item]) -> None:
+    """Refuse to write over the images of another command, unless ``--overwrite`` is given."""
+    if own.overwrite:
+        return
+    for item in items:
+        for seed in own.seeds:
+            path = own.output / image_name(item, seed)
+            if path.exists():
+                raise ConfigError(
+                    f"{path} is there already: choose another --output, or give --overwrite"
+                )
+
+
+def image_name(item: Item, seed: int) -> str:
+    """File name of an image."""
+    return f"{item.item_id:05d}_seed{seed}.png"
+
+
 def generate(
     options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace
 ) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
     items = [item for item, _ in wanted]
-    rows = [
-        {"file": f"{i.item_id:05d}_seed{seed}.png", "prompt": i.prompt, "seed": seed, "kept": True}
-        for i, seed in wanted
-    ]
+    rows = []
+    for item, seed in wanted:
+        name = image_name(item, seed)
+        rows.append({"file": name, "prompt": item.prompt, "seed": seed, "kept": True})
     images: list = [None] * len(wanted)
 
     def deliver(decoded: list, batch) -> None:
@@ -103,7 +132,7 @@ def generate(
                 raise ConfigError(
                     f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision"
                 )
-            image.save(own.output / rows[i]["file"])
+            image.save(own.output / rows[i]["file"], compress_level=1)
             images[i] = image
 
     sampling = Sampling(options.test.num_steps)

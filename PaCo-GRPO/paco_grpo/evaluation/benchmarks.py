@@ -1,26 +1,23 @@
 """Benchmarks: prompts, and rewards that measure their images; results over prompts, and two adapters compared."""
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paco_grpo.evaluation.pictures import markdown_table, read_rows
+from paco_grpo.evaluation.pictures import markdown_table
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.rewards.registry import Reward
 from paco_grpo.suggest import did_you_mean
-from paco_grpo.types import Item
 
 # Name → prompt set as dataset/fetch.py writes it, its kind, and the rewards that measure its images.
 BENCHMARKS = {
     "t2is": ("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore")),
     "gedit": ("dataset/public-gedit", "geneval_image", ("consistency_for_editing",)),
 }
+_RESAMPLES = 10_000  # of the bootstrap
+_BLOCK = 2_000_000  # prompts drawn at a time, 16 MB
 
 
 def options_for(options: RunOptions, benchmark: str) -> RunOptions:
@@ -31,82 +28,22 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
             f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}"
         )
     public, kind, rewards = BENCHMARKS[name]
-    others = {*options.train.reward_fn, *options.test.reward_fn}.union(
-        *(names for *_, names in BENCHMARKS.values())
-    )
-    arguments = (
-        options.test.reward_fn_kwargs.items()
-    )  # of a name that no reward has: kept, so that it is refused
+    other_rewards = {*options.train.reward_fn, *options.test.reward_fn}
+    for _, _, names in BENCHMARKS.values():
+        other_rewards.update(names)
+    arguments = {}
+    for reward, kwargs in options.test.reward_fn_kwargs.items():
+        # Arguments of a name that no reward has are kept, so that they are refused.
+        if reward in rewards or reward not in other_rewards:
+            arguments[reward] = kwargs
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs={
-            name: given for name, given in arguments if name in rewards or name not in others
-        },
+        reward_fn_kwargs=arguments,
         num_images=None,
         save_eval_images=True,
     )
     return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, test=test)
-
-
-def begin(
-    folder: Path,
-    options: RunOptions,
-    items: Sequence[Item],
-    rewards: Mapping[str, Reward],
-    adapter: Path | None,
-) -> bool:
-    """Record in ``folder`` what its images and scores depend on, so that only the same command continues there.
-
-    Returns whether all are there already.
-    """
-    test = {
-        name: value
-        for name, value in dataclasses.asdict(options.test).items()
-        if not name.startswith("reward")
-    }
-    weights = hashlib.sha256()
-    for file in sorted(adapter.iterdir()) if adapter else ():
-        if file.suffix == ".safetensors" or file.name == "adapter_config.json":
-            weights.update(file.read_bytes())
-    content = {
-        "model": str(options.pretrained.model),
-        "adapter": adapter,
-        "adapter_sha256": weights.hexdigest() if adapter else None,
-        "prompts_sha256": hashlib.sha256(
-            json.dumps([[i.item_id, i.prompt] for i in items]).encode()
-        ).hexdigest(),
-        "guidance_scale": options.sample.guidance_scale,
-        "negative_prompt": options.sample.negative_prompt,
-        "max_sequence_length": options.max_sequence_length,
-        "seed": options.seed,
-        "test": test,
-        "rewards": {
-            name: [
-                {key: value for key, value in reward.kwargs.items() if key != "api_key"},
-                reward.record,
-            ]
-            for name, reward in rewards.items()
-        },
-    }
-    content = json.loads(json.dumps(content, default=str))
-    path, metrics = folder / "evaluation.json", folder / "metrics.json"
-    if path.is_file() or any(folder.glob("[0-9]*.png")):
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        changed = [
-            name for name in content if name != "adapter" and found.get(name) != content[name]
-        ]
-        if of_images := [name for name in changed if name != "rewards"]:
-            raise ConfigError(
-                f"{folder} holds images with another {', '.join(of_images)}: choose another --output"
-            )
-        complete = not changed and metrics.is_file()
-        if complete and all(None not in row["rewards"].values() for row in read_rows(folder)):
-            return True
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics.unlink(missing_ok=True)
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +56,9 @@ class Interval:
     prompts: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f}" + (
-            "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
-        )
+        if self.low is None:
+            return f"{self.mean:.4f}"
+        return f"{self.mean:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval | None:
@@ -134,8 +71,13 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
         return None
     if count == 1:
         return Interval(mean, None, None, 1)
-    drawn = statistic(np.random.default_rng(0).integers(count, size=(10_000, count)))
-    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    rng = np.random.default_rng(0)
+    block = max(1, _BLOCK // count)  # of resamples in memory
+    values = []
+    for start in range(0, _RESAMPLES, block):
+        size = (min(block, _RESAMPLES - start), count)
+        values.append(statistic(rng.integers(count, size=size)))
+    low, high = np.nanquantile(np.concatenate(values), [0.025, 0.975])
     return Interval(mean, float(low), float(high), count)
 
 
@@ -155,9 +97,8 @@ def by_prompt(
     scores: dict[int, list[list[float | None]]] = {}
     for row in rows:
         scores.setdefault(row["item_id"], []).append([row["rewards"][name] for name in rewards])
-    return np.array([mean(np.array(values, float), axis=0) for values in scores.values()]).reshape(
-        -1, len(rewards)
-    )
+    means = [mean(np.array(values, float), axis=0) for values in scores.values()]
+    return np.array(means).reshape(-1, len(rewards))
 
 
 def summarize_prompts(

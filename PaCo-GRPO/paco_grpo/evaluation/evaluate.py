@@ -15,6 +15,7 @@ import numpy as np
 from accelerate.utils import gather_object
 from PIL import Image
 
+from paco_grpo.atomic import write_atomically
 from paco_grpo.distributed.processes import Replicated, Stopped
 from paco_grpo.evaluation.pictures import contact_sheet, thumbnail
 from paco_grpo.options import RunOptions
@@ -121,24 +122,25 @@ def evaluate(
         )
     names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
     if accelerator.is_main_process:
-        with (folder / "eval_data.jsonl").open("w", encoding="utf-8") as file:
-            for number, ((item, seed), row) in enumerate(zip(chosen, scores.tolist(), strict=True)):
-                image, reference = _files(folder, number)
-                line = {
-                    "file": image.name if image.is_file() else None,  # not saved, or not finite
-                    "reference": f"references/{reference.name}" if reference.is_file() else None,
-                    "prompt": item.prompt,
-                    "item_id": item.item_id,
-                    "seed": seed,
-                    "idx": item.metadata.get("idx"),
-                    "category": None if categories[number] is None else str(categories[number]),
-                    "open": bool(item.metadata.get("open", False)),
-                    "rewards": {
-                        n: None if math.isnan(score) else score
-                        for n, score in zip(names, row, strict=True)
-                    },
-                }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        lines = []
+        for number, ((item, seed), values) in enumerate(zip(chosen, scores.tolist(), strict=True)):
+            image, reference = _files(folder, number)
+            category = categories[number]
+            row = {
+                "file": image.name if image.is_file() else None,  # not saved, or not finite
+                "reference": f"references/{reference.name}" if reference.is_file() else None,
+                "prompt": item.prompt,
+                "item_id": item.item_id,
+                "seed": seed,
+                "idx": item.metadata.get("idx"),
+                "category": None if category is None else str(category),
+                "open": bool(item.metadata.get("open", False)),
+                "rewards": {},
+            }
+            for name, score in zip(names, values, strict=True):
+                row["rewards"][name] = None if math.isnan(score) else score
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        write_atomically(folder / "eval_data.jsonl", "".join(lines))
     accelerator.wait_for_everyone()
     metrics = {f"eval/{key}": value for key, value in summarize(scores, names).items()}
     metrics["eval/missing_share"] = float(missing.any(axis=1).mean())
@@ -206,7 +208,8 @@ def _sample(
             image_file, reference_file = _files(folder, number)
             if test.save_eval_images and batch not in made:
                 partial = image_file.with_suffix(".tmp")
-                image.save(partial, format="PNG")
+                # Level 1: a smaller file would cost more time than writing a larger one.
+                image.save(partial, format="PNG", compress_level=1)
                 partial.replace(image_file)  # whole, or not there
             if test.save_eval_images and reference is not None:
                 reference_file.parent.mkdir(exist_ok=True)

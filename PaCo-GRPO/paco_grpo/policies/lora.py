@@ -273,16 +273,16 @@ def save_diffusers(policy: Policy, directory: str | Path) -> None:
     )
 
 
-def find_lora(place: str | Path) -> Path:
+def find_lora(place: str | Path, option: str = "config.train.lora_path") -> Path:
     """The folder of an adapter, downloaded if ``place`` is a hub name.
 
-    Raises a ``PolicyLoadError`` if there is none.
+    Raises a ``PolicyLoadError`` that names ``option`` if there is none.
     """
-    folder = local_folder(place, *_DIFFUSERS, *_PEFT, option="config.train.lora_path")
+    folder = local_folder(place, *_DIFFUSERS, *_PEFT, option=option)
     if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
         return folder
     raise PolicyLoadError(
-        f"config.train.lora_path: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
+        f"{option}: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
         f"{' and '.join(_PEFT)} (PEFT)"
     )
 

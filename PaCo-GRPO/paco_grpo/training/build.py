@@ -315,10 +315,13 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     )
 
 
-def find_adapter(place: str | Path) -> Path:
-    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the hub."""
+def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
+    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the hub.
+
+    ``option`` is named in errors.
+    """
     adapter = Path(place).expanduser() / "adapter"
-    return find_lora(adapter if adapter.is_dir() else place)
+    return find_lora(adapter if adapter.is_dir() else place, option)
 
 
 def apply_speed(options: RunOptions, policy: Policy) -> None:

@@ -113,8 +113,8 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     ]  # fmt: skip
 
     def respond(number, request):
-        """The first question is not answered."""
-        return (400, {}, {}) if number == 1 else fake_judge.by_content(number, request)
+        """The question at the start is answered, the next one is not."""
+        return (400, {}, {}) if number == 2 else fake_judge.by_content(number, request)
 
     with fake_judge.FakeJudge(respond) as judge:
         assert main([*arguments, "--judge", judge.url, "--best", "1", "--panels"]) == 0

@@ -34,6 +34,28 @@ def test_interval_agrees_with_the_normal_one_where_that_holds():
     assert interval(np.array([np.nan])) is None and interval(np.array([0.5, np.nan])).low is None
 
 
+def test_resamples_in_blocks_are_those_of_one_draw(monkeypatch):
+    values = np.random.default_rng(4).normal(size=300)
+    whole = interval(values)
+    monkeypatch.setattr(benchmarks, "_BLOCK", 7 * 300 + 5)
+    assert interval(values) == whole
+    drawn = np.random.default_rng(0).integers(300, size=(10_000, 300))
+    expected = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
+    assert [whole.low, whole.high] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("against", ["difference", "base"])
+def test_an_adapter_called_like_a_column_has_one_of_its_own(tmp_path, against):
+    for folder, score in ((tmp_path, 0.75), (tmp_path / "against", 0.5)):
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(row | {"open": False, "category": None}) + "\n" for row in rows([score], [score])]
+        (folder / "eval_data.jsonl").write_text("".join(lines))
+    evaluate.results(tmp_path, "base", against)
+    columns = json.loads((tmp_path / "results.json").read_text())["results"]
+    means = {name: column["r"]["mean"] for name, column in columns.items()}
+    assert means == {"base": 0.75, f"{against} (against)": 0.5, "difference": 0.25}
+
+
 def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
     a, b = rows([1.0, 0.0], [0.5, None], [0.25, 0.75]), rows([0.0, 0.0], [0.0, 0.0], [None, 0.0])
     assert (
@@ -90,7 +112,8 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         assert main(command) == 0
         assert all(path.stat().st_mtime_ns == made[path] for path in made)
         for _ in range(2):  # the second time, nothing is left to do
-            assert len(loaded) == 2 and len(judge.requests) == 2 * asked
+            assert len(loaded) == 2
+            assert len(judge.requests) == 2 * asked - 1  # the question at the start is known by now
             assert main(command) == 0
         printed = capsys.readouterr().out
         assert "## t2is" in printed and "| difference |" in printed

@@ -81,6 +81,17 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     assert (tmp_path / "out" / "sheet.png").is_file()
 
 
+def test_images_of_an_earlier_command_are_kept(generate, tiny_folder, tmp_path, capsys):
+    command = arguments("flux", tiny_folder("flux"), "--prompt", "x", "--output", tmp_path / "out")
+    assert generate.main(command) == 0
+    made = (tmp_path / "out" / "00000_seed0.png").read_bytes()
+    assert generate.main([*command, "--config.seed=1"]) == 2
+    assert "00000_seed0.png is there already" in capsys.readouterr().err
+    assert (tmp_path / "out" / "00000_seed0.png").read_bytes() == made
+    assert generate.main([*command, "--seeds", "1,2"]) == 0  # other files
+    assert generate.main([*command, "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "words", "named"),
     [
@@ -93,6 +104,9 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
             "--image is given 2",
         ),
         ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
+        ("flux_kontext", "--prompts-file FOLDER/number.jsonl", "image must be a file name"),
+        ("flux_kontext", "--prompts-file FOLDER/numbers.jsonl", "image must be a file name"),
+        ("flux", "--prompt x --adapter FOLDER/none", "--adapter"),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(
@@ -100,13 +114,15 @@ def test_wrong_arguments_are_one_clear_line(
 ):
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": "x", "image": 5}\n')
+    (tmp_path / "numbers.jsonl").write_text('{"prompt": "x", "images": 5}\n')
     words = words.replace("FOLDER", str(tmp_path)).split()
     assert (
         generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
     )
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and named in error
-    for seeds in ("0", "1,-1", "x"):
+    for seeds in ("0", "1,-1", "x", "0,0", "3,1,3", "1000000000", "99999999999999999999"):
         with pytest.raises(SystemExit, match="2"):
             generate.main(["--prompt", "x", f"--seeds={seeds}"])
     assert not (tmp_path / "out").exists()

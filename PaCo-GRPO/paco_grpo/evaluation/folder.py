@@ -1,0 +1,160 @@
+"""The folder of an evaluation that can be continued: what its images and scores depend on, and whether all are there."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from paco_grpo.atomic import write_atomically
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.rewards.registry import Reward
+from paco_grpo.types import Item
+
+_SAMPLES = 16  # parts of a large file that are hashed
+_SAMPLE_BYTES = 4096
+
+
+def is_complete(
+    folder: Path,
+    options: RunOptions,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    adapter: Path | None,
+) -> bool:
+    """Whether ``folder`` holds all images and scores of this evaluation.
+
+    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation continues there.
+
+    Raises:
+        ConfigError: The folder holds images of another evaluation, or its record is damaged.
+    """
+    identity = _identity(options, items, rewards, adapter)
+    record = folder / "evaluation.json"
+    metrics = folder / "metrics.json"
+    if record.exists() or any(folder.glob("[0-9]*.png")):
+        earlier = _read_record(record)
+        changed = [
+            name for name in identity if name != "adapter" and earlier.get(name) != identity[name]
+        ]
+        of_images = [name for name in changed if name != "rewards"]
+        if of_images:
+            names = ", ".join(of_images)
+            raise ConfigError(
+                f"{folder} holds images with another {names}: choose another --output"
+            )
+        num_images = options.test.num_images or len(items)
+        if not changed and metrics.is_file() and _has_all_scores(folder, num_images, rewards):
+            return True
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics.unlink(missing_ok=True)
+    write_atomically(record, json.dumps(identity, indent=1))
+    return False
+
+
+def _identity(
+    options: RunOptions,
+    items: Sequence[Item],
+    rewards: Mapping[str, Reward],
+    adapter: Path | None,
+) -> dict[str, Any]:
+    """Everything that changes images or scores; ``rewards`` alone changes only scores."""
+    test = dataclasses.asdict(options.test)
+    identity = {
+        "model": str(options.pretrained.model),
+        "weights": _weights_identity(str(options.pretrained.model)),
+        "quantize": options.pretrained.quantize,
+        "image_positions": options.pretrained.image_positions,
+        "mixed_precision": options.mixed_precision,
+        "allow_tf32": options.allow_tf32,
+        "attention": options.speed.attention,
+        "compile": options.speed.compile,
+        "adapter": adapter,
+        "adapter_sha256": _adapter_hash(adapter),
+        "prompts": _hash([_item_content(item, options.dataset) for item in items]),
+        "item_size": options.item_size,
+        "guidance_scale": options.sample.guidance_scale,
+        "negative_prompt": options.sample.negative_prompt,
+        "max_sequence_length": options.max_sequence_length,
+        "seed": options.seed,
+        "test": {name: value for name, value in test.items() if not name.startswith("reward")},
+        "rewards": {},
+    }
+    for name, reward in rewards.items():
+        arguments = {key: value for key, value in reward.kwargs.items() if key != "api_key"}
+        identity["rewards"][name] = [arguments, reward.record]
+    return json.loads(json.dumps(identity, default=str))
+
+
+def _read_record(record: Path) -> dict[str, Any]:
+    if not record.exists():
+        return {}
+    try:
+        earlier = json.loads(record.read_text(encoding="utf-8"))
+        if not isinstance(earlier, dict):
+            raise ValueError(f"not an object but a {type(earlier).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{record} is damaged ({error}), so it is unknown what made the images beside it: "
+            "choose another --output"
+        ) from error
+    return earlier
+
+
+def _has_all_scores(folder: Path, num_images: int, rewards: Mapping[str, Reward]) -> bool:
+    """A damaged or incomplete file is as good as none: the images are scored again."""
+    try:
+        rows = read_rows(folder)
+        scores = [[row["rewards"][name] for name in rewards] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return len(rows) == num_images and all(None not in values for values in scores)
+
+
+def _item_content(item: Item, dataset: str) -> list[Any]:
+    """What an evaluation takes from an item; reference images in files by samples of their content."""
+    names = item.metadata.get("images", [item.metadata.get("image")])
+    files = []
+    if item.num_images and isinstance(names, list):
+        files = [Path(dataset) / str(name) for name in names]
+    references = _sampled_hash(file for file in files if file.is_file())
+    return [item.item_id, item.prompt, item.height, item.width, item.metadata, references]
+
+
+def _weights_identity(model: str) -> str:
+    """Samples of the weights in a folder, or the commit of a hub name."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _sampled_hash(sorted(folder.rglob("*.safetensors")))
+    cached = try_to_load_from_cache(model, "model_index.json")
+    return Path(cached).parent.name if isinstance(cached, str) else ""
+
+
+def _adapter_hash(adapter: Path | None) -> str | None:
+    if adapter is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(adapter.iterdir()):
+        if file.suffix == ".safetensors" or file.name == "adapter_config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sampled_hash(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for part in range(_SAMPLES):
+                content.seek(size * part // _SAMPLES)
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
