@@ -24,6 +24,16 @@ def trained_twice(options):
     return train(dataclasses.replace(options, resume_from="latest")).run
 
 
+def devices_of_decoding(policy):
+    """An offloaded VAE that stays where it is would decode there, only slowly."""
+    devices = set()
+    decoder = policy.pipeline.vae.decoder
+    hook = decoder.register_forward_pre_hook(lambda _, args: devices.add(args[0].device.type))
+    policy.decode(policy.initial_latents([0], 16, 16), 16, 16)
+    hook.remove()
+    return devices
+
+
 def cases():
     pairs = [(name, "ppo") for name in FAMILIES]
     pairs += [("flux", loss_type) for loss_type in OBJECTIVES if loss_type != "ppo"]
@@ -44,6 +54,7 @@ def test_a_run_ends_as_on_the_cpu(tiny_folder, tmp_path, on, name, loss_type):
             run = trained_twice(options)
             assert run.state.policy.device.type == device
             assert all(p.device.type == device for p in run.state.parameters.values())
+            assert devices_of_decoding(run.state.policy) == {device}
             weights[device] = {n: p.detach().cpu() for n, p in run.state.parameters.items()}
         rows[device] = [numbers(row) for row in rows_of(options)]
     # The GPU's AdamW is the fused one, which rounds elsewhere.
