@@ -83,13 +83,13 @@ def run_program(command: list[str], **variables: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sharding", ["None", "fsdp2"])
-def test_two_gpus_end_as_two_cpus(tiny_flux_dir, tmp_path, sharding):
+def test_two_gpus_end_as_two_cpus(tiny_flux_dir, tmp_path):
+    """Replicated. FSDP2 looks for a driver itself, so it needs a real GPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     weights = {}
     for device in ("cpu", "cuda"):
         folder = tmp_path / device
-        options = arguments(tiny_flux_dir, folder, train__sharding=sharding, eval_freq="1")
+        options = arguments(tiny_flux_dir, folder, eval_freq="1")
         script = [str(ROOT / "scripts" / "train.py"), *options]
         variables = {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {"PRETENDED_GPUS": "2"}
         run_program([*launcher, *([GPU] if device == "cuda" else []), *script], **variables)
