@@ -48,7 +48,7 @@ ALLOWED = {
     "data": {"options"},
     "policies": {"options"},
     "rewards": {"options", "distributed", "data"},
-    "advantages": {"options"},
+    "advantages": {"options", "rewards"},
     "sampling": {"options", "policies", "data"},
     "objectives": {"options", "policies", "sampling"},
     "distributed": {"options", "policies"},

@@ -18,36 +18,33 @@ QUESTIONS = load_editing_questions()
 
 
 def test_tables_by_hand():
-    """Of extract, text_change (two) and a task of the user's own; one pair is a tie."""
+    """Of extract, text_change (two), compose and a task of the user's own; one pair is a tie."""
     made = (
         ("extract", [0.9, 0.1]),
         ("text_change", [0.5, 0.5]),
         ("text_change", [0.2, 0.3]),
+        ("compose", [1, 0]),
         ("own", [1, 0]),
     )
     rows = [{"task_type": task, "dimension": "overall", "scores": scores} for task, scores in made]
     rows.append({"task_type": "extract", "dimension": "consistency", "scores": [0.1, 0.2]})
     results = pd.DataFrame([{"model": "m"} | parse_row(row) for row in rows])
-    columns = ["dimension", "right when", "pairs", *GROUPS, "average", "task mean", "ties"]
+    columns = ["dimension", "right when", "pairs", *GROUPS, "average", "pair mean", "ties"]
     table = group_table(results)[columns]
     assert table.astype(object).where(table.notna(), "-").values.tolist() == [
         ["consistency", "strict", 1, "-", "-", 0, "-", 0, 0, 0],
         ["consistency", "lenient", 1, "-", "-", 0, "-", 0, 0, 0],
-        ["overall", "strict", 4, "-", "-", 1, 0, 0.5, pytest.approx(2 / 3), 1],
-        ["overall", "lenient", 4, "-", "-", 1, 0.5, 0.75, pytest.approx(2.5 / 3), 1],
+        # Groups and the average are means over task types: text_change 0 or ½, the others 1.
+        ["overall", "strict", 5, "-", "-", 1, 0.5, 0.75, pytest.approx(3 / 5), 1],
+        ["overall", "lenient", 5, "-", "-", 1, 0.75, 0.875, pytest.approx(4 / 5), 1],
     ]
     tasks = task_table(results).set_index("task type")
     assert tasks.loc[
         "text_change", ["overall: pairs", "overall: strict", "overall: lenient"]
     ].tolist() == [2, 0, 0.5]
     assert tasks.loc["own", "group"] == "other"
-    assert as_text(tasks[["consistency: pairs"]]).split() == [
-        "consistency:",
-        "pairs",
-        "0",
-        "0",
-        "1",
-    ]
+    counts = as_text(tasks[["consistency: pairs"]]).split()
+    assert counts == ["consistency:", "pairs", "0", "0", "0", "1"]
 
 
 def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp_path, capsys):

@@ -167,6 +167,11 @@ def predicted_order(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))
 
 
+def published_order(scores: Sequence[float]) -> list[int]:
+    """As the paper's script orders candidates: highest score first, of equal scores the later listed one first."""
+    return np.argsort(scores, kind="stable")[::-1].tolist()
+
+
 def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str, float]:
     """All metrics of one item (docs/method.md, section 8, explains them).
 
@@ -176,8 +181,11 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
     """
     n = len(scores)
     order = predicted_order(scores)
-    true_rank, predicted_rank = np.argsort(true_order), np.argsort(order)
-    top1, bottom1 = float(order[0] == true_order[0]), float(order[-1] == true_order[-1])
+    order_as_published = published_order(scores)
+    true_rank = np.argsort(true_order)
+    predicted_rank = np.argsort(order)
+    top1 = float(order[0] == true_order[0])
+    bottom1 = float(order[-1] == true_order[-1])
     return {
         "accuracy": float(np.mean(np.array(order) == np.array(true_order))),
         "kendalltau": _correlation(kendalltau, scores, -true_rank),
@@ -187,8 +195,8 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         "bottom1": bottom1,
         "top_bottom_mean": (top1 + bottom1) / 2,
         # between the lists of indices in predicted and in true order, as the paper's script computes them
-        "kendalltau_published": _correlation(kendalltau, order, true_order),
-        "spearmanr_published": _correlation(spearmanr, order, true_order),
+        "kendalltau_published": _correlation(kendalltau, order_as_published, true_order),
+        "spearmanr_published": _correlation(spearmanr, order_as_published, true_order),
         "ties": float(sum(scores[i] == scores[j] for i, j in combinations(range(n), 2))),
     }
 

@@ -3,7 +3,8 @@
 python calculate_statistics.py --results_dir results --output results_summary [--backbone MODEL]
 
 A pair is right when the better edit's score is higher (strict) or not lower (lenient). Groups and `average` count every
-pair alike, `task mean` every task type. `ties` are pairs with equal scores; `-`: no such pairs.
+task type alike, as the authors' script does, `pair mean` every pair. `ties` are pairs with equal scores; `-`: no such
+pairs.
 """
 
 import sys
@@ -31,31 +32,34 @@ KINDS = ("strict", "lenient")
 
 def parse_row(row: Row) -> Row:
     """The columns that the tables need."""
-    (better, worse), task = map(float, row["scores"]), str(row["task_type"])
-    columns = {
+    better, worse = map(float, row["scores"])
+    task = str(row["task_type"])
+    return {
         "dimension": row["dimension"],
         "group": GROUP_OF.get(task, "other"),
         "task type": task,
+        "strict": better > worse,
+        "lenient": better >= worse,
+        "ties": better == worse,
     }
-    return columns | {"strict": better > worse, "lenient": better >= worse, "ties": better == worse}
 
 
 def group_table(results: pd.DataFrame) -> pd.DataFrame:
-    """Two rows (strict, lenient) for each model and dimension; a column for each group, average, task mean."""
+    """Two rows (strict, lenient) for each model and dimension; a column for each group, average, pair mean."""
     keys = ["model", "dimension", "right when"]
     every = results.melt(
         ["model", "dimension", "group", "task type", "ties"], [*KINDS], keys[2], "right"
     )
     every[keys[2]] = pd.Categorical(every[keys[2]], KINDS)
-    table = every.pivot_table("right", keys, "group", observed=True).reindex(columns=[*GROUPS])
-    rows = every.groupby(keys, observed=True)
-    table.insert(0, "pairs", rows.size())
-    tasks = every.groupby([*keys, "task type"], observed=True)["right"].mean()
-    means = {
-        "average": rows["right"].mean(),
-        "task mean": tasks.groupby(keys, observed=True).mean(),
-    }
-    return table.assign(**means, ties=rows["ties"].sum().astype(int)).reset_index()
+    pairs = every.groupby(keys, observed=True)
+    tasks = every.groupby([*keys, "group", "task type"], observed=True)["right"].mean()
+    groups = tasks.groupby([*keys, "group"], observed=True).mean()
+    table = groups.unstack("group").reindex(columns=[*GROUPS])
+    table.insert(0, "pairs", pairs.size())
+    table["average"] = tasks.groupby(keys, observed=True).mean()
+    table["pair mean"] = pairs["right"].mean()
+    table["ties"] = pairs["ties"].sum().astype(int)
+    return table.reset_index()
 
 
 def task_table(results: pd.DataFrame) -> pd.DataFrame:
