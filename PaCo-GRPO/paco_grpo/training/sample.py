@@ -63,47 +63,53 @@ def sample_epoch(
     decoding overlaps. ``should_stop`` is asked before each batch, and then raises ``Stopped`` on
     every process.
     """
-    accelerator, sample = strategy.accelerator, options.sample
+    sample = options.sample
+    accelerator = strategy.accelerator
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
-    item_ids, seeds, group_seeds = (
-        a[positions] for a in (samples.item_ids, samples.seeds, samples.group_seeds)
-    )
-    unique, rows = np.unique(item_ids, return_inverse=True)
-    sized = [at_size(items[i], options.train.resolution, options.item_size, policy) for i in unique]
+    item_ids = samples.item_ids[positions]
+    seeds = samples.seeds[positions]
+    group_seeds = samples.group_seeds[positions]
+
+    # Each item is encoded once, however many images it gets.
+    unique_ids, row_of = np.unique(item_ids, return_inverse=True)
+    resolution = options.train.resolution
+    sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
     conditioning = policy.encode(sized)
-    item_keys = [policy.batch_key(item) for item in sized]
-    keys = [item_keys[row] for row in rows]
-    numbers = batches_by_key(keys, batch_size)
-    batches = [
-        Batch(each, sized[rows[each[0]]].height, sized[rows[each[0]]].width) for each in numbers
-    ]
+    keys_of_items = [policy.batch_key(item) for item in sized]
+    keys = [keys_of_items[row] for row in row_of]
+    batches = []
+    for numbers in batches_by_key(keys, batch_size):
+        first = sized[row_of[numbers[0]]]
+        batches.append(Batch(numbers, first.height, first.width))
 
     def inputs(batch: Batch) -> dict[str, Any]:
-        shared = {"shared_seeds": group_seeds[batch.numbers].tolist()} if sample.same_latent else {}
-        return shared | {
-            "conditioning": conditioning.select(torch.from_numpy(rows[batch.numbers])),
+        arguments = {
+            "conditioning": conditioning.select(torch.from_numpy(row_of[batch.numbers])),
             "item_ids": item_ids[batch.numbers],
             "seeds": seeds[batch.numbers].tolist(),
         }
+        if sample.same_latent:
+            arguments["shared_seeds"] = group_seeds[batch.numbers].tolist()
+        return arguments
 
     def deliver(images: list, batch: Batch) -> None:
         queue.submit(images, [items[i] for i in item_ids[batch.numbers]], batch.numbers)
         on_images(images, batch.numbers)
 
+    noise_steps = sample_noise_steps(
+        sample.noise_steps, sample.num_noise_steps, options.seed, epoch
+    )
     sampling = Sampling(
         num_steps=sample.num_steps,
-        noise_steps=sample_noise_steps(
-            sample.noise_steps, sample.num_noise_steps, options.seed, epoch
-        ),
+        noise_steps=noise_steps,
         noise_level=sample.noise_level,
         cps=sample.cps,
         merge_lora=merges_lora(options, policy.device),
         tail_steps=sample.tail_steps,
     )
-    synced = strategy.synced_batches(batches, batches[0], should_stop)
-    sampled: list[Any] = [None] * len(positions)
+    records: list[Any] = [None] * len(positions)  # of each sample, batch size 1
     with Decoder(policy, deliver) as decoder:
-        for batch, is_dummy in synced:
+        for batch, is_dummy in strategy.synced_batches(batches, batches[0], should_stop):
             record = rollout(
                 policy,
                 height=batch.height,
@@ -115,9 +121,9 @@ def sample_epoch(
                 continue
             decoder.submit(record.clean_latents, batch)
             for place, number in enumerate(batch.numbers):
-                row = rows[number]
+                row = row_of[number]
                 # Text features are kept once per item, not once per image.
                 of_item = conditioning.select(slice(row, row + 1))
-                sample_record = record.select(slice(place, place + 1))
-                sampled[number] = dataclasses.replace(sample_record, conditioning=of_item)
-    return Rollouts(samples.item_ids, positions, sampled, keys)
+                of_sample = record.select(slice(place, place + 1))
+                records[number] = dataclasses.replace(of_sample, conditioning=of_item)
+    return Rollouts(samples.item_ids, positions, records, keys)
