@@ -100,10 +100,7 @@ def run_page(
         for old, new in REPLACED[page].items():
             block = block.replace(old, new.replace("JUDGE_URL", url))
         folder = terminal.clone / Path(page).parent
-        if "git clone" in block:
-            folder = terminal.clone.parent / "home"
-            folder.mkdir()
-        elif "bash setup.sh" in block:
+        if "bash setup.sh" in block:
             folder = terminal.clone
         elif page != "README.md":
             block = "source ../.venv/bin/activate\n" + block
