@@ -1,0 +1,41 @@
+"""The update half of an epoch: its meter, and old log-probabilities of a resumed run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import sampled, tiny_options
+
+from paco_grpo.training.build import build_run
+from paco_grpo.training.update import Meter
+
+
+def test_a_mean_is_summed_in_float64_and_a_maximum_is_kept():
+    values = torch.tensor([1.0, 2.0**-24, 2.0**-24])  # in float32 the small ones are lost
+    meter = Meter()
+    for part in (values[:2], values[2:]):
+        meter.add({"mean": part, "size_max": part}, weight=1 / 3)
+    assert meter.totals["mean"].item() == pytest.approx((1 + 2**-23) / 3, rel=1e-15)
+    assert meter.totals["size_max"].item() == 1
+
+
+@pytest.mark.parametrize("mode", ["recompute", "auto", "rollout"])
+def test_a_resumed_run_recomputes_old_values_if_it_is_told_to(tiny_flux_dir, tmp_path, mode):
+    """``recompute_old`` False is what the run had decided before."""
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, train__old_log_prob=mode, health__probe_images=0
+    )
+    run = build_run(options)
+    rollouts, _, _ = sampled(run)
+    recorded = [sample.noise_steps[0].log_prob.item() for sample in rollouts.samples]
+    for number, sample in enumerate(rollouts.samples):
+        wrong = dataclasses.replace(
+            sample.noise_steps[0], log_prob=sample.noise_steps[0].log_prob + 1
+        )
+        rollouts.samples[number] = dataclasses.replace(sample, noise_steps=[wrong])
+    run.state.recompute_old = False
+    run.updater.prepare(rollouts)
+    prepared = [sample.noise_steps[0].log_prob.item() for sample in rollouts.samples]
+    expected = np.array(recorded) + (0 if mode == "recompute" else 1)
+    np.testing.assert_allclose(prepared, expected, atol=1e-6)
