@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from tiny_run import brightness
 
 
 def factory(scale: float = 1.0, device="nowhere"):
@@ -78,6 +77,8 @@ def unlike_others(calls=None, unscored=""):
 
 def absent_while(file, share: float = 1.0):
     """brightness; while ``file`` exists, the first ``share`` of a call has no score."""
+    from tiny_run import brightness  # it needs torch, which the environment of a service lacks
+
     score = brightness()
 
     def score_unless(images, items):

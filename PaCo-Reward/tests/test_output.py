@@ -38,9 +38,10 @@ def test_a_folder_is_locked_until_its_process_ends_and_names_it(tmp_path):
     )
     assert holder.stdout.readline() == "locked\n"
     for _ in range(2):  # asking does not change the name
-        with pytest.raises(
-            PacoRewardError, match=rf"in use by process {holder.pid} on \S+; end it"
-        ), locked(tmp_path):
+        with (
+            pytest.raises(PacoRewardError, match=rf"in use by process {holder.pid} on \S+; end it"),
+            locked(tmp_path),
+        ):
             pass
     holder.kill()
     holder.wait()

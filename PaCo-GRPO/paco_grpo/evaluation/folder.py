@@ -14,6 +14,7 @@ from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
+from paco_judge.json_io import DamagedJson, parse_object
 
 _SAMPLES = 16  # parts of a large file that are hashed
 _SAMPLE_BYTES = 4096
@@ -94,15 +95,12 @@ def _read_record(record: Path) -> dict[str, Any]:
     if not record.exists():
         return {}
     try:
-        earlier = json.loads(record.read_text(encoding="utf-8"))
-        if not isinstance(earlier, dict):
-            raise ValueError(f"not an object but a {type(earlier).__name__}")
-    except (OSError, ValueError) as error:
+        return parse_object(record.read_bytes())
+    except (OSError, DamagedJson) as error:
         raise ConfigError(
             f"{record} is damaged ({error}), so it is unknown what made the images beside it: "
             "choose another --output"
         ) from error
-    return earlier
 
 
 def _has_all_scores(folder: Path, num_images: int, rewards: Mapping[str, Reward]) -> bool:

@@ -48,7 +48,10 @@ def test_resamples_in_blocks_are_those_of_one_draw(monkeypatch):
 def test_an_adapter_called_like_a_column_has_one_of_its_own(tmp_path, against):
     for folder, score in ((tmp_path, 0.75), (tmp_path / "against", 0.5)):
         folder.mkdir(exist_ok=True)
-        lines = [json.dumps(row | {"open": False, "category": None}) + "\n" for row in rows([score], [score])]
+        lines = [
+            json.dumps(row | {"open": False, "category": None}) + "\n"
+            for row in rows([score], [score])
+        ]
         (folder / "eval_data.jsonl").write_text("".join(lines))
     evaluate.results(tmp_path, "base", against)
     columns = json.loads((tmp_path / "results.json").read_text())["results"]
