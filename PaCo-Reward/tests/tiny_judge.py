@@ -32,6 +32,7 @@ from transformers import (
 from paco_judge.client import Pair
 from paco_judge.questions import editing_texts, load_editing_questions, theme_question
 from paco_judge.scorer import JudgeScorer
+from paco_judge.weights import save_model
 from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor
 
 THEMES = ["one red fox in four seasons", "a paper boat", "a tall lighthouse"]
@@ -119,7 +120,7 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
     ).eval()
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(["Yes", "No"])] *= 4
-    model.save_pretrained(folder)
+    save_model(model, folder)
     processor.save_pretrained(folder)
     return folder
 
@@ -249,6 +250,6 @@ def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
     head.data[[*judge.yes_ids, *judge.no_ids]] += towards * least / (states @ towards).min()
     judge.model.lm_head.weight = head
     judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
-    judge.model.save_pretrained(folder)
+    save_model(judge.model, folder)
     judge.processor.save_pretrained(folder)
     return folder

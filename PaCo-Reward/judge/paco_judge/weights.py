@@ -55,6 +55,16 @@ def some_of(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
+def save_model(model: Any, folder: str | Path) -> None:
+    """``model.save_pretrained(folder)`` with tensor names that vLLM and transformers read.
+
+    The names of published models are transformers' default. For Qwen3.5, 5.5.4 makes them wrong:
+    ``model.language_model.visual`` instead of ``model.visual``.
+    """
+    published_names = not model.config.model_type.startswith("qwen3_5")
+    model.save_pretrained(folder, save_original_format=published_names)
+
+
 def main(path: str) -> int:
     """Check a model: a folder, or a name in the hub's cache. Returns the exit status."""
     try:

@@ -11,7 +11,7 @@ from paco_judge.adapters import load_adapter, local_folder
 from paco_judge.hub import hub_options
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer, trained_limits
-from paco_judge.weights import from_pretrained_strict
+from paco_judge.weights import from_pretrained_strict, save_model
 from paco_reward.errors import PacoRewardError
 from paco_reward.families import write_limits
 from paco_reward.output import check_free, is_disk_full, locked
@@ -77,7 +77,7 @@ def save_merged(base: str, adapter: str, folder: Path) -> None:
     model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32, **on_hub)
     check_free(folder.parent, model.num_parameters() * dtype.itemsize)
     model = load_adapter(model, adapter).merge_and_unload().to(dtype)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     patterns = tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)
     for file in local_folder(base, patterns).iterdir():
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
