@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np  # and no torch: the environment of a service need not have it
 from PIL import Image
 
+from paco_grpo.atomic import write_atomically
 from paco_grpo.item import Item
 from paco_grpo.rewards.errors import RewardError
 from paco_grpo.suggest import did_you_mean
@@ -89,10 +91,10 @@ def build_rewards(
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
     """Write the rewards' records to ``questions.json``, if there are any."""
-    if records := {name: reward.record for name, reward in rewards.items() if reward.record}:
-        (folder / "questions.json").write_text(
-            json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8"
-        )
+    records = {name: reward.record for name, reward in rewards.items() if reward.record}
+    if records:
+        text = json.dumps(records, indent=1, ensure_ascii=False)
+        write_atomically(folder / "questions.json", text)
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -115,6 +117,11 @@ def find_factory(name: str) -> Callable[..., Reward]:
     return getattr(module, attribute)
 
 
+def _is_reported(error: Exception) -> bool:
+    """Whether the commands report it as it is: RewardError, or JudgeError, whose package need not be here."""
+    return isinstance(error, RuntimeError) and type(error) is not RuntimeError
+
+
 class CheckedReward:
     """A reward whose arguments, items and scores are checked; see ``build_rewards``."""
 
@@ -128,15 +135,18 @@ class CheckedReward:
             factory = functools.partial(RemoteReward, name)
         known = inspect.signature(factory).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-        for keyword in () if takes_any else kwargs:
-            if keyword not in known:
+        for keyword in kwargs:
+            if keyword not in known and not takes_any:
                 hint = f"{did_you_mean(keyword, known)} It takes: {', '.join(known) or 'nothing'}"
                 raise RewardError(f"reward {name!r} has no argument {keyword!r}.{hint}")
+        arguments = dict(kwargs)
+        if "device" in known:
+            arguments.setdefault("device", device)
         try:
-            self.function = factory(
-                **({"device": device} if "device" in known else {}) | dict(kwargs)
-            )
-        except (ValueError, TypeError) as error:
+            self.function = factory(**arguments)
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            if _is_reported(error):
+                raise
             shown = {key: "…" if key == "api_key" else value for key, value in kwargs.items()}
             raise RewardError(
                 f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs"
@@ -153,11 +163,31 @@ class CheckedReward:
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
+        if type(self.parallel_calls) is not int or self.parallel_calls < 1:
+            raise RewardError(
+                f"reward {name!r}: parallel_calls={self.parallel_calls!r} is not a number of threads"
+            )
+        try:
+            json.dumps(self.record)
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"reward {name!r}: its record is not JSON ({error})") from error
 
     def check(self) -> None:
-        """The reward's own ``check``, if it has one."""
-        if hasattr(self.function, "check"):
+        """The reward's own ``check``, if it has one.
+
+        Raises:
+            RewardError: The check failed.
+            JudgeError: No judge answers.
+        """
+        if not hasattr(self.function, "check"):
+            return
+        try:
             self.function.check()
+        except (ValueError, TypeError, RuntimeError, OSError) as error:
+            if _is_reported(error):
+                raise
+            problem = f"{type(error).__name__}: {error}"
+            raise RewardError(f"reward {self.name!r} cannot be used: {problem}") from error
 
     def check_items(self, items: Sequence[Item]) -> None:
         """Look at all items, and let a judge answer one real question.
@@ -166,19 +196,32 @@ class CheckedReward:
             RewardError: An item cannot be scored.
             JudgeError: The judge gives no score.
         """
-        for item in items if self._check_item else ():
+        for item in items:
+            if self._check_item is None:
+                break
             try:
                 self._check_item(item, self.kwargs)
-            except ValueError as error:
+            except (ValueError, TypeError, LookupError) as error:
                 raise RewardError(
-                    f"item {item.item_id} of the prompt set cannot be scored: {error}"
+                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: {error}"
                 ) from error
         if hasattr(self.function, "prove"):
             self.function.prove(items)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing. Raises RewardError: Another shape, or a number too large."""
-        scores = np.asarray(self.function(images, items), dtype=np.float64)
+        """Scores (n,) float64, NaN = missing; a None among them is missing, too.
+
+        Raises:
+            RewardError: Another shape, values that are not real numbers, or a number too large.
+        """
+        scores = np.asarray(self.function(images, items))
+        if scores.dtype == object:
+            scores = np.array([math.nan if score is None else score for score in scores.flat])
+        if scores.dtype.kind not in "fiub":
+            raise RewardError(
+                f"reward {self.name!r} returned {scores.dtype} instead of real numbers"
+            )
+        scores = scores.astype(np.float64)
         if scores.shape != (len(images),):
             raise RewardError(
                 f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"

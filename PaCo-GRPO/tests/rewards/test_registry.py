@@ -97,3 +97,78 @@ def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_reward(re
     path = "reward_factories:wrong"
     with pytest.raises(RewardError, match="'wrong' returned"):
         build_rewards({path: 1}, {path: {"result": result}})["wrong"](IMAGES, ITEMS)
+
+
+def returning(result=None, record=None, parallel_calls=1, error=None, error_of_check=None):
+    """A factory whose reward returns ``result``; registered below by its import path."""
+    if error:
+        raise error
+
+    def score(images, items):
+        return result
+
+    def check():
+        if error_of_check:
+            raise error_of_check
+
+    score.record = record
+    score.parallel_calls = parallel_calls
+    score.check = check
+    return score
+
+
+def needs_a_mapping(item, kwargs):
+    raise TypeError("a list has no keys")
+
+
+def unscorable():
+    return returning()
+
+
+unscorable.check_item = needs_a_mapping
+PLACE = f"{__name__}:returning"
+
+
+def build(**kwargs):
+    return build_rewards({PLACE: 1.0}, {PLACE: kwargs})["returning"]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [[1 + 2j, 0.5], ["0.5", "0.7"], [b"1", b"2"], [0.5, "0.7"], [[0.5], [0.7]], 0.5, [{}, {}]],
+)
+def test_what_is_not_one_real_number_for_each_image_is_refused(result):
+    with pytest.raises(RewardError, match="reward 'returning' returned"):
+        build(result=result)(IMAGES, ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("result", "scores"),
+    [
+        ([1, 0], [1, 0]),
+        ([True, False], [1, 0]),
+        ([0.5, None], [0.5, np.nan]),
+        (np.float32([1, 2]), [1, 2]),
+    ],
+)
+def test_numbers_of_any_kind_are_scores_and_none_is_missing(result, scores):
+    np.testing.assert_array_equal(build(result=result)(IMAGES, ITEMS), scores)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no GPU"), OSError("no file"), TypeError("no")])
+def test_errors_of_a_factory_and_its_check_are_one_message(error):
+    with pytest.raises(RewardError, match=f"returning.*{error}"):
+        build(error=error)
+    with pytest.raises(RewardError, match=f"'returning' cannot be used: .*{error}"):
+        build(error_of_check=error).check()
+
+
+def test_other_mistakes_of_a_reward_are_found_before_training():
+    for parallel_calls in (0, -1, "4", True, 1.5):
+        with pytest.raises(RewardError, match="parallel_calls"):
+            build(parallel_calls=parallel_calls)
+    with pytest.raises(RewardError, match="record is not JSON"):
+        build(record={"question": object()})
+    reward = build_rewards({f"{__name__}:unscorable": 1.0})["unscorable"]
+    with pytest.raises(RewardError, match="item 0 .* by 'unscorable': a list has no keys"):
+        reward.check_items(ITEMS)

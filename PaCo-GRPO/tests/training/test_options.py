@@ -68,6 +68,21 @@ SUM = {
 }
 
 
+def test_the_optimizer_has_the_values_of_its_options(make):
+    run = make(
+        train__learning_rate=0.003,
+        train__adam_beta1=0.8,
+        train__adam_beta2=0.95,
+        train__adam_epsilon=1e-5,
+        train__adam_weight_decay=0.125,
+    )
+    (group,) = run.state.optimizer.param_groups
+    assert group["lr"] == 0.003
+    assert group["betas"] == (0.8, 0.95)
+    assert group["eps"] == 1e-5
+    assert group["weight_decay"] == 0.125
+
+
 @pytest.mark.parametrize(
     ("changes", "others"),
     [
