@@ -53,7 +53,7 @@ class RefusedByGPU(RuntimeError):
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Where ``tensor`` pretends to be."""
     device = _real_device(tensor)
-    return _devices.get(tensor.untyped_storage(), device) if device.type == "cpu" else device
+    return _devices.get(_storage(tensor), device) if device.type == "cpu" else device
 
 
 def _named(device: Any) -> torch.device:
@@ -64,6 +64,13 @@ def _named(device: Any) -> torch.device:
     if index >= _current.count:
         raise RefusedByGPU(f"cuda:{index} does not exist (invalid device ordinal)")
     return torch.device("cuda", index)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; inside ``torch.vmap``, of the tensor that is mapped over."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -143,9 +150,9 @@ def _target(name: str, device: Any, operands: list[torch.Tensor]) -> torch.devic
 
 def _place(result: Any, device: torch.device, operands: list[torch.Tensor]) -> None:
     """Put what a function made on ``device``; views and operands are where they were."""
-    known = {id(tensor.untyped_storage()) for tensor in operands}
+    known = {id(_storage(tensor)) for tensor in operands}
     for tensor in _tensors(result):
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if device.type == "cuda" and id(storage) not in known and _real_device(tensor) == CPU:
             _devices[storage] = device
 
@@ -183,7 +190,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _note_unfinished(copy: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     if non_blocking and device_of(source).type == "cuda":
-        _unfinished.add(copy.untyped_storage())
+        _unfinished.add(_storage(copy))
 
 
 def _finish_copies(*_: Any, **__: Any) -> None:
@@ -191,7 +198,7 @@ def _finish_copies(*_: Any, **__: Any) -> None:
 
 
 def _check_finished(name: str, operands: list[torch.Tensor]) -> None:
-    if _unfinished and any(tensor.untyped_storage() in _unfinished for tensor in operands):
+    if _unfinished and any(_storage(tensor) in _unfinished for tensor in operands):
         raise RefusedByGPU(f"{name} reads a copy with non_blocking=True that may not be finished")
 
 
