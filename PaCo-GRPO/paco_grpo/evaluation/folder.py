@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ from huggingface_hub import try_to_load_from_cache
 
 from paco_grpo.atomic import write_atomically
 from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.hashing import hash_samples, hash_value
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
 from paco_judge.json_io import DamagedJson, parse_object
-
-_SAMPLES = 16  # parts of a large file that are hashed
-_SAMPLE_BYTES = 4096
 
 
 def is_complete(
@@ -76,7 +74,7 @@ def _identity(
         "compile": options.speed.compile,
         "adapter": adapter,
         "adapter_sha256": _adapter_hash(adapter),
-        "prompts": _hash([_item_content(item, options.dataset) for item in items]),
+        "prompts": hash_value([_item_content(item, options.dataset) for item in items]),
         "item_size": options.item_size,
         "guidance_scale": options.sample.guidance_scale,
         "negative_prompt": options.sample.negative_prompt,
@@ -119,7 +117,7 @@ def _item_content(item: Item, dataset: str) -> list[Any]:
     files = []
     if item.num_images and isinstance(names, list):
         files = [Path(dataset) / str(name) for name in names]
-    references = _sampled_hash(file for file in files if file.is_file())
+    references = hash_samples(file for file in files if file.is_file())
     return [item.item_id, item.prompt, item.height, item.width, item.metadata, references]
 
 
@@ -127,7 +125,7 @@ def _weights_identity(model: str) -> str:
     """Samples of the weights in a folder, or the commit of a hub name."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return _sampled_hash(sorted(folder.rglob("*.safetensors")))
+        return hash_samples(sorted(folder.rglob("*.safetensors")))
     cached = try_to_load_from_cache(model, "model_index.json")
     return Path(cached).parent.name if isinstance(cached, str) else ""
 
@@ -140,19 +138,3 @@ def _adapter_hash(adapter: Path | None) -> str | None:
         if file.suffix == ".safetensors" or file.name == "adapter_config.json":
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _sampled_hash(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as content:
-            for part in range(_SAMPLES):
-                content.seek(size * part // _SAMPLES)
-                digest.update(content.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

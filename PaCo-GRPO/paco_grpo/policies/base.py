@@ -142,7 +142,7 @@ class Policy(ABC):
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
         """Height and width of an edited image, with about the area ``resolution``².
 
-        The shape is that of ``item``, or else of its image.
+        ``item`` gives the shape, or else its first image does.
         """
         raise NotImplementedError(f"{type(self).__name__} edits no images")
 

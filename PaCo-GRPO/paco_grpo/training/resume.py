@@ -2,8 +2,6 @@
 loaded.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import yaml
 
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import read_numbers, verify
+from paco_grpo.hashing import hash_samples, hash_value
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.training.plan import evaluation_images, picture_bytes
@@ -28,7 +27,7 @@ _BOUND = (
     "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
     "train.lora_targets", "train.lora_path", "train.reference",
 )  # fmt: skip
-# Options that differ without a word; the text length may be derived.
+# Options that may differ without a message; the text length may be derived.
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
 # Options that change no image and no score of an evaluation, so that its images can be scored
 # again.
@@ -243,17 +242,15 @@ def damaged(path: Path, error: Exception, consequence: str) -> ConfigError:
 
 
 def _hashes(options: RunOptions, items: Mapping[str, Sequence[Item]]) -> dict[str, str]:
-    return {
-        "prompts": _hash([item.prompt for item in items["train"]]),
-        "items": _hash([_content(item, options.dataset) for item in items["train"]]),
-        "test_items": _hash([_content(item, options.dataset) for item in items["test"]]),
-        "weights": _hash_weights(Path(options.pretrained.model).expanduser()),
+    """Of a hub name there are no files of weights here: it is compared by name."""
+    transformer = Path(options.pretrained.model).expanduser() / "transformer"
+    hashes = {
+        "prompts": hash_value([item.prompt for item in items["train"]]),
+        "items": hash_value([_content(item, options.dataset) for item in items["train"]]),
+        "test_items": hash_value([_content(item, options.dataset) for item in items["test"]]),
+        "weights": hash_samples(sorted(transformer.glob("*.safetensors"))),
     }
-
-
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {name: digest[:16] for name, digest in hashes.items()}
 
 
 def _content(item: Item, dataset: str) -> list[Any]:
@@ -266,16 +263,3 @@ def _content(item: Item, dataset: str) -> list[Any]:
             path = Path(dataset) / str(name)
             sizes.append(path.stat().st_size if path.is_file() else None)
     return [item.prompt, item.height, item.width, item.num_images, metadata, sizes]
-
-
-def _hash_weights(model: Path) -> str:
-    """A hash of samples from the transformer's files in a folder; of nothing for a hub name, which
-    has no such files.
-    """
-    digest = hashlib.sha256()
-    for file in sorted((model / "transformer").glob("*.safetensors")):
-        with file.open("rb") as content:
-            for part in range(16):
-                content.seek(file.stat().st_size * part // 16)
-                digest.update(content.read(4096))
-    return digest.hexdigest()[:16]

@@ -39,7 +39,7 @@ class Judge:
     """A judge behind a server, or with ``from_pretrained`` in this process.
 
     Every method takes one pair of images, or lists of the same length; one image or text beside a
-    list counts for all of it. A score that cannot be had is None, and the log says why.
+    list counts for all of it. A missing score is None, and the log says why.
 
     Args:
         base_url: Address of an OpenAI-compatible server.

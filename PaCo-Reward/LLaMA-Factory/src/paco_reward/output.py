@@ -115,7 +115,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 def with_resume(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with the checkpoint that a repeated command continues; says which and why.
 
-    LLaMA-Factory alone takes the newest folder without a word, also one that a kill cut off.
+    LLaMA-Factory alone silently takes the newest folder, even one that a kill cut off.
 
     Raises:
         PacoRewardError: The folder has a finished training without checkpoints.
