@@ -136,14 +136,21 @@ def test_a_frozen_tower_keeps_no_activations(
     assert plain - ours > 256 * 64
 
 
-# Ten pairs as one batch for each of two processes, whose longest rows, and so padding, differ.
-# (Where batches do not divide among processes, transformers evaluates some pairs twice.)
+# Ten pairs fill neither the last batch of two processes nor, when nine are left, that of three.
 EVALUATION = {
     "eval_dataset": "held_out",
     "do_eval": True,
     "compute_accuracy": True,
-    "per_device_eval_batch_size": 5,
+    "per_device_eval_batch_size": 2,
 }
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+
+
+def evaluation_metrics(folder) -> dict[str, float]:
+    """Measures over the pairs: what an evaluation says, without times and the loss of batches."""
+    results = json.loads((folder / "eval_results.json").read_text())
+    names = ("accuracy", "first_token_accuracy", "judge_accuracy", "judge_auc", "judge_ece")
+    return {name: results[f"eval_{name}"] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +176,13 @@ def trained(judge_dir, data_dir, tmp_path_factory):
         config("null_dft", use_dft_loss=True, **accumulated),
         config("sequence", first_token_weight=0.1, **accumulated, **EVALUATION),
         config("whole", first_token_weight=0.1),
-        config("released", first_token_weight=0.1, first_token_scheme="released", **accumulated),
+        config(
+            "released",
+            first_token_weight=0.1,
+            first_token_scheme="released",
+            **accumulated,
+            **EVALUATION,
+        ),
         config("sixteen", per_device_train_batch_size=16, **all_at_once),
         config("packed", **all_at_once, **packed),
     ]
@@ -209,29 +222,30 @@ def test_packed_answers_equal_separate_rows(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
 def test_two_processes_train_and_evaluate_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
-    """The same micro-batches: with another loss or divisor on one process, the weights would differ."""
-    changes = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "first_token_scheme": scheme,
-        **(EVALUATION if scheme == "sequence" else {}),
-    }
-    config = train_config(judge_dir, data_dir, tmp_path / "two", first_token_weight=0.1, **changes)
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "paco_reward.launch",
-    ]
-    run_processes(torchrun, [config], tmp_path)
+    """With another loss, divisor or micro-batch on one process, the weights would differ."""
+    config = train_config(
+        judge_dir,
+        data_dir,
+        tmp_path / "two",
+        first_token_weight=0.1,
+        first_token_scheme=scheme,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **EVALUATION,
+    )
+    run_processes([*TORCHRUN, "--nproc_per_node=2", "-m", "paco_reward.launch"], [config], tmp_path)
     assert_same_training(tmp_path / "two", trained / scheme)
-    if scheme == "sequence":
-        one, two = (
-            json.loads((folder / "eval_results.json").read_text())
-            for folder in (trained / scheme, tmp_path / "two")
-        )
-        names = ("accuracy", "first_token_accuracy", "judge_accuracy", "judge_auc", "judge_ece")
-        for name in names:
-            assert two[f"eval_{name}"] == pytest.approx(one[f"eval_{name}"], abs=1e-4), name
+    expected = evaluation_metrics(trained / scheme)
+    assert evaluation_metrics(tmp_path / "two") == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.long
+def test_three_processes_evaluate_nine_pairs_as_one(judge_dir, data_dir, tmp_path):
+    """Two, one and no pair are left for the last batches; each process fills its own up."""
+    config = train_config(judge_dir, data_dir, tmp_path, first_token_weight=0.1, **EVALUATION)
+    config |= {"do_train": False, "max_samples": 9}
+    launch.train(config | {"output_dir": str(tmp_path / "one")})
+    three = config | {"output_dir": str(tmp_path / "three")}
+    run_processes([*TORCHRUN, "--nproc_per_node=3", "-m", "paco_reward.launch"], [three], tmp_path)
+    expected = evaluation_metrics(tmp_path / "one")
+    assert evaluation_metrics(tmp_path / "three") == pytest.approx(expected, abs=1e-4)

@@ -206,6 +206,12 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             with answer_positions_only(self.model.get_output_embeddings(), mask):
                 return super().compute_loss(model, inputs, *args, **kwargs)
 
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            # Seq2SeqTrainer.evaluate chooses accelerator.gather, which also counts the pairs that
+            # fill the last batches where the data do not divide among the processes.
+            self.gather_function = self.accelerator.gather_for_metrics
+            return super().evaluation_loop(*args, **kwargs)
+
         def _get_num_items_in_batch(
             self, batch_samples: list, device: torch.device
         ) -> torch.Tensor | None:
