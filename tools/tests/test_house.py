@@ -55,3 +55,12 @@ def test_links_between_our_pages_lead_somewhere():
             if "://" not in place and not (target.exists() and anchor in anchors):
                 broken.append((str(page.relative_to(REPO)), place, anchor))
     assert broken == []
+
+
+def test_versions_agree():
+    newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE).group(1)
+    files = [path for path in FILES if path.name in ("pyproject.toml", "CITATION.cff")]
+    versions = set()
+    for path in files:
+        versions |= set(re.findall(r'^version(?: =|:) "?([\d.]+)', path.read_text(), re.MULTILINE))
+    assert versions == {f"{newest}.0"}
