@@ -10,7 +10,7 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in DIR/against
     --verify DIR    only load the file of the checkpoint DIR in plain diffusers and compare one image with the trainer's
 The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
-With `accelerate launch`, several processes share the images.
+On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
 """
 
 import argparse

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Start scripts/train.py on this machine's GPUs:  bash scripts/launch.sh --config FILE[:NAME] [--config.a.b=value …]
+# or another program, such as the evaluation:     bash scripts/launch.sh scripts/evaluate.py --config FILE[:NAME] …
 #
 #   NUM_PROCESSES      processes on this machine (default: the visible GPUs, or 1 on a CPU)
 #   NNODES             machines (default 1). With more, start the same command on each of them with
@@ -19,6 +20,12 @@ source ../tools/python.sh
 show_help scripts/launch.sh "$@"
 choose_python paco_grpo accelerate
 fail() { echo "error: $*" >&2; exit 2; }
+program=scripts/train.py
+if [[ "${1:-}" == *.py ]]; then
+  program="$1"
+  shift
+fi
+[[ -f "$program" ]] || fail "there is no program $program (looked from $PWD)"
 
 gpus=0
 ! command -v nvidia-smi >/dev/null || gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
@@ -55,4 +62,4 @@ elif ((processes > 1)); then
 else
   launch=()  # one process gets signals directly
 fi
-exec "$PYTHON" "${launch[@]}" scripts/train.py "$@"
+exec "$PYTHON" "${launch[@]}" "$program" "$@"

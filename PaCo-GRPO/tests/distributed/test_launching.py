@@ -14,6 +14,8 @@ from tiny_run import ROOT, as_arguments, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
+from paco_grpo.evaluation.pictures import read_rows
+
 SCRIPTS = ROOT / "scripts"
 
 
@@ -149,6 +151,44 @@ def test_a_users_configuration_may_state_its_processes(tmp_path):
             after for name, after in pairwise(arguments) if name == "--num_processes"
         ] == expected
         assert arguments[arguments.index("--main_process_port") + 1] == "29700"
+
+
+def test_another_program_starts_in_as_many_processes(tmp_path):
+    arguments = ["--config", "x", "--against", "base"]
+    processes = {"NUM_PROCESSES": "2", "CUDA_VISIBLE_DEVICES": ""}
+    ended = launch(tmp_path, "launch.sh", "scripts/evaluate.py", *arguments, **processes)
+    assert ended.returncode == 0, ended.stderr
+    _module, _torchrun, *command, _cpu = called(tmp_path)
+    parsed = get_args_parser().parse_args(command)
+    assert parsed.nproc_per_node == "2"
+    assert parsed.training_script == "scripts/evaluate.py"
+    assert parsed.training_script_args == arguments
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path):
+    ended = launch(tmp_path, "launch.sh", "scripts/evalute.py", "--config", "x")
+    assert ended.returncode == 2
+    assert "no program scripts/evalute.py" in ended.stderr
+
+
+@pytest.mark.long
+def test_two_processes_evaluate_as_the_run_did(trained_run, tmp_path):
+    checkpoint = trained_run.folder / "checkpoints" / "epoch_0002"
+    script = ["bash", str(SCRIPTS / "launch.sh"), "scripts/evaluate.py"]
+    config = ["--config", str(trained_run.folder / "saved.yaml")]
+    adapter = ["--adapter", str(checkpoint), "--output", str(tmp_path)]
+    environment = {
+        "PYTHON": sys.executable,
+        "NUM_PROCESSES": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
+    subprocess.run([*script, *config, *adapter], env=os.environ | environment, check=True)
+    evaluated = read_rows(tmp_path)
+    expected = read_rows(trained_run.folder / "eval" / "epoch_0002")
+    assert [row["seed"] for row in evaluated] == [row["seed"] for row in expected]
+    for row, reference in zip(evaluated, expected, strict=True):
+        assert row["rewards"] == pytest.approx(reference["rewards"], abs=0.1)
 
 
 @pytest.mark.long
