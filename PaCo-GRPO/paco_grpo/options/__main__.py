@@ -27,6 +27,9 @@ A configuration can name code, which is then imported and run: a `.py` file, `tr
 and rewards. Read a configuration that you did not write before you use it.
 
 Wrong options are an error before any model is loaded. `None` on the command line gives None where that is allowed.
+
+† marks options that go beyond the published ones. The paper's settings are the configurations `t2is`,
+`kontext_editing` and `qwen_editing` ([method, section 7](method.md#7-named-configurations)).
 """
 _TYPES = {
     int: "integer",
@@ -51,7 +54,8 @@ def page() -> str:
                 default = option.get_default(call_default_factory=True)
                 default = ",".join(map(str, default)) if isinstance(default, tuple) else default
                 values = _values(option.annotation, option.metadata)
-                lines.append(f"| `{name}` | {values} | {default} | {option.description} |")
+                mark = " †" if option.json_schema_extra else ""
+                lines.append(f"| `{name}`{mark} | {values} | {default} | {option.description} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -68,15 +68,20 @@ def option(default: Any, meaning: str) -> Any:
     return Field(default=default, description=meaning)
 
 
+def beyond_paper(default: Any, meaning: str) -> Any:
+    """An option that is not among the published ones; the page marks it."""
+    return Field(default=default, description=meaning, json_schema_extra={"beyond_paper": True})
+
+
 @dataclass(frozen=True, config=_STRICT)
 class PretrainedOptions:
     """The model that is trained."""
 
     model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
-    quantize: Literal["nf4"] | None = option(
+    quantize: Literal["nf4"] | None = beyond_paper(
         None, "frozen transformer in 4 bits; changes the numbers"
     )
-    image_positions: Literal["mrope", "stock"] = option(
+    image_positions: Literal["mrope", "stock"] = beyond_paper(
         "mrope", "token positions in Qwen-Image-Edit; stock: diffusers'"
     )
 
@@ -97,7 +102,9 @@ class SampleOptions:
         None, "negative prompt of true CFG (a space is enough); None: no true CFG"
     )
     same_latent: bool = option(False, "shared initial noise of a prompt's images")
-    latents_per_prompt: Amount = option(1, "different initial noises per prompt, with same_latent")
+    latents_per_prompt: Amount = beyond_paper(
+        1, "different initial noises per prompt, with same_latent"
+    )
     global_std: bool = option(False, "advantages divided by the standard deviation over all images")
     batch_size: Amount = option(1, "images per process and forward")
     num_images_per_prompt: Amount = option(16, "k, images of each prompt (size of a group)")
@@ -105,7 +112,7 @@ class SampleOptions:
         42, "m, prompts per epoch; raised until m·k divides evenly"
     )
     reward_batch_size: Amount | None = option(None, "images per call of a local reward; None = 8")
-    tail_steps: Amount | None = option(
+    tail_steps: Amount | None = beyond_paper(
         None, "second-order steps after the last noise step; None: the schedule's"
     )
 
@@ -118,14 +125,16 @@ class TrainOptions:
         512, "side in pixels of a square training image; other shapes keep its area"
     )
     batch_size: Amount = option(1, "images per process and forward; does not change the numbers")
-    loss_type: str = option("ppo", "objective: ppo, guard_grpo, flow_dppo, nft, awm or dgpo")
+    loss_type: str = option(
+        "ppo", "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm or dgpo"
+    )
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
     adam_beta1: Decay = option(0.9, "AdamW decay of the first moment")
     adam_beta2: Decay = option(0.999, "AdamW decay of the second moment")
     adam_weight_decay: NonNegative = option(1e-4, "AdamW decoupled weight decay")
     adam_epsilon: Positive = option(1e-8, "AdamW term added to the root of the second moment")
     use_8bit_adam: bool = option(False, "AdamW state in 8 bits (bitsandbytes)")
-    sharding: Literal["fsdp2"] | None = option(None, "transformer sharded over processes")
+    sharding: Literal["fsdp2"] | None = beyond_paper(None, "transformer sharded over processes")
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Amount = option(1, "passes over the samples of an epoch")
     gradient_step_per_epoch: Amount | None = option(
@@ -134,13 +143,13 @@ class TrainOptions:
     timesteps: Steps | None = option(
         None, "step indices to train on; None: the epoch's noise steps"
     )
-    num_sigmas: Amount | None = option(
+    num_sigmas: Amount | None = beyond_paper(
         None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps"
     )
-    sigma_fraction: Annotated[Positive, Field(le=1)] = option(
+    sigma_fraction: Annotated[Positive, Field(le=1)] = beyond_paper(
         0.9, "noisy share of the schedule that σ values come from"
     )
-    sigma_one: bool = option(False, "σ = 1 among the trained σ values")
+    sigma_one: bool = beyond_paper(False, "σ = 1 among the trained σ values")
     clip_range: NonNegative = option(1e-4, "clipping range of the ratio around 1 (ppo, guard_grpo)")
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
     beta: NonNegative = option(0.0, "weight of the KL term against the base model")
@@ -148,23 +157,23 @@ class TrainOptions:
     decay_type: Annotated[Literal[0, 1, 2] | None, BeforeValidator(_no_truth_value)] = option(
         None, "schedule of nft's old adapter; None: 1"
     )
-    awm_clip_range: NonNegative = option(1.0, "clipping range of awm's ratio around 1")
-    awm_slow_beta: NonNegative = option(
+    awm_clip_range: NonNegative = beyond_paper(1.0, "clipping range of awm's ratio around 1")
+    awm_slow_beta: NonNegative = beyond_paper(
         1.0, "weight of awm's distance to a slow copy of the adapter"
     )
-    dgpo_beta: Positive = option(
+    dgpo_beta: Positive = beyond_paper(
         100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner"
     )
-    dgpo_reference: Literal["base", "slow"] = option(
+    dgpo_reference: Literal["base", "slow"] = beyond_paper(
         "base", "dgpo's reference: the base model or the slow copy"
     )
-    dgpo_clip_range: Positive | None = option(
+    dgpo_clip_range: Positive | None = beyond_paper(
         1e-2, "distance from the slow copy at which dgpo masks; None: never"
     )
-    dppo_divergence: Positive = option(
+    dppo_divergence: Positive = beyond_paper(
         1e-5, "τ of flow_dppo: mean divergence above which a step must move back"
     )
-    old_log_prob: Literal["auto", "rollout", "recompute"] = option(
+    old_log_prob: Literal["auto", "rollout", "recompute"] = beyond_paper(
         "auto",
         "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1",
     )
@@ -179,23 +188,23 @@ class TrainOptions:
         "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name")
-    reference: Literal["base", "start"] = option(
+    reference: Literal["base", "start"] = beyond_paper(
         "base", "reference of KL term and health probe: base or lora_path"
     )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
-    perceptual_entropy: NonNegative = option(
+    perceptual_entropy: NonNegative = beyond_paper(
         0.0, "λ: adds −λ·log p of an image's features within its group to the reward"
     )
-    neighbor_factor: bool = option(
+    neighbor_factor: bool = beyond_paper(
         False, "positive advantages times the distance to the group's nearest image (GARDO)"
     )
-    diversity_features: str = option(
+    diversity_features: str = beyond_paper(
         "openai/clip-vit-large-patch14", "features of these two: CLIP model or latents"
     )
-    max_missing_reward_fraction: Share = option(
+    max_missing_reward_fraction: Share = beyond_paper(
         0.1, "share of missing scores above which the run saves and stops"
     )
-    stop_on_collapse: bool = option(
+    stop_on_collapse: bool = beyond_paper(
         False, "save and stop at a sign of collapse instead of a warning"
     )
     reward_fn: Weights = option({}, "{name or package.module:factory: weight}; 0 = monitored only")
@@ -219,7 +228,7 @@ class TestOptions:
     )
     batch_size: Amount = option(1, "images per process and forward")
     num_steps: Amount = option(20, "denoising steps")
-    num_images: Count | None = option(None, "number of test items; None: all")
+    num_images: Count | None = beyond_paper(None, "number of test items; None: all")
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
     reward_fn: Weights = option({}, "rewards of the evaluation; empty: as in training")
@@ -232,7 +241,7 @@ class TestOptions:
 class HealthOptions:
     """Signs of collapse; their limits are in monitoring/health.py."""
 
-    probe_images: Whole = option(
+    probe_images: Whole = beyond_paper(
         4, "test items that measure the distance to the base model; 0: off"
     )
 
@@ -243,14 +252,16 @@ class SpeedOptions:
     default.
     """
 
-    compile: bool = option(False, "torch.compile of the transformer's blocks; slow first epoch")
-    attention: str | None = option(
+    compile: bool = beyond_paper(
+        False, "torch.compile of the transformer's blocks; slow first epoch"
+    )
+    attention: str | None = beyond_paper(
         None, "attention backend of diffusers, such as _native_cudnn; None: its default"
     )
-    offload_text: bool | None = option(
+    offload_text: bool | None = beyond_paper(
         None, "text encoders in main memory between uses; None: if the GPU's memory is half full"
     )
-    offload_vae: bool = option(False, "VAE in main memory between uses")
+    offload_vae: bool = beyond_paper(False, "VAE in main memory between uses")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -269,11 +280,11 @@ class RunOptions:
     )
     num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
-    resume_changed: bool = option(
+    resume_changed: bool = beyond_paper(
         False, "resume with another model, prompt set, adapter or objective than before"
     )
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
-    max_train_minutes: NonNegative | None = option(
+    max_train_minutes: NonNegative | None = beyond_paper(
         None, "minutes of training epochs, then stop; None: no limit"
     )
     logging_platform: Literal["tensorboard", "wandb", "swanlab", "none"] = option(
