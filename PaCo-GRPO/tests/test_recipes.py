@@ -15,7 +15,7 @@ from tiny_run import as_arguments, load_script, overrides_for, rows_of, tiny_opt
 
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.advantages.aggregation import get_aggregate_fn
-from paco_grpo.options import OPTIONS, read_options
+from paco_grpo.options import OPTIONS, RunOptions, read_options
 from paco_grpo.policies import POLICIES, load_policy
 from paco_grpo.rewards.registry import build_rewards, short_name
 from paco_grpo.types import Item
@@ -104,13 +104,8 @@ def test_aggregation(recipes):
     rewards = {"a": np.array([0.1, 0.9, 0.4, 0.6]), "b": np.array([0.8, 0.2, 0.5, 0.7])}
     weights = {"a": 1.0, "b": 1.0}
     worst = get_aggregate_fn("my_aggregations:worst", weights)
-    result = compute_advantages(
-        rewards,
-        np.array([0, 0, 1, 1]),
-        ["p", "p", "q", "q"],
-        reward_weights=weights,
-        aggregate_fn=worst,
-    )
+    prompts = ["p", "p", "q", "q"]
+    result = compute_advantages(rewards, [0, 0, 1, 1], prompts, worst, RunOptions())
     assert np.sign(result.advantages).tolist() == [-1, 1, -1, 1]
 
 

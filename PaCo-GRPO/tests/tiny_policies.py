@@ -27,7 +27,7 @@ from tiny_pipelines import (
 
 from paco_grpo.policies import Policy, load_policy
 from paco_grpo.policies.lora import add_lora
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Item
 
 
@@ -203,8 +203,7 @@ def draw(
     """Deterministically sampled images."""
     sized = [replace(item, height=height, width=width) for item in of]
     ids = [item.item_id for item in of]
-    latents = rollout(
-        policy, policy.encode(sized), ids, seeds, height, width, Sampling(num_steps)
-    ).clean_latents
+    draws = Draws(ids, seeds, height, width)
+    latents = rollout(policy, policy.encode(sized), draws, Sampling(num_steps)).clean_latents
     with torch.no_grad():
         return policy.decode(latents, height, width)

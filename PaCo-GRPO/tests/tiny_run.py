@@ -1,5 +1,6 @@
 """A whole run on tiny random weights in a second or two: options, prompt set, rewards."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -170,11 +171,15 @@ def train(options: RunOptions) -> Trainer:
 
 def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Tensor, np.ndarray]:
     """Rollouts, clean latents and scores of a run's first epoch."""
-    queue, state = ScoreQueue(run.rewards.train), run.state
-    rollouts = sample_epoch(
-        state.policy, run.train_items, state.sampler.samples(0), queue, run.options, state.strategy,
-        batch_size=batch_size or run.plan.sample_batch_size, epoch=0,
-    )  # fmt: skip
+    queue = ScoreQueue(run.rewards.train)
+    plan = run.plan
+    if batch_size is not None:
+        plan = dataclasses.replace(plan, sample_batch_size=batch_size)
+    sampler = run.state.sampler
+    epoch = sampler.epoch
+    sampler.epoch = 0
+    rollouts = sample_epoch(run.state, plan, run.train_items, run.options, queue.submit)
+    sampler.epoch = epoch
     latents = torch.cat([sample.clean_latents for sample in rollouts.samples])
     return rollouts, latents, queue.results(len(rollouts.positions))
 

@@ -11,7 +11,7 @@ from torch import nn
 from paco_grpo.objectives import MicroBatch
 from paco_grpo.objectives.forward import Noised
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Conditioning, Item
 
 
@@ -91,7 +91,8 @@ def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
     steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
-    result = rollout(policy, conditioning, [0, 1, 0], [21, 22, 23], 8, 12, Sampling(**steps))
+    draws = Draws([0, 1, 0], [21, 22, 23], 8, 12)
+    result = rollout(policy, conditioning, draws, Sampling(**steps))
     policy.calls.clear()
     if moved:
         with torch.no_grad():

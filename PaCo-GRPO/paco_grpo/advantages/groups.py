@@ -1,17 +1,17 @@
-"""Group-relative advantages (docs/method.md §5): samples are grouped by prompt *item*, never by text.
+"""Group-relative advantages (docs/method.md §5): samples are grouped by prompt *item*, not by text.
 
 A sample with a missing reward is left out of its group.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from scipy.stats import rankdata
 
-from paco_grpo.advantages.aggregation import AggregateFn, normalize, weighted_sum
+from paco_grpo.advantages.aggregation import AggregateFn, normalize
 from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
+from paco_grpo.options.schema import RunOptions
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class AdvantageResult:
 
     advantages: np.ndarray  # (n,) float64; 0 where not kept
     kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
-    # For the log: zero_std_share (of groups whose aggregate does not vary), dropped_share (of samples not kept), …
+    # For the log: zero_std_share (of groups whose aggregate does not vary), dropped_share (of
+    # samples not kept), …
     stats: dict[str, float]
 
 
@@ -28,15 +29,9 @@ def compute_advantages(
     rewards: Mapping[str, np.ndarray],
     item_ids: Sequence[int] | np.ndarray,
     prompts: Sequence[str],
-    *,
-    reward_weights: Mapping[str, float],
-    aggregate_fn: AggregateFn | None = None,
-    global_std: bool = False,
-    per_prompt: bool = True,
-    rank: bool = False,
+    aggregate_fn: AggregateFn,
+    options: RunOptions,
     features: np.ndarray | None = None,
-    entropy_bonus: float = 0.0,
-    nearest_neighbor: bool = False,
 ) -> AdvantageResult:
     """Advantages of all n samples of an epoch (gathered over processes).
 
@@ -44,22 +39,20 @@ def compute_advantages(
         rewards: Name → (n,), NaN = missing.
         item_ids: (n,), the groups.
         prompts: (n,) texts; the keys that ``aggregate_fn`` sees are made from them.
-        reward_weights: For the default weighted sum; every reward needs one.
-        aggregate_fn: See :mod:`paco_grpo.advantages.aggregation`; None = weighted sum.
-        global_std: Divide by the std over everything instead of over the group.
-        per_prompt: False = one group of everything. Items with one image each are one group in any case.
-        rank: Replace each reward by its rank within the group first (rank-grpo): 0 worst, 1 best, ties averaged.
-        features: (n, d), for the two options below; see :mod:`paco_grpo.advantages.diversity`.
-        entropy_bonus: λ of the λ·(−log p) that is added to the aggregated reward.
-        nearest_neighbor: Multiply positive advantages by the relative distance to the nearest neighbor in the group.
+        aggregate_fn: Several rewards → one number, see :mod:`paco_grpo.advantages.aggregation`.
+        options: ``sample.global_std``, ``per_prompt_stat_tracking``, ``train.rank_grpo``,
+            ``train.perceptual_entropy`` and ``train.neighbor_factor``, as docs/configuration.md
+            describes them. Items with one image each are one group in any case.
+        features: (n, d), for the last two, see :mod:`paco_grpo.advantages.diversity`.
 
     Raises:
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
+    train = options.train
     item_ids = np.asarray(item_ids)
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
-    groups = _groups(item_ids, prompts, missing, per_prompt)
+    groups = _groups(item_ids, prompts, missing, options.per_prompt_stat_tracking)
     members_of_groups = list(groups.values())
     kept = np.zeros(len(item_ids), dtype=bool)
     for members in members_of_groups:
@@ -75,31 +68,33 @@ def compute_advantages(
     if not groups:
         return AdvantageResult(advantages, kept, stats)
 
-    if rank:
+    # Several rewards become one number per sample.
+    if train.rank_grpo:
         scores = {name: _ranks(values, members_of_groups) for name, values in scores.items()}
-    function = aggregate_fn or partial(weighted_sum, reward_weights)
-    totals = _aggregate(function, scores, groups)
-    is_advantage = getattr(function, "returns_advantages", False)
-    if entropy_bonus:
-        bonus = entropy_bonus * perceptual_entropy_bonus(features, members_of_groups)
+    totals = _aggregate(aggregate_fn, scores, groups)
+    is_advantage = getattr(aggregate_fn, "returns_advantages", False)
+    if train.perceptual_entropy:
+        bonus = train.perceptual_entropy * perceptual_entropy_bonus(features, members_of_groups)
         for key, members in groups.items():
             group_bonus = bonus[members]
             if is_advantage:  # nothing normalizes these, and a bonus is never negative
                 group_bonus = group_bonus - group_bonus.mean()
             totals[key] = totals[key] + group_bonus
+
+    # That number is compared with the others of its group.
     std = None
-    if global_std:
+    if options.sample.global_std:
         std = float(np.concatenate(list(totals.values())).std())
     for key, members in groups.items():
         advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
-    if nearest_neighbor:
+    if train.neighbor_factor:
         factors = nearest_neighbor_factors(features, members_of_groups)
         advantages *= np.where(advantages > 0, factors, 1.0)
 
     # np.ptp, because the std of equal numbers can be a rounding error above 0
     stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))
     stats["mean_abs"] = float(np.abs(advantages[kept]).mean())
-    for name, value in getattr(function, "stats", {}).items():
+    for name, value in getattr(aggregate_fn, "stats", {}).items():
         stats[name] = float(value)
     return AdvantageResult(advantages, kept, stats)
 
@@ -115,7 +110,10 @@ def _ranks(values: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
 def _aggregate(
     function: AggregateFn, scores: Mapping[str, np.ndarray], groups: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Key of a group → what ``function`` makes of its rewards. Raises ValueError as ``compute_advantages``."""
+    """Key of a group → the aggregate of its rewards, (number of members,).
+
+    Raises ValueError as ``compute_advantages``.
+    """
     grouped = {}
     for name, values in scores.items():
         grouped[name] = {key: values[members] for key, members in groups.items()}
@@ -134,9 +132,10 @@ def _aggregate(
 def _groups(
     item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool
 ) -> dict[str, np.ndarray]:
-    """Key → positions of the kept samples of each group of at least two, groups by first appearance.
+    """Key → positions of the kept samples of each group of at least two, in order of appearance.
 
-    A key is the prompt's text; where two items share it, text plus item id; "all" for one group of everything.
+    A key is the prompt's text; where two items share it, text plus item id; "all" for one group of
+    everything.
     """
     items = list(dict.fromkeys(item_ids.tolist()))
     if not per_prompt or len(items) == len(item_ids):

@@ -139,9 +139,7 @@ def generate(
     with Decoder(policy, deliver) as decoder:
         for batch in test_batches(policy, items, options):
             inputs = test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
-            record = rollout(
-                policy, height=batch.height, width=batch.width, sampling=sampling, **inputs
-            )
+            record = rollout(policy, sampling=sampling, **inputs)
             decoder.submit(record.clean_latents, batch)
     captions = []
     if judge:

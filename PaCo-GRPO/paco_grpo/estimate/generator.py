@@ -29,7 +29,7 @@ from paco_grpo.estimate.planning import Estimate, Work
 from paco_grpo.objectives import Objective, Step, get_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES, Policy
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import make_trainable
 from paco_grpo.training.plan import Plan, evaluation_images, make_plan
 from paco_grpo.types import Item, Rollout
@@ -177,9 +177,8 @@ def _sample(
     text = encode.result
     ids = [0] * count
     sampling = Sampling(num_steps=2, **noise)
-    denoise = measured(
-        device, lambda: rollout(policy, text.select(ids), ids, range(count), side, side, sampling)
-    )
+    draws = Draws(ids, range(count), side, side)
+    denoise = measured(device, lambda: rollout(policy, text.select(ids), draws, sampling))
     latents = denoise.result.clean_latents
     decode = measured(device, lambda: policy.decode(latents, side, side))
     return SampledOnce(encode, denoise, decode)

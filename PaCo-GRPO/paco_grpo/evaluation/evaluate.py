@@ -22,7 +22,7 @@ from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, Decoder, plan_batches
 from paco_grpo.types import Item
 from paco_judge.images import UnreadableImage, read_image
@@ -228,13 +228,7 @@ def _sample(
     sampling = Sampling(test.num_steps, merge_lora=merge_lora)
     with Decoder(policy, deliver) as decoder:
         for batch, is_dummy in synced:
-            record = rollout(
-                policy,
-                height=batch.height,
-                width=batch.width,
-                sampling=sampling,
-                **inputs(batch),
-            )
+            record = rollout(policy, sampling=sampling, **inputs(batch))
             if not is_dummy:
                 decoder.submit(record.clean_latents, batch)
     everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
@@ -268,10 +262,11 @@ def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> 
 
 def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
     """What ``rollout`` needs of the (item, seed) pairs of a batch."""
+    item_ids = [item.item_id for item, _ in images]
+    seeds = [seed for _, seed in images]
     return {
         "conditioning": policy.encode([_sized(item, batch) for item, _ in images]),
-        "item_ids": [item.item_id for item, _ in images],
-        "seeds": [seed for _, seed in images],
+        "draws": Draws(item_ids, seeds, batch.height, batch.width),
     }
 
 

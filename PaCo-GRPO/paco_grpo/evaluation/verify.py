@@ -14,7 +14,7 @@ from PIL import Image
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
@@ -114,10 +114,8 @@ def _loaded_beside(policy: Policy, folder: Path) -> Iterator[None]:
 
 def _own_image(policy: Policy, item: Item, num_steps: int) -> Image.Image:
     conditioning = policy.encode([item])
-    sampling = Sampling(num_steps)
-    record = rollout(
-        policy, conditioning, [item.item_id], [_SEED], item.height, item.width, sampling
-    )
+    draws = Draws([item.item_id], [_SEED], item.height, item.width)
+    record = rollout(policy, conditioning, draws, Sampling(num_steps))
     (image,) = policy.decode(record.clean_latents, item.height, item.width)
     return image
 

@@ -28,9 +28,8 @@ class Sampling:
     cps: bool = False  # Flow-CPS instead of Flow-SDE
     # In steps without noise: those with noise must have the log-probabilities of training.
     merge_lora: bool = False
-    tail_steps: int | None = (
-        None  # at most, of second order; None = the Euler steps of the schedule
-    )
+    # The tail is at most this long and of second order; None = the Euler steps of the schedule.
+    tail_steps: int | None = None
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
         """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index.
@@ -40,9 +39,24 @@ class Sampling:
         count = len(sigmas) - 1
         if self.tail_steps is None or self.tail_steps >= count:
             return sigmas
-        return sigmas[
-            torch.from_numpy(np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64))
-        ]
+        indices = np.linspace(0, count, self.tail_steps + 1).round().astype(np.int64)
+        return sigmas[torch.from_numpy(indices)]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """B images of one size to draw from a policy: their seeds.
+
+    The noise of sample b at step i depends on (seeds[b], i) alone, never on the batch.
+    """
+
+    item_ids: Sequence[int] | torch.Tensor  # (B,), for the rollout's record
+    seeds: Sequence[int]  # (B,) ≥ 0
+    height: int  # pixels, a multiple of the policy's ``size_multiple``
+    width: int  # pixels, likewise
+    # (B,) seeds of the initial noise for ``same_latent``: for samples of equal seed (and item),
+    # the steps before the first noise step are computed once. None = ``seeds``.
+    shared_seeds: Sequence[int] | None = None
 
 
 def sample_noise_steps(
@@ -63,58 +77,49 @@ def sample_noise_steps(
 
 @torch.no_grad()
 def rollout(
-    policy: Policy,
-    conditioning: Conditioning,
-    item_ids: Sequence[int] | torch.Tensor,
-    seeds: Sequence[int],
-    height: int,
-    width: int,
-    sampling: Sampling,
-    shared_seeds: Sequence[int] | None = None,
+    policy: Policy, conditioning: Conditioning, draws: Draws, sampling: Sampling
 ) -> Rollout:
     """Sample the latents of B images (docs/method.md §4): Euler steps, noise at noise steps.
 
     Args:
         policy: With the weights to sample from.
         conditioning: len B, on the policy's device.
-        item_ids: (B,), for the result.
-        seeds: B integers ≥ 0; the noise of sample b at step i depends on (seeds[b], i) alone, never
-            on the batch.
-        height, width: Pixels, multiples of the policy's ``size_multiple``.
-        shared_seeds: B seeds of the initial noise for ``same_latent``: for samples of equal seed
-            (and item), the steps before the first noise step are computed once. None = ``seeds``.
+        draws: Seeds and size of the images.
+        sampling: The steps, and where noise is injected.
     """
-    steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
+    height = draws.height
+    width = draws.width
+    noise_steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
     sigmas = policy.sigmas(sampling.num_steps, height, width)
 
     def denoise(
         x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, second: bool = False
     ) -> torch.Tensor:
-        with merged(policy) if sampling.merge_lora and len(sigmas) > 1 else nullcontext():
+        merges = sampling.merge_lora and len(sigmas) > 1
+        with merged(policy) if merges else nullcontext():
             return integrate(
                 lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, second
             )
 
-    with (
-        policy.autocast()
-    ):  # around all forwards, so that the LoRA's weights are cast once for all of them
-        first_sigmas = sigmas[: (steps[0] if steps else sampling.num_steps) + 1]
-        if shared_seeds is None:
-            x = denoise(policy.initial_latents(seeds, height, width), conditioning, first_sigmas)
+    # Around all forwards, so that the LoRA's weights are cast once for all of them.
+    with policy.autocast():
+        # From noise to the first noise step, or to the image where there is none.
+        first_step = noise_steps[0] if noise_steps else sampling.num_steps
+        first_sigmas = sigmas[: first_step + 1]
+        if draws.shared_seeds is None:
+            noise = policy.initial_latents(draws.seeds, height, width)
+            x = denoise(noise, conditioning, first_sigmas)
         else:
-            first = [list(shared_seeds).index(seed) for seed in dict.fromkeys(shared_seeds)]
-            distinct = [shared_seeds[b] for b in first]
-            x = denoise(
-                policy.initial_latents(distinct, height, width),
-                conditioning.select(first),
-                first_sigmas,
-            )
-            x = x[
-                to_device(torch.tensor([distinct.index(seed) for seed in shared_seeds]), x.device)
-            ]
-        result = Rollout(
-            item_ids=torch.as_tensor(item_ids, dtype=torch.int64),
-            seeds=torch.as_tensor(list(seeds), dtype=torch.int64),
+            shared_seeds = list(draws.shared_seeds)
+            distinct = list(dict.fromkeys(shared_seeds))
+            noise = policy.initial_latents(distinct, height, width)
+            owners = [shared_seeds.index(seed) for seed in distinct]
+            x = denoise(noise, conditioning.select(owners), first_sigmas)
+            rows = torch.tensor([distinct.index(seed) for seed in shared_seeds])
+            x = x[to_device(rows, x.device)]
+        record = Rollout(
+            item_ids=torch.as_tensor(draws.item_ids, dtype=torch.int64),
+            seeds=torch.as_tensor(list(draws.seeds), dtype=torch.int64),
             clean_latents=x,
             conditioning=conditioning,
             noise_steps=[],
@@ -124,20 +129,20 @@ def rollout(
             noise_level=float(sampling.noise_level),
             cps=sampling.cps,
         )
-        for i, until in zip(steps, [*steps, sampling.num_steps][1:], strict=True):
-            transition = transition_at(policy, result, x, i)
-            next_x = transition.sample(step_noise(seeds, i, x))
-            result.noise_steps.append(
-                NoiseStep(i, x, next_x, transition.mean, transition.log_prob(next_x))
-            )
-            following = sigmas[i + 1 : until + 1]
-            if until == sampling.num_steps:
-                x = denoise(
-                    next_x, conditioning, sampling.tail(following), sampling.tail_steps is not None
-                )
+        # A step with noise, which is recorded, and then those without, up to the next one.
+        next_noise_steps = [*noise_steps, sampling.num_steps][1:]
+        for step, next_step in zip(noise_steps, next_noise_steps, strict=True):
+            transition = transition_at(policy, record, x, step)
+            next_x = transition.sample(step_noise(draws.seeds, step, x))
+            log_prob = transition.log_prob(next_x)
+            record.noise_steps.append(NoiseStep(step, x, next_x, transition.mean, log_prob))
+            sigmas_between = sigmas[step + 1 : next_step + 1]
+            if next_step == sampling.num_steps:
+                tail = sampling.tail(sigmas_between)
+                x = denoise(next_x, conditioning, tail, sampling.tail_steps is not None)
             else:
-                x = denoise(next_x, conditioning, following)
-    return dataclasses.replace(result, clean_latents=x)
+                x = denoise(next_x, conditioning, sigmas_between)
+    return dataclasses.replace(record, clean_latents=x)
 
 
 def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.advantages.aggregation import (
+    AggregateFn,
+    describe,
+    get_aggregate_fn,
+    weighted_sum,
+)
 from paco_grpo.advantages.features import GroupFeatures
 from paco_grpo.atomic import write_atomically
 from paco_grpo.checkpoint import files
@@ -76,7 +82,7 @@ class RewardSets:
     test: Mapping[str, Reward]
     # Of the training rewards; those with weight 0 are monitored and not in it.
     weights: Mapping[str, float]
-    aggregate_fn: Callable | None
+    aggregate_fn: AggregateFn
 
 
 @dataclass(frozen=True)
@@ -262,6 +268,7 @@ def _reward_sets(
         aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, options.sample.global_std)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
     reward_weights(options.test.reward_fn)  # no two of one name
     built: dict[str, Reward] = {}  # the same one for training and test is loaded once
 

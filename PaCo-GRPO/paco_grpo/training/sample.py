@@ -1,6 +1,4 @@
-"""The sampling half of an epoch: encode, roll out in batches, decode, and hand the images to the
-rewards.
-"""
+"""The sampling half of an epoch: encode, roll out in batches, decode, and deliver the images."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -9,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from paco_grpo.data.sampler import EpochSamples
-from paco_grpo.distributed.processes import Replicated
 from paco_grpo.options import RunOptions
-from paco_grpo.policies.base import Policy
-from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.sampling.denoise import Sampling, rollout, sample_noise_steps
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.sampling.images import Batch, Decoder, at_size, batches_by_key
-from paco_grpo.training.plan import merges_lora
+from paco_grpo.training.plan import Plan, merges_lora
+from paco_grpo.training.state import TrainState
 from paco_grpo.types import Item, Rollout
 
 
@@ -32,9 +28,7 @@ class Rollouts:
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
 
     def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
-        """The samples ``numbers`` in micro-batches of at most ``size``, each of one key,
-        in order.
-        """
+        """The samples ``numbers`` in micro-batches of one key, of at most ``size``, in order."""
         batches = batches_by_key([self.keys[number] for number in numbers], size)
         return [np.asarray(numbers)[batch] for batch in batches]
 
@@ -44,83 +38,75 @@ class Rollouts:
 
 
 def sample_epoch(
-    policy: Policy,
+    state: TrainState,
+    plan: Plan,
     items: Sequence[Item],
-    samples: EpochSamples,
-    queue: ScoreQueue,
     options: RunOptions,
-    strategy: Replicated,
-    *,
-    batch_size: int,
-    epoch: int,
-    on_images: Callable[[list, list[int]], None] = lambda images, numbers: None,
+    deliver: Callable[[list[Image.Image | None], list[Item], list[int]], None],
     should_stop: Callable[[], bool] | None = None,
 ) -> Rollouts:
-    """Sample this process's share of an epoch: row i of ``queue``'s result is sample i of this
-    process.
+    """Sample this process's share of the current epoch.
 
-    ``on_images`` is called with the images of each batch and their numbers, in another thread where
-    decoding overlaps. ``should_stop`` is asked before each batch, and then raises ``Stopped`` on
-    every process.
+    ``deliver`` gets the images of each batch, their items and their numbers among this process's
+    samples, in another thread where decoding overlaps. ``should_stop`` is asked before each batch,
+    and then ``Stopped`` is raised on every process.
     """
     sample = options.sample
-    accelerator = strategy.accelerator
+    policy = state.policy
+    accelerator = state.strategy.accelerator
+
+    # The n samples of this process: which item each is of, and the seeds of its noise.
+    samples = state.sampler.samples()
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
     item_ids = samples.item_ids[positions]
     seeds = samples.seeds[positions]
     group_seeds = samples.group_seeds[positions]
 
-    # Each item is encoded once, however many images it gets.
+    # Each item is encoded once, however many images it gets: sample i has row row_of[i].
     unique_ids, row_of = np.unique(item_ids, return_inverse=True)
     resolution = options.train.resolution
     sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
     conditioning = policy.encode(sized)
+
+    # Samples of one size share a forward.
     keys_of_items = [policy.batch_key(item) for item in sized]
     keys = [keys_of_items[row] for row in row_of]
     batches = []
-    for numbers in batches_by_key(keys, batch_size):
+    for numbers in batches_by_key(keys, plan.sample_batch_size):
         first = sized[row_of[numbers[0]]]
         batches.append(Batch(numbers, first.height, first.width))
 
-    def inputs(batch: Batch) -> dict[str, Any]:
-        arguments = {
-            "conditioning": conditioning.select(torch.from_numpy(row_of[batch.numbers])),
-            "item_ids": item_ids[batch.numbers],
-            "seeds": seeds[batch.numbers].tolist(),
-        }
-        if sample.same_latent:
-            arguments["shared_seeds"] = group_seeds[batch.numbers].tolist()
-        return arguments
-
-    def deliver(images: list, batch: Batch) -> None:
-        queue.submit(images, [items[i] for i in item_ids[batch.numbers]], batch.numbers)
-        on_images(images, batch.numbers)
-
-    noise_steps = sample_noise_steps(
-        sample.noise_steps, sample.num_noise_steps, options.seed, epoch
-    )
     sampling = Sampling(
         num_steps=sample.num_steps,
-        noise_steps=noise_steps,
+        noise_steps=sample_noise_steps(
+            sample.noise_steps, sample.num_noise_steps, options.seed, state.sampler.epoch
+        ),
         noise_level=sample.noise_level,
         cps=sample.cps,
         merge_lora=merges_lora(options, policy.device),
         tail_steps=sample.tail_steps,
     )
+
+    def deliver_batch(images: list[Image.Image | None], batch: Batch) -> None:
+        deliver(images, [items[i] for i in item_ids[batch.numbers]], batch.numbers)
+
     records: list[Any] = [None] * len(positions)  # of each sample, batch size 1
-    with Decoder(policy, deliver) as decoder:
-        for batch, is_dummy in strategy.synced_batches(batches, batches[0], should_stop):
-            record = rollout(
-                policy,
+    with Decoder(policy, deliver_batch) as decoder:
+        for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
+            numbers = batch.numbers
+            draws = Draws(
+                item_ids=item_ids[numbers],
+                seeds=seeds[numbers].tolist(),
                 height=batch.height,
                 width=batch.width,
-                sampling=sampling,
-                **inputs(batch),
+                shared_seeds=group_seeds[numbers].tolist() if sample.same_latent else None,
             )
+            rows = torch.from_numpy(row_of[numbers])
+            record = rollout(policy, conditioning.select(rows), draws, sampling)
             if is_dummy:
                 continue
             decoder.submit(record.clean_latents, batch)
-            for place, number in enumerate(batch.numbers):
+            for place, number in enumerate(numbers):
                 row = row_of[number]
                 # Text features are kept once per item, not once per image.
                 of_item = conditioning.select(slice(row, row + 1))

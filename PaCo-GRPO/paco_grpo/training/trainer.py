@@ -15,7 +15,6 @@ from accelerate.utils import set_seed
 
 from paco_grpo.advantages import AdvantageResult, compute_advantages
 from paco_grpo.checkpoint import files
-from paco_grpo.data.sampler import EpochSamples
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
 from paco_grpo.evaluation.agreement import of_epoch
@@ -33,6 +32,7 @@ from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
 from paco_grpo.training.update import NonFiniteError
 from paco_grpo.training.verification import verify_at_the_end
+from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +95,12 @@ class Trainer:
 
     def epoch(self) -> None:
         """Sample, score and update once, and log it; saving and evaluating are left to ``fit``."""
-        samples = self._begin()
-        with contextlib.closing(
-            ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)
-        ) as queue:
-            rollouts = self._sample(samples, queue)
+        self._begin()
+        queue = ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)
+        with contextlib.closing(queue):
+            rollouts = self._sample(queue)
             self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
-            scores = self._scores(queue, len(samples.item_ids))
+            scores = self._scores(queue)
         result = self._advantages(scores, rollouts)
         losses = self._update(rollouts, result)
         observed = self._observe(rollouts, scores)
@@ -112,13 +111,12 @@ class Trainer:
             )
         )
 
-    def _begin(self) -> EpochSamples:
+    def _begin(self) -> None:
         self.epochs_begun += 1
         self.seconds = defaultdict(float)
         self.started = time.perf_counter()
         self.observer = SampleObserver()
         self._seed_everything()
-        return self.state.sampler.samples()
 
     def _end(self) -> None:
         self.seconds["epoch"] = time.perf_counter() - self.started
@@ -137,49 +135,44 @@ class Trainer:
         yield
         self.seconds[phase] += time.perf_counter() - started
 
-    def _sample(self, samples: EpochSamples, queue: ScoreQueue) -> Rollouts:
+    def _sample(self, queue: ScoreQueue) -> Rollouts:
+        """Sample this process's images, each scored in the background as soon as it is decoded."""
         run = self.run
         policy = self.state.policy
         adapter = run.objective.sampling_snapshot(self.state.step)
         sampled_weights = lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext()
 
-        def on_images(images: list, numbers: list[int]) -> None:
+        def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
+            queue.submit(images, items, numbers)
             self.observer.add(images, numbers)
             if run.features:
                 run.features.add(images, numbers)
 
+        def should_stop() -> bool:
+            return self._signaled() or queue.failed()
+
         try:
             with self._timed("sample"), sampled_weights:
                 return sample_epoch(
-                    policy,
-                    run.train_items,
-                    samples,
-                    queue,
-                    self.options,
-                    self.state.strategy,
-                    batch_size=run.plan.sample_batch_size,
-                    epoch=self.state.sampler.epoch,
-                    on_images=on_images,
-                    should_stop=lambda: self._signaled() or queue.failed(),
+                    self.state, run.plan, run.train_items, self.options, deliver, should_stop
                 )
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
-                self._scores(queue, len(samples.item_ids))  # raises what the reward raised
+                self._scores(queue)  # raises what the reward raised
             raise
 
     def _prepare(self, rollouts: Rollouts) -> None:
         with self._timed("train"):
             self.run.updater.prepare(rollouts)
 
-    def _scores(self, queue: ScoreQueue, total: int) -> dict[str, np.ndarray]:
-        """Scores of all processes by global position, (total,) each; NaN = missing."""
-        scores = queue.gathered(self.accelerator, total, self._signaled)
+    def _scores(self, queue: ScoreQueue) -> dict[str, np.ndarray]:
+        """Scores of all N images of the epoch by global position, (N,) each; NaN = missing."""
+        scores = queue.gathered(self.accelerator, self.run.plan.samples, self._signaled)
         self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         run = self.run
-        train = self.options.train
         trained = {name: scores[name] for name in run.rewards.weights}
         missing = {name: np.isnan(values) for name, values in trained.items()}
         share = np.any(list(missing.values()), axis=0).mean()
@@ -189,19 +182,11 @@ class Trainer:
         if run.features:
             latents = [sample.clean_latents for sample in rollouts.samples]
             features = run.features.gathered(latents, len(rollouts.item_ids))
+        prompts = [run.train_items[i].prompt for i in rollouts.item_ids]
+        aggregate_fn = run.rewards.aggregate_fn
         try:
             return compute_advantages(
-                trained,
-                rollouts.item_ids,
-                [run.train_items[i].prompt for i in rollouts.item_ids],
-                reward_weights=run.rewards.weights,
-                aggregate_fn=run.rewards.aggregate_fn,
-                global_std=self.options.sample.global_std,
-                per_prompt=self.options.per_prompt_stat_tracking,
-                rank=train.rank_grpo,
-                features=features,
-                entropy_bonus=train.perceptual_entropy,
-                nearest_neighbor=train.neighbor_factor,
+                trained, rollouts.item_ids, prompts, aggregate_fn, self.options, features
             )
         except ValueError as error:  # from the aggregation, about these scores
             self._stop(
@@ -209,15 +194,16 @@ class Trainer:
             )
 
     def _limit_missing(self, share: float, shares: Mapping[str, float], images: str) -> None:
-        """Stop if more than the allowed share of ``images`` lacks a score; ``shares`` are those of
-        each reward.
+        """Stop if more than the allowed share of ``images`` lacks a score.
+
+        ``share`` counts images without all of their scores, ``shares`` those without each one.
         """
         limit = self.options.train.max_missing_reward_fraction
         if share <= limit:
             return
-        each = ", ".join(f"{name} {value:.0%}" for name, value in shares.items())
+        by_reward = ", ".join(f"{name} {value:.0%}" for name, value in shares.items())
         self._stop(
-            f"{share:.0%} of {images} have no score ({each}), more than "
+            f"{share:.0%} of {images} have no score ({by_reward}), more than "
             f"config.train.max_missing_reward_fraction={limit:g} allows. If a judge or reward "
             "service is gone, restart it first"
         )

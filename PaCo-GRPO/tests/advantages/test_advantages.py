@@ -1,6 +1,7 @@
 """Advantages and aggregations against plain loops in NumPy, over random groups (docs/method.md §5)."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +15,15 @@ from paco_grpo.advantages.aggregation import (
     harmonic_mean_aggregate_fn,
     log_tame_aggregate_fn,
     weighted_advantage_sum_aggregate_fn,
+    weighted_sum,
 )
 from paco_grpo.advantages.groups import compute_advantages
+from paco_grpo.options import RunOptions
+from paco_grpo.options.schema import SampleOptions, TrainOptions
 
 WEIGHTS = {"a": 0.2, "b": 1.5}
+WEIGHTED = partial(weighted_sum, WEIGHTS)
+DEFAULT = RunOptions()
 
 
 @st.composite
@@ -56,14 +62,10 @@ def expected(total, items, global_std, per_prompt=True):
 @given(epochs(), st.booleans(), st.booleans())
 def test_weighted_sum(epoch, global_std, per_prompt):
     rewards, items, prompts = epoch
-    result = compute_advantages(
-        rewards,
-        items,
-        prompts,
-        reward_weights=WEIGHTS,
-        global_std=global_std,
-        per_prompt=per_prompt,
+    options = RunOptions(
+        sample=SampleOptions(global_std=global_std), per_prompt_stat_tracking=per_prompt
     )
+    result = compute_advantages(rewards, items, prompts, WEIGHTED, options)
     total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
     advantages, kept = expected(total, items, global_std, per_prompt)
     np.testing.assert_array_equal(result.kept, kept)
@@ -83,7 +85,8 @@ def test_rank(epoch):
         group = np.flatnonzero(items == item)
         for name, weight in WEIGHTS.items():
             total[group] += weight * (rankdata(rewards[name][group]) - 1) / (len(group) - 1)
-    result = compute_advantages(rewards, items, prompts, reward_weights=WEIGHTS, rank=True)
+    options = RunOptions(train=TrainOptions(rank_grpo=True))
+    result = compute_advantages(rewards, items, prompts, WEIGHTED, options)
     np.testing.assert_allclose(result.advantages, expected(total, items, False)[0], atol=1e-8)
 
 
@@ -98,8 +101,8 @@ def test_items_that_share_a_prompt_stay_apart():
         {"a": [0.0, 1, 10, 11, 5, 6]},
         [0, 0, 1, 1, 2, 2],
         ["x"] * 4 + ["y"] * 2,
-        reward_weights={},
-        aggregate_fn=spy,
+        spy,
+        DEFAULT,
     )
     assert {k: v.tolist() for k, v in seen.items()} == {
         "x [item 0]": [0, 1],
@@ -107,7 +110,7 @@ def test_items_that_share_a_prompt_stay_apart():
         "y": [5, 6],
     }
     np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
-    equal = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, reward_weights={"a": 1})
+    equal = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, WEIGHTED, DEFAULT)
     assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 
 
@@ -118,13 +121,11 @@ def test_what_is_wrong_is_named():
         lambda **g: {"x": [1.0, np.nan]},
     ):
         with pytest.raises(ValueError, match="finite number"):
-            compute_advantages(
-                {"a": [2.0, 3.0]}, [0, 0], ["x", "x"], reward_weights={}, aggregate_fn=wrong
-            )
+            compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], wrong, DEFAULT)
         with pytest.raises(ValueError, match="config.train.aggregate_fn"):
             describe(wrong)  # a saved run could not find it again
     with pytest.raises(ValueError, match="no weight for c "):
-        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], reward_weights=WEIGHTS)
+        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], WEIGHTED, DEFAULT)
     for description, named in (
         ("harmonic_mean", "harmonic_mean_aggregate_fn"), ("numpy:no_such_function", "no_such_function"),
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
@@ -197,9 +198,7 @@ def test_weighted_advantage_sum(global_std):
     rng = np.random.default_rng(3)
     a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
     function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
-    result = compute_advantages(
-        {"a": a, "b": b}, items, items.astype(str), reward_weights=WEIGHTS, aggregate_fn=function
-    )
+    result = compute_advantages({"a": a, "b": b}, items, items.astype(str), function, DEFAULT)
     by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]
     np.testing.assert_allclose(result.advantages, by_hand)
 
@@ -223,7 +222,5 @@ def test_gdpo_normalizes_over_the_batch():
             {"name": "weighted_advantage_sum_aggregate_fn", "arguments": {"batch_std": batch_std}},
             {"a": 1.0, "b": 1.0},
         )
-        result = compute_advantages(
-            rewards, [0] * 4, ["x"] * 4, reward_weights={}, aggregate_fn=function
-        )
+        result = compute_advantages(rewards, [0] * 4, ["x"] * 4, function, DEFAULT)
         np.testing.assert_allclose(result.advantages, expected, atol=1e-12)

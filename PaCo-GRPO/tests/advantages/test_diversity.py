@@ -1,11 +1,15 @@
 """Perceptual entropy and GARDO's factors against loops in plain NumPy."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from paco_grpo.advantages import compute_advantages
-from paco_grpo.advantages.aggregation import weighted_advantage_sum_aggregate_fn
+from paco_grpo.advantages.aggregation import weighted_advantage_sum_aggregate_fn, weighted_sum
 from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
+from paco_grpo.options import RunOptions
+from paco_grpo.options.schema import TrainOptions
 
 RNG = np.random.default_rng(3)
 FEATURES = RNG.normal(size=(9, 5))
@@ -51,23 +55,23 @@ def test_what_they_do_to_advantages():
     scores, ids = RNG.normal(size=8), np.repeat([0, 1], 4)
     groups = [np.arange(4), np.arange(4, 8)]
 
-    def advantages(**options):
+    def advantages(**train):
+        options = RunOptions(train=TrainOptions(**train))
+        aggregate_fn = partial(weighted_sum, {"r": 1.0})
+        prompts = ["a"] * 4 + ["b"] * 4
         return compute_advantages(
-            {"r": scores},
-            ids,
-            ["a"] * 4 + ["b"] * 4,
-            reward_weights={"r": 1.0},
-            features=FEATURES[:8],
-            **options,
+            {"r": scores}, ids, prompts, aggregate_fn, options, FEATURES[:8]
         ).advantages
 
     plain, factors = advantages(), nearest_neighbor_factors(FEATURES[:8], groups)
     np.testing.assert_allclose(
-        advantages(nearest_neighbor=True), np.where(plain > 0, plain * factors, plain)
+        advantages(neighbor_factor=True), np.where(plain > 0, plain * factors, plain)
     )
     total = scores + 0.3 * perceptual_entropy_bonus(FEATURES[:8], groups)
     expected = [(t - t.mean()) / max(t.std(), 1e-6) for t in np.split(total, 2)]
-    np.testing.assert_allclose(advantages(entropy_bonus=0.3), np.concatenate(expected), rtol=1e-12)
+    np.testing.assert_allclose(
+        advantages(perceptual_entropy=0.3), np.concatenate(expected), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("global_std", [False, True])
@@ -78,12 +82,12 @@ def test_a_bonus_on_advantages_favors_no_group(global_std):
     arguments = {
         "item_ids": np.repeat([0, 1], 4),
         "prompts": ["p"] * 4 + ["q"] * 4,
-        "reward_weights": weights,
         "aggregate_fn": weighted_advantage_sum_aggregate_fn(weights, global_std),
         "features": FEATURES[:8],
     }
-    plain = compute_advantages(scores, **arguments).advantages
-    advantages = compute_advantages(scores, **arguments, entropy_bonus=0.5).advantages
+    options = RunOptions(train=TrainOptions(perceptual_entropy=0.5))
+    plain = compute_advantages(scores, **arguments, options=RunOptions()).advantages
+    advantages = compute_advantages(scores, **arguments, options=options).advantages
     bonus = 0.5 * perceptual_entropy_bonus(FEATURES[:8], [np.arange(4), np.arange(4, 8)])
     for group in (slice(0, 4), slice(4, 8)):
         assert advantages[group].mean() == pytest.approx(0, abs=1e-12)

@@ -15,7 +15,7 @@ from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, tra
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.loading import load_tokenizer, text_length
 from paco_grpo.policies.lora import add_lora, save_diffusers
-from paco_grpo.sampling.denoise import Sampling, recompute_old, rollout, transition_at
+from paco_grpo.sampling.denoise import Draws, Sampling, recompute_old, rollout, transition_at
 from paco_grpo.sampling.images import batches_by_key
 
 STEPS = 3
@@ -33,8 +33,8 @@ def sample(policy, chosen, seeds, **options):
     for batch in batches_by_key([policy.batch_key(item) for item in chosen], 8):
         group = [chosen[i] for i in batch]
         height, width = group[0].height, group[0].width
-        own, sampling = [seeds[i] for i in batch], Sampling(STEPS, **options)
-        record = rollout(policy, policy.encode(group), batch, own, height, width, sampling)
+        draws = Draws(batch, [seeds[i] for i in batch], height, width)
+        record = rollout(policy, policy.encode(group), draws, Sampling(STEPS, **options))
         for i, row in zip(batch, record.clean_latents, strict=True):
             latents[i] = row
     hook.remove()
@@ -157,15 +157,9 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
 def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     policy = trained(name, tiny_folder(name))
     conditioning = policy.encode(items(name, *PROMPTS))
-    result = rollout(
-        policy,
-        conditioning,
-        range(3),
-        range(4, 7),
-        32,
-        32,
-        Sampling(3, (0, 1), noise_level=0.7, cps=cps),
-    )
+    draws = Draws(range(3), range(4, 7), 32, 32)
+    sampling = Sampling(3, (0, 1), noise_level=0.7, cps=cps)
+    result = rollout(policy, conditioning, draws, sampling)
     wiped = [
         dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0)
         for step in result.noise_steps

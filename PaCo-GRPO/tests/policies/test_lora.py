@@ -28,7 +28,7 @@ from paco_grpo.policies.lora import (
     save_peft,
     snapshot,
 )
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 BY_FORMAT = pytest.mark.parametrize("save", [save_peft, save_diffusers])
@@ -36,7 +36,8 @@ BY_FORMAT = pytest.mark.parametrize("save", [save_peft, save_diffusers])
 
 def latents_of(policy, name="flux"):
     conditioning = policy.encode(items(name, "a green cross"))
-    return rollout(policy, conditioning, [0], [4], 32, 32, Sampling(3)).clean_latents
+    draws = Draws([0], [4], 32, 32)
+    return rollout(policy, conditioning, draws, Sampling(3)).clean_latents
 
 
 @BY_NAME

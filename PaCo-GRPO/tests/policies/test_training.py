@@ -7,7 +7,7 @@ from tiny_policies import NAMES, disturb, items, trained
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
-from paco_grpo.sampling.denoise import Sampling, rollout, transition_at
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout, transition_at
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 BY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -18,7 +18,7 @@ def sample(policy, name, noise_steps, **options):
         policy.encode(items(name, *PROMPTS)),
         Sampling(4, noise_steps, noise_level=0.7, **options),
     )
-    return rollout(policy, conditioning, range(3), range(4, 7), 32, 32, sampling)
+    return rollout(policy, conditioning, Draws(range(3), range(4, 7), 32, 32), sampling)
 
 
 @BY_NAME

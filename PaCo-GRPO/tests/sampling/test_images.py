@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy
 
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, Decoder, batches_by_key
 from paco_grpo.types import Item
 
@@ -42,9 +42,8 @@ def test_images_are_decoded_in_order_and_errors_are_passed_on(overlap):
         with Decoder(policy, deliver, overlap) as decoder:
             for number, count in enumerate(counts):
                 items = [Item(number, "x")] * count
-                record = rollout(
-                    policy, policy.encode(items), range(count), range(count), 8, 8, Sampling(2)
-                )
+                draws = Draws(range(count), range(count), 8, 8)
+                record = rollout(policy, policy.encode(items), draws, Sampling(2))
                 decoder.submit(record.clean_latents, Batch([number], 8, 8))
                 records.append(record)
         return records

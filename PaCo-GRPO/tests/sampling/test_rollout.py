@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
-from paco_grpo.sampling.denoise import Sampling, rollout, sample_noise_steps
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.types import Item
 
 
 def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), shared=None, **kwargs):
     conditioning = policy.encode([Item(i, str(i)) for i in ids])
     options = {"num_steps": 5, "noise_steps": (1, 3), "noise_level": 0.7} | kwargs
-    return rollout(policy, conditioning, ids, seeds, 8, 12, Sampling(**options), shared)
+    draws = Draws(ids, seeds, 8, 12, shared)
+    return rollout(policy, conditioning, draws, Sampling(**options))
 
 
 def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):

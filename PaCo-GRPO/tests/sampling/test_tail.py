@@ -5,7 +5,7 @@ import pytest
 import torch
 from toy_policy import ToyPolicy
 
-from paco_grpo.sampling.denoise import Sampling, integrate, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, integrate, rollout
 from paco_grpo.types import Item
 
 
@@ -38,7 +38,7 @@ def toy(**options):
     policy = ToyPolicy()
     conditioning = policy.encode([Item(i, str(i)) for i in (0, 1)])
     sampling = Sampling(**{"num_steps": 10, "noise_steps": (1, 3), "noise_level": 0.7} | options)
-    return policy.calls, rollout(policy, conditioning, [0, 1], [5, 6], 8, 8, sampling)
+    return policy.calls, rollout(policy, conditioning, Draws([0, 1], [5, 6], 8, 8), sampling)
 
 
 @pytest.mark.parametrize("tail", [{"tail_steps": 2}, {"tail_steps": 6}])
