@@ -4,6 +4,7 @@
     study.py rewards                         # two runs at a time, judged by quickstart/out/judge
     study.py rewards --other_judge DIR --other_question FILE     # and evaluated by another judge
     study.py objectives --seeds 0            # the six objectives with the quickstart's reward
+    study.py objectives resolution aggregation --runs awm nft 128px ... --seeds 10 11 12     # several studies in turn
     study.py rewards --table                 # no training: the table of finished runs
 
 The other judge of results.csv is a second clone's quickstart/out/judge, with another base (from tools/: `python -m
@@ -34,7 +35,15 @@ from typing import Any
 
 import pandas as pd
 
-from paco_toy.summary import MEASURES, commit, judge_id, judge_measures, policy_measures
+from paco_toy.summary import (
+    MEASURES,
+    commit,
+    judge_id,
+    judge_measures,
+    policy_measures,
+    scores_of,
+)
+from paco_toy.world import read_jsonl
 
 REPO = Path(__file__).resolve().parent.parent
 GRPO, HERE = REPO / "PaCo-GRPO", REPO / "quickstart"
@@ -65,8 +74,29 @@ OBJECTIVES = {
     "awm": FORWARD | {"train.beta": 0.02, "train.awm_slow_beta": 0.0},
     "dgpo": FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02},
 }
+# Read by the oracle alone: fewer questions to the judge.
+BY_ORACLE = {
+    "test.reward_fn": {f"{ORACLE}consistency": 1.0},
+    "test.reward_fn_kwargs": {},
+    "eval_freq": 10,
+}
+# A reward that varies much more than the other one.
+LOUD = {
+    "train.reward_fn": {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0},
+    "test.reward_fn": {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0},
+    "test.reward_fn_kwargs": {},
+    "test.resolution": 64,
+    "num_epochs": 8,
+    "eval_freq": 8,
+    "save_freq": 0,
+}
 LATENTS, LONG = {"train.diversity_features": "latents"}, {"num_epochs": 80, "eval_freq": 20}
-CONFIGS = {"rewards": "toy_t2is_awm", "objectives": "toy_t2is"}
+CONFIGS = {
+    "rewards": "toy_t2is_awm",
+    "objectives": "toy_t2is",
+    "resolution": "toy_t2is_awm",
+    "aggregation": "toy_t2is_awm",
+}
 # Study -> run -> options of its training.
 STUDIES = {
     "rewards": {
@@ -83,7 +113,26 @@ STUDIES = {
         "variety_80": VARIETY | LONG,
     },
     "objectives": {
-        name: VARIETY | more | {"train.loss_type": name} for name, more in OBJECTIVES.items()
+        name: VARIETY | BY_ORACLE | more | {"train.loss_type": name}
+        for name, more in OBJECTIVES.items()
+    },
+    # Beside the run ``awm`` of the objectives, which trains at 64 px.
+    "resolution": {
+        "128px": VARIETY
+        | BY_ORACLE
+        | {
+            "train.resolution": 128,
+            "train.batch_size": 32,
+            "num_epochs": 9,
+            "eval_freq": 3,
+            "save_freq": 3,
+        },
+    },
+    "aggregation": {
+        "sum": LOUD | {"train.aggregate_fn": None},
+        "log_tame": LOUD | {"train.aggregate_fn": "log_tame_aggregate_fn"},
+        "advantage_sum": LOUD | {"train.aggregate_fn": "weighted_advantage_sum_aggregate_fn"},
+        "product": LOUD | {"train.aggregate_fn": "product_aggregate_fn"},
     },
 }
 # Column -> the within-image reward whose kappa it is.
@@ -110,10 +159,13 @@ def arguments_of(study: str, name: str, seed: int, epochs: int) -> list[str]:
     return [CONFIGS[study], *(f"--config.{key}={value}" for key, value in (options | own).items())]
 
 
-def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list[str]:
+def agreement_command(
+    folder: Path, seed: int, other: Mapping[str, str], by_judge: bool = True
+) -> list[str]:
     """Evaluates the last checkpoint in ``folder``, or the base model; ``other``: arguments of the other judge's rewards."""
-    rewards = [*JUDGED, f"{ORACLE}consistency", f"{ORACLE}between_images"]
-    kwargs = {name: SERVED for name in JUDGED}
+    rewards, kwargs = [f"{ORACLE}consistency", f"{ORACLE}between_images"], {}
+    if by_judge:
+        rewards, kwargs = [*JUDGED, *rewards], {name: SERVED for name in JUDGED}
     if other:
         names = [f"paco_toy.oracle:other_{name}" for name in ("consistency", "between_images")]
         rewards, kwargs = rewards + names, kwargs | {name: dict(other) for name in names}
@@ -123,7 +175,8 @@ def agreement_command(folder: Path, seed: int, other: Mapping[str, str]) -> list
     }  # fmt: skip
     checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
     return [
-        sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is_awm", "--images_per_prompt", "8",
+        sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is_awm",
+        "--images_per_prompt", "8" if by_judge else "6",
         "--output", str(folder / "agreement"), *(("--adapter", str(checkpoints[-1])) if checkpoints else ()),
         *(f"--config.{key}={value}" for key, value in options.items()),
     ]  # fmt: skip
@@ -172,13 +225,30 @@ def row_of(
     return row
 
 
+def evaluations_of(folder: Path) -> list[dict[str, float]]:
+    """What every evaluation of a run measured: the measures of the oracle and the means of its rewards."""
+    found = []
+    for rows in sorted((folder / "eval").glob("epoch_*/eval_data.jsonl")):
+        scores, _ = scores_of(rows.parent)
+        measured = {
+            f"{name}_after": scores[name].mean()
+            for name in ("consistency", "agreement", "alignment")
+        }
+        rewards = pd.DataFrame([row["rewards"] for row in read_jsonl(rows)], dtype=float)
+        if "darkness" in rewards:
+            measured["darkness_after"] = rewards["darkness"].mean()
+        epoch = int(rows.parent.name.removeprefix("epoch_"))
+        found.append({"epochs": epoch, "images": len(scores)} | measured)
+    return found
+
+
 def read_results() -> pd.DataFrame:
     return pd.read_csv(RESULTS, dtype={"commit": str, "judge": str})
 
 
-def keep(row: Mapping[str, Any]) -> None:
+def keep(*rows: Mapping[str, Any]) -> None:
     """Adds a finished run to results.csv."""
-    pd.concat([read_results(), pd.DataFrame([row])]).to_csv(
+    pd.concat([read_results(), pd.DataFrame(rows)]).to_csv(
         RESULTS, index=False, float_format="%.4f"
     )
 
@@ -226,7 +296,7 @@ def table(results: pd.DataFrame, against: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> None:
+def train(todo: Sequence[tuple[str, str, int]], arguments: argparse.Namespace) -> None:
     """Trains some runs at a time, one thread each, beside a server of each judge; keeps each finished run."""
     judge, other, question = arguments.judge, arguments.other_judge, arguments.other_question
     other_options = (
@@ -246,35 +316,52 @@ def train(todo: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Non
             }
             servers.append({"VLLM_ENGINE": "transformers", **os.environ, **variables})
 
-    def one(name: str, seed: int) -> dict:
+    def one(study: str, name: str, seed: int) -> list[dict]:
         folder = OUT / f"{name}-seed{seed}"
         log, began = folder.with_suffix(f"{folder.suffix}.log"), time.monotonic()
         print(f"started {name}, seed {seed}; log: {log}", flush=True)
         env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
-        with open(log, "w") as file:
+        by_judge = study == "rewards"
+        resumed = folder.exists()
+        cpu = float("nan")
+        with open(log, "a") as file:
 
-            def run(command: Sequence[str]) -> None:
-                subprocess.run(
-                    command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT, check=True
+            def run(command: Sequence[str]) -> float:
+                """CPU minutes of a command and its processes."""
+                process = subprocess.Popen(
+                    command, cwd=GRPO, env=env, stdout=file, stderr=subprocess.STDOUT
                 )
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                if process.returncode:
+                    raise subprocess.CalledProcessError(process.returncode, command)
+                return (usage.ru_utime + usage.ru_stime) / 60
 
             if name != "base":
-                options = arguments_of(arguments.study, name, seed, arguments.epochs)
-                run(["bash", "scripts/single_node/train_flux.sh", *options])
+                options = arguments_of(study, name, seed, arguments.epochs)
+                cpu = run(["bash", "scripts/single_node/train_flux.sh", *options])
             minutes = (time.monotonic() - began) / 60
-            run(agreement_command(folder, seed, other_options))
+            if study != "aggregation":
+                run(agreement_command(folder, seed, other_options, by_judge))
         policy = policy_measures(folder) if name != "base" else {}
         more = {"minutes": minutes, "warnings": warnings_of(log.read_text(errors="replace"))}
-        return row_of(
-            arguments.study, name, seed, judge_id(judge), policy, more | agreement_columns(folder)
-        )
+        if not resumed:
+            more["cpu_minutes"] = cpu
+        if study != "aggregation":
+            more |= agreement_columns(folder)
+        row = row_of(study, name, seed, judge_id(judge), policy, more)
+        if by_judge:
+            return [row]
+        key = {column: row[column] for column in ("study", "run", "seed", "commit", "judge")}
+        *earlier, last = evaluations_of(folder)
+        return [*(key | each for each in earlier), row | last]
 
     pool = ThreadPoolExecutor(arguments.jobs)
     try:
         for server in servers:
             subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
         for future in as_completed([pool.submit(one, *each) for each in todo]):
-            keep(future.result())
+            keep(*future.result())
     finally:
         pool.shutdown(cancel_futures=True)
         for server in servers:
@@ -285,7 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", choices=["quickstart", *STUDIES])
+    parser.add_argument("studies", nargs="+", choices=["quickstart", *STUDIES])
     parser.add_argument("--runs", nargs="+", help="names of runs; default all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
@@ -302,13 +389,19 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="no training")
     arguments = parser.parse_args()
-    study, judge = arguments.study, arguments.judge
-    names = list(STUDIES.get(study, ("quickstart",)))
-    if not set(arguments.runs or ()) <= set(names):
-        parser.error(f"--runs: known are {', '.join(names)}")
-    todo = [(name, seed) for seed in arguments.seeds for name in arguments.runs or names]
+    studies, judge = arguments.studies, arguments.judge
+    study = studies[0]
+    todo = [
+        (study, name, seed)
+        for seed in arguments.seeds
+        for study in studies
+        for name in STUDIES.get(study, ("quickstart",))
+        if name in (arguments.runs or [name])
+    ]
+    if unknown := set(arguments.runs or ()) - {name for _, name, _ in todo}:
+        parser.error(f"--runs: no run of {' and '.join(studies)}: {', '.join(sorted(unknown))}")
     if not arguments.table:
-        known = read_results().query("study == @study")
+        known = read_results()
         if not arguments.any_commit:
             known = known[known["commit"] == commit()]
         if study != "quickstart":
@@ -317,10 +410,10 @@ def main() -> None:
                     f"no judge in {judge}: run quickstart/run.sh first, or name one with --judge"
                 )
             known = known[known["judge"] == judge_id(judge)]
-        finished = set(zip(known["run"], known["seed"], strict=True))
+        finished = set(zip(known["study"], known["run"], known["seed"], strict=True))
         todo = [each for each in todo if each not in finished]
         if study == "quickstart":
-            for _, seed in todo:  # all epochs on any machine
+            for _, _, seed in todo:  # all epochs on any machine
                 subprocess.run(
                     ["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"],
                     check=True,
@@ -343,9 +436,9 @@ def main() -> None:
                 )
         elif todo:
             train(todo, arguments)
-    results = read_results().query("study == @study")
-    print(table(results))
-    if study == "rewards":
+    results = read_results().query("study in @studies")
+    print(table(results.drop_duplicates(["study", "run", "seed", "commit", "judge"], keep="last")))
+    if studies == ["rewards"]:
         print(f"differences, paired by seed:\n\n{table(results, 'variety')}")
 
 

@@ -176,7 +176,7 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
 def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
     known = study.read_results()
     assert known[["commit", "judge"]].notna().all().all()
-    assert not known.duplicated(["study", "run", "seed", "commit", "judge"]).any()
+    assert not known.duplicated(["study", "run", "seed", "commit", "judge", "epochs"]).any()
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
     known.to_csv(study.RESULTS, index=False)
     policy = {
