@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from bench_tools import RANK_FOLDER, BrightnessJudge, edit_lines
 from evaluation import command_line
@@ -15,55 +16,68 @@ from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
 from paco_judge.client import JudgeError, Pair
 from paco_judge.questions import RequestForm
 from paco_judge.scorer import JudgeScorer
-from paco_judge.verdict import Verdict
+from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
 IMAGE = Image.new("RGB", (8, 8))
+STOPPED = 130
 
 
 def test_a_stopped_run_continues(edits):
-    assert edits(BrightnessJudge(stop_after=1)) == 130
-    early, judge, again, whole = edits.rows, BrightnessJudge(), BrightnessJudge(), BrightnessJudge()
-    assert 0 < len(early) < 5
-    edits.file.write_bytes(
-        edits.file.read_bytes() + b'{"model": "some/judge", "index": 1'
-    )  # killed while writing
-    assert edits(judge) == 0
-    rows = edits.rows
-    assert rows[: len(early)] == early and [row["index"] for row in rows] == list(range(20))
-    assert edits(again) == 0 and again.batches == [] and edits.rows == rows
+    whole = BrightnessJudge()
+    assert edits(whole) == 0
+    expected = edits.rows
     edits.file.unlink()
-    assert edits(whole) == 0 and edits.rows == rows
-    assert 0 < sum(judge.batches) < sum(whole.batches)
+
+    assert edits(BrightnessJudge(stop_after=1)) == STOPPED
+    early = edits.rows
+    assert 0 < len(early) < 5 and early == expected[: len(early)]
+    with edits.file.open("a") as file:
+        file.write('{"model": "some/judge", "index": 1')  # killed while writing
+
+    rest = BrightnessJudge()
+    assert edits(rest) == 0 and edits.rows == expected
+    assert [row["index"] for row in expected] == list(range(20))
+    assert 0 < sum(rest.batches) < sum(whole.batches)
+
+    nothing = BrightnessJudge()
+    assert edits(nothing) == 0 and edits.rows == expected
+    assert nothing.batches == []
 
 
 @pytest.mark.parametrize("change", [{"model": "other/judge"}, {"dimension": "overall"}])
 def test_results_of_something_else_are_not_mixed(change, edits, capsys):
-    assert edits(BrightnessJudge(stop_after=1)) == 130
+    assert edits(BrightnessJudge(stop_after=1)) == STOPPED
     edit_lines(edits.file, {0: lambda row: row | change})
     before = edits.file.read_text()
     assert edits(BrightnessJudge()) == 2
     assert "line 1" in capsys.readouterr().err and edits.file.read_text() == before
 
 
-def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path, monkeypatch):
-    """The last byte of a large file is enough; the same weights elsewhere, or downloaded after the first rows, continue."""
+def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path):
+    """The last byte of a large file is enough; the same weights elsewhere continue."""
     model = tmp_path / "models" / "judge"
     model.mkdir(parents=True)
-    (model / "model.safetensors").write_bytes(bytes(10**6) + b"a")
-    assert rank(BrightnessJudge(stop_after=1), "--model", model) == 130
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes(10**6) + b"a")
+    assert rank(BrightnessJudge(stop_after=1), "--model", model) == STOPPED
     before = rank.file.read_bytes()
-    (model / "model.safetensors").write_bytes(bytes(10**6) + b"b")
-    assert rank(BrightnessJudge(), "--model", model) == 2 and rank.file.read_bytes() == before
-    (model / "model.safetensors").write_bytes(bytes(10**6) + b"a")
-    model = model.parent.rename(tmp_path / "moved") / "judge"
-    assert rank(BrightnessJudge(), "--model", model) == 0 and rank.file.read_bytes().startswith(
-        before
-    )
-    rank.file.unlink()
-    assert rank(BrightnessJudge(stop_after=1)) == 130
+
+    weights.write_bytes(bytes(10**6) + b"b")
+    assert rank(BrightnessJudge(), "--model", model) == 2
+    assert rank.file.read_bytes() == before
+
+    weights.write_bytes(bytes(10**6) + b"a")
+    moved = model.parent.rename(tmp_path / "moved") / "judge"
+    assert rank(BrightnessJudge(), "--model", moved) == 0
+    assert rank.file.read_bytes().startswith(before)
+
+
+def test_weights_that_are_downloaded_after_the_first_rows_continue(rank, monkeypatch):
+    assert rank(BrightnessJudge(stop_after=1)) == STOPPED
     before = rank.file.read_bytes()
     monkeypatch.setattr("paco_eval.runner.fingerprint", lambda *places: "sha256:0")
-    assert rank(BrightnessJudge()) == 0 and rank.file.read_bytes().startswith(before)
+    assert rank(BrightnessJudge()) == 0
+    assert rank.file.read_bytes().startswith(before)
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):
@@ -75,31 +89,30 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
 
     Image.new("RGB", (300, 1)).save(rank.data / "images" / "0002" / "c1.png")
     assert rank(Refusing(), "--batch_size", "16") == 1
-    assert (
-        "item 2 0002 ref.png: the engine failed: ValueError: absolute aspect ratio\n"
-        in capsys.readouterr().err
-    )
+    message = "item 2 0002 ref.png: the engine failed: ValueError: absolute aspect ratio\n"
+    assert message in capsys.readouterr().err
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
 
 
 def test_an_engine_that_always_fails_ends_the_run():
+    results = []
+
     def engine(pairs):
-        if len(found) == 9:
+        if len(results) == 9:
             return [Verdict(0.5)] * len(pairs)
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
-    found = []
-    items = [
-        Item({"index": index}, lambda: ([Pair(IMAGE, IMAGE, "?")], lambda values: {}))
-        for index in range(99)
-    ]
+    def prepare():
+        return [Pair(IMAGE, IMAGE, "?")], lambda values: {}
+
+    items = [Item({"index": index}, prepare) for index in range(99)]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
-        found.extend(score_items(items, engine, 1))
-    assert len(found) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
+        results.extend(score_items(items, engine, 1))
+    assert len(results) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
 
 
 @pytest.mark.parametrize(
-    "arguments, named",
+    ("arguments", "named"),
     [
         ((), "--engine transformers"),
         (("--server", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
@@ -113,19 +126,29 @@ def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
     assert named in capsys.readouterr().err
 
 
-def test_the_transformers_engine_scores_as_a_server_would(judge_dir, answering_judge, scorer, tiny):
-    """Only the second judge has Yes and No among its top 20 tokens."""
+def served_score(judge: JudgeScorer, pair: Pair) -> float | None:
+    """The score from what a server sends: the 20 most probable tokens and their logarithms."""
+    (logits,) = judge.first_token_logits([judge.chat(pair)])
+    logprobs = logits - np.logaddexp.reduce(logits)
+    top = np.argsort(-logprobs)[:20]
+    tokens = judge.processor.tokenizer.convert_ids_to_tokens(top)
+    return p_yes_from_top_logprobs(dict(zip(tokens, logprobs[top].tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_the_transformers_engine_scores_as_a_server_would(
+    has_scores, judge_dir, answering_judge, tiny
+):
+    """Only one of the judges has Yes and No among its top 20 tokens."""
+    model = answering_judge if has_scores else judge_dir
     pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
-    for model, judge in (
-        (judge_dir, scorer),
-        (answering_judge, JudgeScorer.from_pretrained(answering_judge)),
-    ):
-        engine = make_engine(
-            command_line(["--engine", "transformers", "--model", str(model), "--batch_size", "2"])
-        )
-        expected = [verdict.p_yes for verdict in judge.score(pairs, top=20)]
-        assert [verdict.p_yes for verdict in engine(pairs)] == pytest.approx(expected, abs=1e-5)
-        assert (None in expected) == (model == judge_dir)
+    judge = JudgeScorer.from_pretrained(model)
+    expected = [served_score(judge, pair) for pair in pairs]
+    assert (None not in expected) == has_scores
+
+    words = ["--engine", "transformers", "--model", str(model), "--batch_size", "2"]
+    engine = make_engine(command_line(words))
+    assert [verdict.p_yes for verdict in engine(pairs)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_server_and_one_that_goes_away(edits):
