@@ -79,6 +79,7 @@ BY_ORACLE = {
     "test.reward_fn": {f"{ORACLE}consistency": 1.0},
     "test.reward_fn_kwargs": {},
     "eval_freq": 10,
+    "test.num_images": 64,
 }
 # A reward that varies much more than the other one.
 LOUD = {
@@ -86,6 +87,7 @@ LOUD = {
     "test.reward_fn": {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0},
     "test.reward_fn_kwargs": {},
     "test.resolution": 64,
+    "train.num_sigmas": 2,
     "num_epochs": 8,
     "eval_freq": 8,
     "save_freq": 0,
@@ -123,7 +125,7 @@ STUDIES = {
         | {
             "train.resolution": 128,
             "train.batch_size": 32,
-            "num_epochs": 9,
+            "num_epochs": 6,
             "eval_freq": 3,
             "save_freq": 3,
         },
@@ -176,7 +178,7 @@ def agreement_command(
     checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
     return [
         sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is_awm",
-        "--images_per_prompt", "8" if by_judge else "6",
+        "--images_per_prompt", "8" if by_judge else "4",
         "--output", str(folder / "agreement"), *(("--adapter", str(checkpoints[-1])) if checkpoints else ()),
         *(f"--config.{key}={value}" for key, value in options.items()),
     ]  # fmt: skip
@@ -394,9 +396,10 @@ def main() -> None:
     todo = [
         (study, name, seed)
         for seed in arguments.seeds
+        for name in arguments.runs
+        or [name for study in studies for name in STUDIES.get(study, ["quickstart"])]
         for study in studies
-        for name in STUDIES.get(study, ("quickstart",))
-        if name in (arguments.runs or [name])
+        if name in STUDIES.get(study, ["quickstart"])
     ]
     if unknown := set(arguments.runs or ()) - {name for _, name, _ in todo}:
         parser.error(f"--runs: no run of {' and '.join(studies)}: {', '.join(sorted(unknown))}")
