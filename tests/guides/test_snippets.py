@@ -1,14 +1,26 @@
-"""Snippets of the published PaCo-GRPO guide, pasted into ``t2is`` in config/grpo.py."""
+"""Snippets of the published PaCo-GRPO guide, the files of examples/, and rows of the data page."""
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_judge
 import yaml
+from fakes import fake_judge
 from terminal import REPOSITORY
+from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.options import load_options, make_options, options_to_yaml
+from paco_judge import Judge
+from paco_judge.grid import split_prompt
+
+EXAMPLES = REPOSITORY / "examples"
+TOY_FLUX = REPOSITORY / "quickstart" / "models" / "flux"
 
 RESOLUTIONS = """
 # For simple tasks like GenEval, OCR, or PickScore:
@@ -125,3 +137,77 @@ def test_aggregations(tmp_path, snippet, top, expected):
         function = get_aggregate_fn(read.train.aggregate_fn, read.train.reward_fn)
         for prompt, values in function(consistency_score=one, subfig_clipT=other).items():
             np.testing.assert_allclose(values, expected(one[prompt], other[prompt], *every))
+
+
+def example(name, *arguments):
+    """What examples/``name`` prints."""
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_examples_are_few_and_short():
+    lengths = [len(file.read_text().splitlines()) for file in EXAMPLES.glob("*.py")]
+    assert len(lengths) <= 4
+    assert max(lengths) < 40
+
+
+@pytest.mark.slow
+def test_example_scores_a_pair(tmp_path):
+    random_judge = tiny_judge.save_judge(tmp_path / "random")
+    judge = tiny_judge.save_answering(random_judge, tmp_path / "judge")
+    images = [tmp_path / f"{number}.png" for number in range(2)]
+    for number, image in enumerate(images):
+        tiny_judge.picture(number).save(image)
+    printed = example("score_pair.py", *images, "--theme", "boats", "--model", judge)
+    score = Judge.from_pretrained(judge).score(*images, theme="boats")
+    assert printed.startswith(f"P(Yes) = {score:.3f}\n")
+
+
+@pytest.mark.slow
+def test_example_scores_a_grid(tmp_path):
+    tiny_judge.picture(0).resize((64, 32)).save(tmp_path / "grid.png")
+    prompt = "A 1x2 grid layout of one fox. [LEFT]: It eats. [RIGHT]: It runs."
+    with fake_judge.FakeJudge() as server:
+        printed = example("score_grid.py", tmp_path / "grid.png", prompt, "--server", server.url)
+    first, mean = printed.splitlines()
+    score = float(first.removeprefix("panels 1 and 2: "))
+    assert mean == f"consistency_score = {score:.3f}"
+
+
+@pytest.mark.slow
+def test_example_reward_trains(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    reward = '{"own_reward:colorfulness": 1.0}'
+    options = tiny_options(TOY_FLUX, tmp_path, num_epochs=1, train__reward_fn=reward)
+    (row,) = rows_of(train(options).run.options, "train")
+    assert 0 < row["reward/colorfulness_mean"] < 1
+
+
+@pytest.mark.slow
+def test_example_prompts_are_compared_with_each_other(tmp_path):
+    folder = tmp_path / "foxes"
+    example("open_prompts.py", folder)
+    rewards = '{"consistency_score": 1.0, "between_images": 8.0}'
+    with fake_judge.FakeJudge() as server:
+        judge = {"base_url": server.url, "model": server.models[0]}
+        changes = {
+            "dataset": folder,
+            "num_epochs": 1,
+            "train__reward_fn": rewards,
+            "train__reward_fn_kwargs": {"consistency_score": judge, "between_images": judge},
+        }
+        run = train(tiny_options(TOY_FLUX, tmp_path, **changes)).run
+    (row,) = rows_of(run.options, "train")
+    assert row["reward/missing_share"] == 0
+    assert "reward/kappa" in row
+
+
+def test_rows_of_the_data_page_are_a_prompt_set(tmp_path):
+    page = (REPOSITORY / "PaCo-GRPO" / "dataset" / "README.md").read_text()
+    rows = re.search(r"```json\n(.*?)```", page, flags=re.DOTALL).group(1)
+    (tmp_path / "train_metadata.jsonl").write_text(rows)
+    grid, pair = load_prompts(tmp_path, "train")
+    assert len(split_prompt(grid.prompt).panels) == 4
+    assert pair.metadata["open"]
