@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import POLICIES, Policy
+from paco_grpo.policies import POLICIES, Policy, PolicySettings
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,8 @@ def random_weights(model: str) -> Iterator[None]:
     """
     policy = pkgutil.resolve_name(POLICIES[KNOWN[model].pipeline])
 
-    def from_pretrained(path: Path, *, dtype: torch.dtype, **options: Any) -> Policy:
-        pipeline = pipeline_of(model, dtype, PartialState().device)
+    def from_pretrained(path: Path, settings: PolicySettings) -> Policy:
+        pipeline = pipeline_of(model, settings.dtype, PartialState().device)
         for module in pipeline.components.values():
             for name, parameter in (
                 module.named_parameters() if isinstance(module, nn.Module) else ()
@@ -354,7 +354,7 @@ def random_weights(model: str) -> Iterator[None]:
                     )  # activations neither vanish nor overflow in bfloat16
                 else:
                     parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        return policy(pipeline, dtype=dtype, **options)
+        return policy(pipeline, settings)
 
     with mock.patch.object(policy, "from_pretrained", from_pretrained):
         yield

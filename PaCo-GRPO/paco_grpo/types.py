@@ -24,15 +24,13 @@ class Batched:
     """
 
     def __len__(self) -> int:
-        return next(
-            len(value) for value in self._values().values() if isinstance(value, torch.Tensor)
-        )
+        values = self._values().values()
+        return next(len(value) for value in values if isinstance(value, torch.Tensor))
 
     def select(self, index: torch.Tensor | Sequence[int] | slice) -> Self:
         """Rows ``index`` (LongTensor, BoolTensor, list of int or slice), as a new object."""
-        return dataclasses.replace(
-            self, **{name: _select(value, index) for name, value in self._values().items()}
-        )
+        rows = {name: _select(value, index) for name, value in self._values().items()}
+        return dataclasses.replace(self, **rows)
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
@@ -40,28 +38,26 @@ class Batched:
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
-        for name in (f.name for f in dataclasses.fields(first) if "shared" in f.metadata):
-            if not all(torch.equal(getattr(first, name), getattr(part, name)) for part in parts):
-                raise ValueError(f"cannot join {type(first).__name__}: {name} differs")
-        names = first._values()
-        return dataclasses.replace(
-            first, **{name: _cat([getattr(part, name) for part in parts]) for name in names}
-        )
+        joined = {}
+        for field_ in dataclasses.fields(first):
+            values = [getattr(part, field_.name) for part in parts]
+            if "shared" not in field_.metadata:
+                joined[field_.name] = _cat(values)
+            elif not all(torch.equal(value, values[0]) for value in values):
+                raise ValueError(f"cannot join {type(first).__name__}: {field_.name} differs")
+        return dataclasses.replace(first, **joined)
 
     def _values(self) -> dict[str, Any]:
         """The fields that are not marked as shared."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if "shared" not in f.metadata
-        }
+        names = [f.name for f in dataclasses.fields(self) if "shared" not in f.metadata]
+        return {name: getattr(self, name) for name in names}
 
 
 def _select(value: Any, index: torch.Tensor | Sequence[int] | slice) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[
-            index if isinstance(index, slice) else to_device(torch.as_tensor(index), value.device)
-        ]
+        if not isinstance(index, slice):
+            index = to_device(torch.as_tensor(index), value.device)
+        return value[index]
     if isinstance(value, list):
         return [_select(part, index) for part in value]
     return value.select(index) if isinstance(value, Batched) else value
@@ -95,9 +91,8 @@ class NoiseStep(Batched):
     latents: torch.Tensor  # (B, N, C) float32, x_t before the step
     next_latents: torch.Tensor  # (B, N, C) float32, x' after it
     mean: torch.Tensor  # (B, N, C) float32, mean of x' under the sampling policy
-    log_prob: (
-        torch.Tensor
-    )  # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
+    # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
+    log_prob: torch.Tensor
 
 
 @dataclass
@@ -109,9 +104,8 @@ class Rollout(Batched):
     clean_latents: torch.Tensor  # (B, N, C) float32, x_0
     conditioning: Conditioning  # len B
     noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling
-    sigmas: torch.Tensor = field(
-        metadata={"shared": True}
-    )  # (T+1,) float32 on the CPU, whole schedule, 1 → 0
+    # (T+1,) float32 on the CPU, whole schedule, 1 → 0
+    sigmas: torch.Tensor = field(metadata={"shared": True})
     height: int  # pixels
     width: int  # pixels
     noise_level: float  # a

@@ -18,7 +18,7 @@ from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, fake_cuda, meas
 from paco_grpo.estimate.judge_training import PUBLISHED_JUDGE
 from paco_grpo.estimate.planning import Card, Judge, Work
 from paco_grpo.options.schema import RunOptions, TestOptions
-from paco_grpo.policies import load_policy
+from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.policies.memory import quantizable
 
@@ -88,7 +88,7 @@ def test_random_weights_become_a_policy(tmp_path, monkeypatch):
     monkeypatch.setattr(architectures, "PartialState", lambda: SimpleNamespace(device="meta"))
     folder = architectures.write("Tongyi-MAI/Z-Image", tmp_path)
     with architectures.random_weights("Tongyi-MAI/Z-Image"):
-        assert type(load_policy(folder, device="meta")).__name__ == "ZImagePolicy"
+        assert type(load_policy(folder, PolicySettings(device="meta"))).__name__ == "ZImagePolicy"
 
 
 def tiny(folder, name="t2is", **more):

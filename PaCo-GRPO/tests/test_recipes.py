@@ -16,7 +16,7 @@ from tiny_run import as_arguments, load_script, overrides_for, rows_of, tiny_opt
 from paco_grpo.advantages import compute_advantages
 from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.options import OPTIONS, RunOptions, read_options
-from paco_grpo.policies import POLICIES, load_policy
+from paco_grpo.policies import POLICIES, PolicySettings, load_policy
 from paco_grpo.rewards.registry import build_rewards, short_name
 from paco_grpo.types import Item
 
@@ -125,7 +125,7 @@ def test_generator(recipes, monkeypatch, tiny_flux_dir):
     item, images = Item(0, "a red star"), []
     for target in (POLICIES["FluxPipeline"], "my_policies:MyPolicy"):
         monkeypatch.setitem(POLICIES, "FluxPipeline", target)
-        policy = load_policy(tiny_flux_dir, max_sequence_length=16)
+        policy = load_policy(tiny_flux_dir, PolicySettings(max_sequence_length=16))
         assert type(policy).__name__ == target.partition(":")[2]
         images += draw(policy, [item], [3], 32, 48, 2)
     assert images[0].size == (48, 32)

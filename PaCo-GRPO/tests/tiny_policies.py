@@ -25,7 +25,7 @@ from tiny_pipelines import (
     build_tiny_z_image,
 )
 
-from paco_grpo.policies import Policy, load_policy
+from paco_grpo.policies import Policy, PolicySettings, load_policy
 from paco_grpo.policies.lora import add_lora
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Item
@@ -145,9 +145,8 @@ def build(name: str, folder: Path) -> Path:
 
 
 def load(name: str, folder: Path, **options) -> Policy:
-    return load_policy(
-        folder, **({"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options)
-    )
+    options = {"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options
+    return load_policy(folder, PolicySettings(**options))
 
 
 def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:

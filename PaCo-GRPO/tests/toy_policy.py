@@ -57,7 +57,7 @@ class ToyPolicy(Policy):
         self.calls: list[int] = []
 
     @classmethod
-    def from_pretrained(cls, path, **options):
+    def from_pretrained(cls, path, settings):
         return cls()
 
     def autocast(self):

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 # First word of each random stream, so that streams of the same seed and epoch are unrelated.
-_CHOICE, _ORDER, _SAMPLE_SEED, _GROUP_SEED = 11, 12, 13, 14
+_CHOICE = 11
+_ORDER = 12
+_SAMPLE_SEED = 13
+_GROUP_SEED = 14
 
 
 @dataclass(frozen=True)
@@ -17,9 +20,8 @@ class EpochSamples:
 
     item_ids: np.ndarray  # (m·k,) int64, index into the prompt set; groups are formed by it
     seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
-    group_seeds: (
-        np.ndarray
-    )  # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
+    # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
+    group_seeds: np.ndarray
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
         """Positions (int64) in the global order of the samples of ``process``."""
@@ -36,7 +38,9 @@ class GroupSampler:
     def __init__(
         self, num_items: int, prompts: int, images_per_prompt: int, seed: int, latents: int = 1
     ) -> None:
-        self.num_items, self.prompts, self.images_per_prompt = num_items, prompts, images_per_prompt
+        self.num_items = num_items
+        self.prompts = prompts
+        self.images_per_prompt = images_per_prompt
         self.latents = latents
         self.seed = seed
         self.epoch = 0
@@ -47,14 +51,13 @@ class GroupSampler:
         order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
         seeds = self._words(len(item_ids), _SAMPLE_SEED, epoch)
-        by_item = self._words(self.latents * self.num_items, _GROUP_SEED, epoch).reshape(
-            self.latents, -1
-        )
-        return EpochSamples(
-            item_ids=item_ids, seeds=seeds, group_seeds=by_item[order % self.latents, item_ids]
-        )
+        words = self._words(self.latents * self.num_items, _GROUP_SEED, epoch)
+        by_latent_and_item = words.reshape(self.latents, -1)
+        group_seeds = by_latent_and_item[order % self.latents, item_ids]
+        return EpochSamples(item_ids, seeds, group_seeds)
 
     def advance(self) -> None:
+        """Go on to the next epoch."""
         self.epoch += 1
 
     def state_dict(self) -> dict[str, int]:
@@ -62,19 +65,19 @@ class GroupSampler:
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at ``state``, with its seed too: the stream must not change in the middle of a run."""
-        self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
+        """Continue at ``state``, with its seed too: a run keeps its stream to the end."""
+        self.epoch = int(state["epoch"])
+        self.seed = int(state["seed"])
 
     def _choose(self, epoch: int) -> np.ndarray:
         if self.num_items < self.prompts:
             rng = self._generator(_CHOICE, epoch)
             passes = -(-self.prompts // self.num_items)
-            return np.concatenate([rng.permutation(self.num_items) for _ in range(passes)])[
-                : self.prompts
-            ]
+            orders = [rng.permutation(self.num_items) for _ in range(passes)]
+            return np.concatenate(orders)[: self.prompts]
         epochs_per_pass = self.num_items // self.prompts
-        which, part = divmod(epoch, epochs_per_pass)
-        order = self._generator(_CHOICE, which).permutation(self.num_items)
+        number_of_pass, part = divmod(epoch, epochs_per_pass)
+        order = self._generator(_CHOICE, number_of_pass).permutation(self.num_items)
         return order[part * self.prompts : (part + 1) * self.prompts]
 
     def _generator(self, stream: int, number: int) -> np.random.Generator:

@@ -49,9 +49,8 @@ class FSDP2(Replicated):
         for module in (*blocks, transformer):
             fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=True)
         for module in transformer.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # sums, not means, and the only reduction that gloo supports
+            if isinstance(module, FSDPModule):
+                # Sums, not means, and the only reduction that gloo supports.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 

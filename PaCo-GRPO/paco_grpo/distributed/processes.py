@@ -41,15 +41,15 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
     On a network file system, processes may see different states of a folder, and then wait for each
     other forever.
     """
-    decision, problem = None, None
+    decision = None
+    problem = None
     if accelerator.is_main_process:
         try:
             decision = decide()
         except Exception as error:  # noqa: BLE001 - raised below, on every process
-            known = isinstance(
-                error, (RuntimeError, ValueError, OSError)
-            )  # others may not survive pickling
-            problem = error if known else RuntimeError(f"{type(error).__name__}: {error}")
+            # Other exceptions may not survive pickling.
+            is_sent = isinstance(error, (RuntimeError, ValueError, OSError))
+            problem = error if is_sent else RuntimeError(f"{type(error).__name__}: {error}")
     if accelerator.num_processes > 1:
         decision, problem = broadcast_object_list([decision, problem])
     if problem:
@@ -157,8 +157,7 @@ class Replicated:
         if self.accelerator.num_processes > 1:
             flat = torch.cat([p.grad.float().flatten() for p in parameters])
             flat = self.accelerator.reduce(flat, reduction="sum")
-            for parameter, summed in zip(
-                parameters, flat.split([p.numel() for p in parameters]), strict=True
-            ):
+            sums = flat.split([p.numel() for p in parameters])
+            for parameter, summed in zip(parameters, sums, strict=True):
                 parameter.grad.copy_(summed.view_as(parameter))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

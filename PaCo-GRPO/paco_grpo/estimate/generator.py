@@ -30,7 +30,7 @@ from paco_grpo.objectives import Objective, Step, get_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES, Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.training.build import make_trainable
+from paco_grpo.training.build import make_trainable, policy_settings
 from paco_grpo.training.plan import Plan, evaluation_images, make_plan
 from paco_grpo.types import Item, Rollout
 
@@ -123,19 +123,14 @@ def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
     """The policy with its adapters, as training builds it; its fake weights are ``on`` a device."""
-    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
-    pipeline = pipeline_of(options.pretrained.model, dtype)
+    settings = dataclasses.replace(
+        policy_settings(options, "meta"),
+        max_sequence_length=options.max_sequence_length or 512,
+        quantize=None,
+    )
+    pipeline = pipeline_of(options.pretrained.model, settings.dtype)
     policy_class = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])
-    arguments = {
-        "dtype": dtype,
-        "device": "meta",
-        "max_sequence_length": options.max_sequence_length or 512,
-        "guidance_scale": options.sample.guidance_scale,
-        "negative_prompt": options.sample.negative_prompt,
-    }
-    if policy_class.text_sees_image:
-        arguments["image_positions"] = options.pretrained.image_positions
-    policy = policy_class(pipeline, **arguments)
+    policy = policy_class(pipeline, settings)
     # The shapes of an adapter to start from are those of a new one.
     train = dataclasses.replace(options.train, lora_path=None)
     objective = get_objective(train.loss_type)(train)

@@ -131,7 +131,8 @@ class Objective:
     @classmethod
     def check(cls, options: RunOptions) -> Iterable[str]:
         """Problems, each beginning with the option to change; called before weights are loaded."""
-        sample, train = options.sample, options.train
+        sample = options.sample
+        train = options.train
         if not sample.noise_steps:
             yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on them"
         if sample.noise_level == 0:

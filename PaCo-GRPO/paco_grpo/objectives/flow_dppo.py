@@ -31,15 +31,19 @@ class FlowDppo(Objective):
     def check(cls, options: RunOptions) -> Iterator[str]:
         """As in ``Objective``."""
         yield from super().check(options)
-        sample, train = options.sample, options.train
-        trained = sample.noise_steps if train.timesteps is None else train.timesteps
+        sample = options.sample
+        trained_steps = options.train.timesteps
+        if trained_steps is None:
+            trained_steps = sample.noise_steps
         last = sample.num_steps - 1
-        if sample.cps and last in trained:
+        if sample.cps and last in trained_steps:
             yield f"sample.noise_steps: Flow-CPS adds no noise at the last step {last}; leave it out"
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         """As in the class."""
-        train, noise, advantages = self.train, step.noise, step.advantages
+        train = self.train
+        noise = step.noise
+        advantages = step.advantages
         transition = step.transition(policy)
         divergence = _divergence(transition.mean.detach(), noise.mean, transition)
         distance_to_old = mean_square(noise.next_latents - noise.mean)

@@ -43,7 +43,8 @@ class ForwardObjective(Objective):
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
         """As in ``Objective``."""
-        sample, train = options.sample, options.train
+        sample = options.sample
+        train = options.train
         for index in train.timesteps or ():
             if not 0 <= index < sample.num_steps:
                 yield f"train.timesteps has step {index}, but sample.num_steps={sample.num_steps}"

@@ -3,7 +3,7 @@
 ``load_policy`` picks the class by the pipeline that ``model_index.json`` names.
 """
 
-from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.loading import (
     POLICIES,
     fewest_steps,
@@ -16,6 +16,7 @@ __all__ = [
     "POLICIES",
     "Policy",
     "PolicyLoadError",
+    "PolicySettings",
     "fewest_steps",
     "load_policy",
     "policy_class",

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,21 @@ from paco_grpo.types import Conditioning, Item
 
 class PolicyLoadError(RuntimeError):
     """A model could not be loaded; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """How a generator is loaded, and its guidance."""
+
+    # Computing precision of the transformer and the text encoders; the VAE stays float32.
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    max_sequence_length: int = 512  # text tokens, 1 to ``Policy.text_limit``
+    guidance_scale: float = 3.5  # embedded guidance or scale of true CFG, depending on the model
+    negative_prompt: str | None = None  # of true CFG
+    quantize: str | None = None  # nf4: the frozen transformer in 4 bits
+    # ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit)
+    image_positions: str = "mrope"
 
 
 class Policy(ABC):
@@ -47,11 +63,8 @@ class Policy(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
-        """Load a diffusers pipeline folder (or hub name), everything frozen and in evaluation mode.
-
-        ``options`` are those of ``load_policy``, but ``quantize`` only if it is not None.
-        """
+    def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
+        """Load a diffusers pipeline folder (or hub name), frozen and in evaluation mode."""
 
     @abstractmethod
     def encode(self, items: Sequence[Item]) -> Conditioning:

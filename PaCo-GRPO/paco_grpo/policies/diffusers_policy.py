@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.memory import (
     Offloaded,
     TensorCache,
@@ -71,9 +71,8 @@ class TextConditioning(Conditioning):
     """
 
     prompt_embeds: torch.Tensor  # (B, L, D) in the policy's dtype
-    prompt_mask: torch.Tensor | None = (
-        None  # (B, L) bool on the CPU, True = token; None = all have L tokens
-    )
+    # (B, L) bool on the CPU, True = token; None = all have L tokens
+    prompt_mask: torch.Tensor | None = None
     prompt_pooled: torch.Tensor | None = None  # (B, P), CLIP's vectors in models that use them
     negative_embeds: torch.Tensor | None = None  # (B, L', D)
     negative_mask: torch.Tensor | None = None  # (B, L')
@@ -95,10 +94,11 @@ class ForwardInputs:
     def text(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Features, mask and pooled features of the text."""
         name = "negative" if self.negative else "prompt"
-        parts = (
-            getattr(self.conditioning, f"{name}_{part}") for part in ("embeds", "mask", "pooled")
-        )
-        return tuple(part if part is None else part.contiguous() for part in parts)
+        features = []
+        for part in ("embeds", "mask", "pooled"):
+            feature = getattr(self.conditioning, f"{name}_{part}")
+            features.append(None if feature is None else feature.contiguous())
+        return tuple(features)
 
 
 class DiffusersPolicy(Policy):
@@ -112,9 +112,8 @@ class DiffusersPolicy(Policy):
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     family: ClassVar[str]  # for messages
-    linear_sigmas: ClassVar[bool] = (
-        True  # the pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas
-    )
+    # The pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas.
+    linear_sigmas: ClassVar[bool] = True
     # Python for model cards: lines that give the plain pipeline ``pipe`` the numbers of this
     # policy; lines that prepare the image ``reference`` for an edit of ``width`` x ``height``
     # pixels; arguments of the call that belong to it.
@@ -122,65 +121,52 @@ class DiffusersPolicy(Policy):
     card_reference: ClassVar[str] = ""
     card_arguments: ClassVar[Mapping[str, str]] = {"image": "reference"}
 
-    def __init__(
-        self,
-        pipeline: DiffusionPipeline,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        max_sequence_length: int = 512,
-        guidance_scale: float = 3.5,
-        negative_prompt: str | None = None,
-        quantize: str | None = None,
-    ) -> None:
-        """Freeze ``pipeline`` and put it on ``device``; arguments as in ``load_policy``."""
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        """Freeze ``pipeline`` and put it on the device of ``settings``."""
         if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
             raise PolicyLoadError(
                 f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but must be a "
                 "FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
             )
         self.pipeline = pipeline
-        self.device = torch.device(device)
-        self.dtype = dtype
-        self.max_sequence_length = max_sequence_length
-        self.guidance_scale = guidance_scale
-        self.negative_prompt = negative_prompt
+        self.device = torch.device(settings.device)
+        self.dtype = settings.dtype
+        self.max_sequence_length = settings.max_sequence_length
+        self.guidance_scale = settings.guidance_scale
+        self.negative_prompt = settings.negative_prompt
         self.transformer = pipeline.transformer
         self.size_multiple = 2 * pipeline.vae_scale_factor
         self._transformer_config = pipeline.transformer.config
-        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(
-            pipeline.scheduler.config
-        )  # with a state of its own
+        # With a state of its own.
+        self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
         self._texts = TensorCache(CACHE_BYTES)
-        self._ids: dict[
-            tuple, Any
-        ] = {}  # positions of tokens; made on the CPU, so kept on the device
+        # Positions of tokens: they are computed on the CPU, so they are kept on the device.
+        self._ids: dict[tuple, Any] = {}
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
-        if quantize is not None:
-            _place(pipeline.transformer, torch.device("cpu"), dtype)
-            quantize_layers(pipeline.transformer, dtype, self.device)
+        if settings.quantize is not None:
+            _place(pipeline.transformer, torch.device("cpu"), self.dtype)
+            quantize_layers(pipeline.transformer, self.dtype, self.device)
             pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
-            _place(pipeline.transformer, self.device, dtype)
+            _place(pipeline.transformer, self.device, self.dtype)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
         _place(pipeline.vae, self.device, torch.float32)
         on_gpu = self.device.type == "cuda"
         for encoder in self.text_encoders():
             # Weights that never leave main memory stay parts of mapped files, which processes
             # share.
-            _place(encoder, torch.device("cpu") if on_gpu else self.device, dtype)
+            _place(encoder, torch.device("cpu") if on_gpu else self.device, self.dtype)
         self.offloads_text_encoders = on_gpu
         self._offloaded_text = Offloaded(self.text_encoders() if on_gpu else (), self.device)
         self._offloaded_vae = Offloaded((), self.device)
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, **options
-    ) -> Self:
+    def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
         """As in ``Policy``."""
         try:
-            pipeline = cls.pipeline_class.from_pretrained(path, dtype=dtype, **_models(path, dtype))
+            models = _models(path, settings.dtype)
+            pipeline = cls.pipeline_class.from_pretrained(path, dtype=settings.dtype, **models)
         except (
             OSError,
             ValueError,
@@ -195,7 +181,7 @@ class DiffusersPolicy(Policy):
                 "incomplete: download or build it "
                 f"again ({type(error).__name__}: {error})"
             ) from error
-        return cls(pipeline, dtype=dtype, **options)
+        return cls(pipeline, settings)
 
     @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
@@ -221,14 +207,13 @@ class DiffusersPolicy(Policy):
 
             def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
                 copied.enter_context(self._offloaded_text.on_device())
-                return tuple(
-                    features.to(self.dtype) for features in self._encode_text(text, *images)
-                )
+                encoded = self._encode_text(text, *images)
+                return tuple(features.to(self.dtype) for features in encoded)
 
-            for name in ("prompt", "negative") if self.guided else ("prompt",):
-                texts = [
-                    item.prompt if name == "prompt" else self.negative_prompt for item in items
-                ]
+            texts_of = {"prompt": [item.prompt for item in items]}
+            if self.guided:
+                texts_of["negative"] = [self.negative_prompt] * len(items)
+            for name, texts in texts_of.items():
                 rows = []
                 for text, digest, images in zip(texts, digests, seen, strict=True):
                     compute_row = partial(compute, text, images)
@@ -368,12 +353,9 @@ class DiffusersPolicy(Policy):
         with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
         scaled = self.pipeline.image_processor.postprocess(pixels, output_type="pt").float() * 255
-        rounded = (
-            scaled.round()
-            .permute(0, 2, 3, 1)
-            .to(torch.uint8, memory_format=torch.contiguous_format)
-        )
-        return [Image.fromarray(array) for array in rounded.cpu().numpy()]
+        rounded = scaled.round().permute(0, 2, 3, 1)
+        as_bytes = rounded.to(torch.uint8, memory_format=torch.contiguous_format)
+        return [Image.fromarray(array) for array in as_bytes.cpu().numpy()]
 
     def offload(self, text_encoders: bool | None, vae: bool) -> None:
         """As in ``Policy``."""

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.base import PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
 from paco_grpo.policies.reference_image import ReferenceImagePolicy
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
@@ -153,15 +153,16 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         return arguments
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, guidance_scale: float = 1.0, **options) -> Self:
+    def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
         """As in ``Policy``; a model distilled to four steps takes no guidance."""
-        if guidance_scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
+        scale = settings.guidance_scale
+        if scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
             raise PolicyLoadError(
-                f"config.sample.guidance_scale={guidance_scale:g}, but {path} is distilled to "
-                "work without: set it to 1, or "
-                "train the base model, such as black-forest-labs/FLUX.2-klein-base-4B"
+                f"config.sample.guidance_scale={scale:g}, but {path} is distilled to work without: "
+                "set it to 1, or train the base model, such as "
+                "black-forest-labs/FLUX.2-klein-base-4B"
             )
-        return super().from_pretrained(path, guidance_scale=guidance_scale, **options)
+        return super().from_pretrained(path, settings)
 
     @classmethod
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

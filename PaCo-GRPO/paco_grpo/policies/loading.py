@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.hub import MissingWeights, hub_options, missing_weights
@@ -41,50 +40,25 @@ _DISTILLED = ("turbo", "schnell", "lightning", "lcm")
 
 def load_policy(
     model_path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    max_sequence_length: int = 512,
-    guidance_scale: float = 3.5,
-    negative_prompt: str | None = None,
-    quantize: str | None = None,
-    image_positions: str = "mrope",
+    settings: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
 ) -> Policy:
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
     Args:
         model_path: Diffusers pipeline folder, or a hub name such as
             ``black-forest-labs/FLUX.1-dev``.
-        dtype: Computing precision of the transformer and the text encoders; the VAE stays float32.
-        device: Where to put the model.
-        max_sequence_length: Text tokens, 1 to 512 (Qwen-Image: 1024).
-        guidance_scale: Embedded guidance or true CFG scale, depending on the model.
-        negative_prompt: Of true CFG.
-        quantize: ``nf4``: the frozen transformer in 4 bits.
-        image_positions: ``mrope`` or ``stock``, for a text encoder that sees the reference image
-            (Qwen-Image-Edit).
+        settings: Precision, device and guidance.
 
     Raises:
         PolicyLoadError: The model cannot be loaded, or has no true CFG for the negative prompt.
     """
-    kind = policy_class(model_path)
-    if negative_prompt is not None and not kind.has_true_cfg:
+    policy = policy_class(model_path)
+    if settings.negative_prompt is not None and not policy.has_true_cfg:
         raise PolicyLoadError(
-            f"config.sample.negative_prompt={negative_prompt!r}: the guidance of {model_path} is "
-            "embedded, leave it at None"
+            f"config.sample.negative_prompt={settings.negative_prompt!r}: the guidance of "
+            f"{model_path} is embedded, leave it at None"
         )
-    options = {
-        "dtype": dtype,
-        "device": device,
-        "max_sequence_length": max_sequence_length,
-        "guidance_scale": guidance_scale,
-        "negative_prompt": negative_prompt,
-    }
-    if quantize is not None:  # a user's policy class need not have this argument
-        options["quantize"] = quantize
-    if kind.text_sees_image:
-        options["image_positions"] = image_positions
-    return kind.from_pretrained(model_path, **options)
+    return policy.from_pretrained(model_path, settings)
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, QwenImagePipeline
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from paco_grpo.policies.base import PolicyLoadError
+from paco_grpo.policies.base import PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import ForwardInputs, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import to_device
@@ -29,14 +29,14 @@ class QwenImagePolicy(TrueCfgPolicy):
     text_limit = 1024
     lora_targets = lora_targets_with("img_mlp", "txt_mlp")
 
-    def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         if pipeline.transformer.config.guidance_embeds:
             raise PolicyLoadError(
                 "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use "
                 "Qwen/Qwen-Image-2512 or "
                 "Qwen/Qwen-Image-Edit-2511"
             )
-        super().__init__(pipeline, **options)
+        super().__init__(pipeline, settings)
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:

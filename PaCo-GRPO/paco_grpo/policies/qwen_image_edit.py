@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline, QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from PIL import Image
 
+from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.qwen_image import QwenImagePolicy
 from paco_grpo.policies.reference_image import Reference, ReferenceImagePolicy
 from paco_grpo.types import Item
@@ -51,12 +52,10 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (width, height, None)
 """
 
-    def __init__(
-        self, pipeline: DiffusionPipeline, *, image_positions: str = "mrope", **options
-    ) -> None:
-        super().__init__(pipeline, **options)
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        super().__init__(pipeline, settings)
         self.size_step = _ROUNDED_TO
-        if image_positions == "mrope":
+        if settings.image_positions == "mrope":
             pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
             self.card_setup = _MARK_IMAGE_TOKENS
 

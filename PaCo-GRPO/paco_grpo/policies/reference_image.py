@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
+from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import (
     CACHE_BYTES,
     DiffusersPolicy,
@@ -63,8 +65,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
     # The pipeline scales larger references down to this number of pixels.
     largest_reference: ClassVar[float] = math.inf
 
-    def __init__(self, pipeline, **options) -> None:
-        super().__init__(pipeline, **options)
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        super().__init__(pipeline, settings)
         self.size_step = self.size_multiple
         self._latents = TensorCache(CACHE_BYTES)
 

@@ -6,6 +6,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
 
+from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 
@@ -24,14 +25,12 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     linear_sigmas = False
     lora_targets = lora_targets_with("ff", "ff_context")
 
-    def __init__(self, pipeline: StableDiffusion3Pipeline, **options) -> None:
-        super().__init__(pipeline, **options)
-        pipeline.transformer._repeated_blocks = [
-            "JointTransformerBlock"
-        ]  # for compile_repeated_blocks; not set by diffusers
-        if (
-            self._transformer_config.dual_attention_layers
-        ):  # 3.5 medium: a second attention, of the image alone
+    def __init__(self, pipeline: StableDiffusion3Pipeline, settings: PolicySettings) -> None:
+        super().__init__(pipeline, settings)
+        # For compile_repeated_blocks; diffusers does not set it.
+        pipeline.transformer._repeated_blocks = ["JointTransformerBlock"]
+        # 3.5 medium: a second attention, of the image alone
+        if self._transformer_config.dual_attention_layers:
             self.lora_targets += tuple(
                 f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")
             )

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from diffusers import DiffusionPipeline
 
+from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,8 @@ class TrueCfgPolicy(DiffusersPolicy):
     default_negative: ClassVar[str | None] = None
     least_scale: ClassVar[float] = 1.0  # the pipeline guides if the scale is greater than this
 
-    def __init__(self, pipeline: DiffusionPipeline, **options) -> None:
-        super().__init__(pipeline, **options)
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        super().__init__(pipeline, settings)
         is_given = self.negative_prompt is not None
         if not is_given:
             self.negative_prompt = self.default_negative

@@ -35,7 +35,7 @@ from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
-from paco_grpo.policies import Policy, PolicyLoadError, load_policy
+from paco_grpo.policies import Policy, PolicyLoadError, PolicySettings, load_policy
 from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
 from paco_grpo.policies.speed import compile_blocks, set_attention
@@ -307,11 +307,14 @@ def _reward_sets(
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
-    logging.getLogger("diffusers").setLevel(
-        logging.ERROR
-    )  # warns of each truncated prompt, where we count them once
-    return load_policy(
-        options.pretrained.model,
+    # diffusers warns of each truncated prompt, where we count them once.
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return load_policy(options.pretrained.model, policy_settings(options, device))
+
+
+def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySettings:
+    """How ``options`` load the generator."""
+    return PolicySettings(
         dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
         device=device,
         max_sequence_length=options.max_sequence_length,

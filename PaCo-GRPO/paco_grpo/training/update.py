@@ -23,7 +23,11 @@ from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)
 
-_ORDER, _STEPS, _SHARED = 15, 16, 17  # first words of random streams
+# First words of the random streams: the order of the samples, the steps that are trained on, and
+# noise that samples share.
+_ORDER = 15
+_STEPS = 16
+_SHARED = 17
 _MAX = "_max"  # metrics with this suffix are reduced by max instead of mean
 
 

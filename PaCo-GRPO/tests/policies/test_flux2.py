@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import build_tiny_flux2
 from tiny_policies import items, load, picture
 
-from paco_grpo.policies import PolicyLoadError, load_policy
+from paco_grpo.policies import PolicyLoadError, PolicySettings, load_policy
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
@@ -95,5 +95,5 @@ def test_a_distilled_model_is_refused_guidance_before_its_weights_are_read(tmp_p
     (tmp_path / "model_index.json").write_text((folder / "model_index.json").read_text())
     assert json.loads((tmp_path / "model_index.json").read_text())["is_distilled"]
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.guidance_scale"):
-        load_policy(tmp_path, guidance_scale=4.0)
+        load_policy(tmp_path, PolicySettings(guidance_scale=4.0))
     assert not load(KLEIN, folder, guidance_scale=1.0).guided

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_policies import EDITORS, items, load, picture
 
-from paco_grpo.policies import PolicyLoadError, load_policy
+from paco_grpo.policies import PolicyLoadError, PolicySettings, load_policy
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
@@ -143,7 +143,7 @@ def test_everything_is_encoded_once(policy, name):
 @pytest.mark.parametrize("name", ["flux_kontext", "flux2"])
 def test_embedded_guidance_takes_no_negative_prompt(tiny_folder, name):
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.negative_prompt"):
-        load_policy(tiny_folder(name), negative_prompt=" ")
+        load_policy(tiny_folder(name), PolicySettings(negative_prompt=" "))
 
 
 def test_qwen_warns_of_half_a_cfg(tiny_folder, caplog):
