@@ -1,19 +1,20 @@
-"""``python -m paco_grpo.report RUN_DIR [--judge JSON …] [--out report.html]``: one self-contained page about a run.
+"""The report on a run: one page with images before and after, curves, and signs of trouble.
 
-It shows what changed, by how much, whether to trust it, and how long it took. The figures also become PNG files next to it.
+The page holds everything that it shows. The program is ``scripts/report.py``, which
+``python -m paco_grpo.report RUN_DIR`` also starts.
 """
 
-import argparse
 import base64
-import html
+import io
 import json
 import math
-import sys
+import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jinja2
 import matplotlib
 import numpy as np
 import yaml
@@ -25,120 +26,214 @@ from paco_grpo.monitoring.console import means
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_judge.images import data_url, load_image
 
-LABELS = {
-    "consistency_score": "judge", "consistency_for_editing": "judge", "oracle_consistency": "oracle: consistency",
-    "oracle_alignment": "oracle: panels show what is named", "oracle_distinct": "oracle: panels differ",
-    "oracle_followed": "oracle: instruction followed", "oracle_kept": "oracle: the rest is kept",
-}  # fmt: skip
-HEALTH = {
-    "train/grad_norm": "gradient norm", "train/ratio_mean": "mean ratio", "train/clip_share": "share of clipped samples",
-    "advantage/zero_std_share": "groups without spread", "health/velocity_change": "distance to the base",
-    "health/latent_std_vs_first": "spread of latents / first", "health/distinctness_vs_first": "distinctness / first",
-}  # fmt: skip
-PHASES = {
-    "sampling": "sample",
-    "waiting for rewards": "reward_wait",
-    "training": "train",
-    "evaluation": "eval",
+PAGE = Path(__file__).with_name("report_page.html")  # a template of Jinja
+
+
+class Name(NamedTuple):
+    """How the page calls a metric, and what it says about it."""
+
+    label: str
+    meaning: str
+
+
+# Other rewards are called by their own names.
+REWARDS = {
+    "consistency_score": Name(
+        "judge: consistency",
+        "The judge's probability that two panels of an image are consistent, mean over the pairs.",
+    ),
+    "between_images": Name(
+        "judge: images differ",
+        "1 − the judge's probability that panels of two images of one prompt are consistent. It "
+        "stays high while the images of a prompt differ from each other.",
+    ),
+    "consistency_for_editing": Name(
+        "judge: edit",
+        "The judge's probabilities that the instruction was followed and that the rest was kept: "
+        "the root of their product.",
+    ),
+    "win_rate": Name(
+        "judge: win rate",
+        "The judge's probability that an image is better than others of its prompt.",
+    ),
+    "oracle_consistency": Name(
+        "oracle: consistency",
+        "The share of pairs of panels that show the same character, read from the pixels.",
+    ),
+    "oracle_between_images": Name(
+        "oracle: images differ",
+        "1 − the share of pairs of panels from two images of one prompt that show the same "
+        "character.",
+    ),
+    "oracle_alignment": Name(
+        "oracle: prompt followed",
+        "The share of panels that show what the prompt names, read from the pixels.",
+    ),
+    "oracle_distinct": Name(
+        "oracle: views differ",
+        "The share of pairs of panels with different views, read from the pixels.",
+    ),
+    "oracle_edit": Name(
+        "oracle: edit", "The reward: how well the instruction was followed and the rest was kept."
+    ),
+    "oracle_followed": Name(
+        "oracle: instruction followed", "Whether the edited attribute is as asked."
+    ),
+    "oracle_kept": Name("oracle: the rest is kept", "Whether the other attributes are unchanged."),
 }
+HEALTH = {
+    "train/grad_norm": Name(
+        "gradient norm", "Before clipping. A steady rise means that the learning rate is too high."
+    ),
+    "train/ratio_mean": Name(
+        "mean ratio", "New to old probability of the samples. It should stay near 1."
+    ),
+    "train/clip_share": Name(
+        "share of clipped samples", "These samples no longer change the weights."
+    ),
+    "advantage/zero_std_share": Name(
+        "groups without spread", "All their images have the same score, so they teach nothing."
+    ),
+    "health/velocity_change": Name(
+        "distance to the base model",
+        "Relative change of the predicted velocity on fixed prompts. Above 0.75, the log warns.",
+    ),
+    "health/latent_std_vs_first": Name(
+        "spread of latents",
+        "Relative to the first epoch. Below 0.5 and above 2, the log warns of broken images.",
+    ),
+    "health/distinctness_vs_first": Name(
+        "images of a prompt differ",
+        "In their pixels, relative to the first epoch. Below 0.25, the log warns of a collapse.",
+    ),
+}
+PHASES = {"sample": "sampling", "reward_wait": "rewards", "train": "training", "eval": "evaluation"}
+OTHERS = 6  # pairs of images beside those that changed most
+SIDE = 256  # pixels at most of a picture
+TRAINING = "#e08a1e"  # colors of the curves, and of the legend in the template
+EVALUATION = "#2563c9"
 PLOT = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.formatter.useoffset": False,
-    "legend.frameon": False, "legend.fontsize": 7, "figure.constrained_layout.use": True,
-}  # fmt: skip
-GALLERY, SIDE = 12, 256  # image pairs, and the most pixels of a picture
-STYLE = """
-*{box-sizing:border-box} body{margin:0;background:#f5f6f8;color:#22262c;font:15px/1.5 system-ui,sans-serif}
-main{max-width:1040px;margin:0 auto;padding:32px 16px} h1{font-size:26px;margin:0} h2{font-size:18px;margin:0 0 6px}
-section{background:#fff;border:1px solid #e3e6ea;border-radius:10px;padding:18px 20px;margin-top:16px;overflow-x:auto}
-.faint{color:#66707c;margin:0 0 12px} table{border-collapse:collapse}
-th,td{padding:5px 12px;text-align:right;white-space:nowrap}
-th:first-child{text-align:left} .plot{width:100%;max-width:920px;display:block;margin-top:10px} .small{max-width:460px}
-.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:22px}
-.images{display:flex;gap:8px}
-figure{margin:0;flex:1;min-width:0;font-size:12px}
-figure img{width:100%;display:block;border-radius:6px;image-rendering:pixelated}
-.prompt{font-size:12px;margin:4px 0 0;color:#66707c}
-.prompt{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
-"""
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text, in the browser's font
+    "svg.hashsalt": "report",  # the same run gives the same page
+}
 Row = Mapping[str, Any]
-Curves = dict[str, np.ndarray]  # metric -> (N, 3): epoch, mean, its standard error or NaN
+Curves = dict[str, np.ndarray]  # metric → (N, 3): epoch, mean, its standard error or NaN
+
+
+class Pair(NamedTuple):
+    """Rows of eval_data.jsonl for one prompt and seed, in the first and in the last evaluation."""
+
+    before: Row
+    after: Row
+
+    def scores(self, reward: str) -> tuple[float | None, float | None]:
+        return self.before["rewards"].get(reward), self.after["rewards"].get(reward)
 
 
 @dataclass(frozen=True)
-class Run:
+class RunReport:
     """A run directory ({save_dir}/{run_name}), read back."""
 
-    config: Mapping[str, Any]  # dotted name -> value
+    config: Mapping[str, Any]  # as in config.yaml
     train: Curves  # rewards of the training samples
     test: Curves  # rewards of the evaluations
     health: Curves
-    seconds: Mapping[str, float]  # phase -> total
-    pairs: Sequence[
-        tuple[Row, Row]
-    ]  # rows of eval_data.jsonl: same prompt and seed in the first and in the last evaluation
+    seconds: Mapping[str, float]  # phase → total
+    pairs: Sequence[Pair]
     epochs: int
 
-
-def _curve(rows: Sequence[Row], key: str, error: str = "", divisor: float = 1.0) -> np.ndarray:
-    points = [(row["epoch"], row[key], row.get(error)) for row in rows if row.get(key) is not None]
-    return np.array(points, dtype=float).reshape(-1, 3) / (1, 1, divisor)
-
-
-def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
-    names = dict.fromkeys(name for row in rows for name in means(row, prefix))
-    curves = {
-        name: _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor)
-        for name in names
-    }
-    return {name: curve for name, curve in curves.items() if len(curve)}
+    def option(self, group: str, name: str) -> Any:
+        """An option of config.yaml; None if it is unknown."""
+        return self.config.get(group, {}).get(name)
 
 
-def _pictures(folder: Path) -> dict[str, Row]:
-    """Rows of one evaluation with saved images, whose paths they get."""
-    rows = [row for row in read_rows(folder) if row["file"]]
-    return {
-        row["file"]: row | {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
-        for row in rows
-    }
+# --- reading a run ------------------------------------------------------------------------------
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunReport:
     """Read a run directory; a ``ValueError`` if it has no epoch and no evaluation yet."""
-    metrics, config = MetricsFile(folder / "metrics.jsonl"), folder / "config.yaml"
-    rows, train, test = metrics.rows(), metrics.rows("train"), metrics.rows("eval")
-    if not train and not test:
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    rows = metrics.rows()
+    train = metrics.rows("train")
+    if not rows:
         raise ValueError(
             f"{metrics.path} has no epoch and no evaluation yet; let the run finish one first"
         )
-    saved = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
-    groups = [(group, values) for group, values in saved.items() if isinstance(values, dict)]
-    options = saved | {
-        f"{group}.{name}": value for group, values in groups for name, value in values.items()
-    }
-    images = options.get("sample.num_images_per_prompt", 0) * options.get(
-        "sample.unique_sample_num_per_epoch", 0
-    )
-    seconds = {
-        name: sum(row.get(f"time/{key}_s") or 0 for row in rows) for name, key in PHASES.items()
-    }
-    evaluations, pairs = sorted((folder / "eval").glob("epoch_*")), []
-    if len(evaluations) > 1:
-        before, after = _pictures(evaluations[0]), _pictures(evaluations[-1])
-        # Evaluations use the same items and seeds in the same order: the file name identifies the image.
-        pairs = [
-            (before[n], after[n])
-            for n in before
-            if n in after and before[n]["prompt"] == after[n]["prompt"]
-        ]
-    return Run(
-        config=options,
-        train=_reward_curves(train, "reward/", "_std", math.sqrt(images) or math.nan),
-        test=_reward_curves(test, "eval/", "_stderr"),
-        health={key: _curve(train, key) for key in HEALTH if any(key in row for row in train)},
-        seconds={name: value for name, value in seconds.items() if value > 0},
-        pairs=pairs,
+    config_file = folder / "config.yaml"
+    config = yaml.safe_load(config_file.read_bytes()) if config_file.is_file() else {}
+    sample = config.get("sample", {})
+    num_prompts = sample.get("unique_sample_num_per_epoch", 0)
+    num_images = num_prompts * sample.get("num_images_per_prompt", 0)
+    health = {name: _curve(train, name) for name in HEALTH}
+    seconds = {}
+    for key, phase in PHASES.items():
+        total = sum(row.get(f"time/{key}_s") or 0 for row in rows)
+        if total > 0:
+            seconds[phase] = total
+    return RunReport(
+        config=config,
+        train=_reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan),
+        test=_reward_curves(metrics.rows("eval"), "eval/", "_stderr"),
+        health={name: curve for name, curve in health.items() if len(curve)},
+        seconds=seconds,
+        pairs=_read_pairs(folder / "eval"),
         epochs=max(row["epoch"] for row in rows),
     )
+
+
+def _curve(rows: Sequence[Row], name: str, error: str = "", divisor: float = 1.0) -> np.ndarray:
+    """The metric ``name`` by epoch; its standard error is the metric ``error`` / ``divisor``."""
+    points = []
+    for row in rows:
+        if row.get(name) is not None:
+            points.append((row["epoch"], row[name], row.get(error)))
+    curve = np.array(points, dtype=float).reshape(-1, 3)
+    curve[:, 2] /= divisor
+    return curve
+
+
+def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float = 1.0) -> Curves:
+    curves = {}
+    for row in rows:
+        for name in means(row, prefix):
+            curves[name] = _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor)
+    return {name: curve for name, curve in curves.items() if len(curve)}
+
+
+def _read_pairs(evaluations: Path) -> list[Pair]:
+    """The images that both the first and the last evaluation saved."""
+    folders = sorted(evaluations.glob("epoch_*"))
+    if len(folders) < 2:
+        return []
+    # Evaluations use the same items and seeds in the same order, so the file name identifies the
+    # image.
+    first = _saved_rows(folders[0])
+    last = _saved_rows(folders[-1])
+    pairs = []
+    for name, before in first.items():
+        after = last.get(name)
+        if after is not None and after["prompt"] == before["prompt"]:
+            pairs.append(Pair(before, after))
+    return pairs
+
+
+def _saved_rows(folder: Path) -> dict[str, Row]:
+    """Rows of an evaluation whose images were saved, by file name, with whole paths."""
+    rows = {}
+    for row in read_rows(folder):
+        if row["file"]:
+            paths = {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
+            rows[row["file"]] = row | paths
+    return rows
+
+
+# --- writing the page ---------------------------------------------------------------------------
 
 
 def write_report(
@@ -147,238 +242,223 @@ def write_report(
     judge: Sequence[Path] = (),
     stage_seconds: Path | None = None,
     title: str | None = None,
-) -> list[Path]:
-    """Write the page ``out`` and its figures; returns the files written, the page first.
+) -> None:
+    """Write the page ``out``.
 
     Args:
-        judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the last are compared.
+        judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the
+            last are compared.
         stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
         title: Heading; None = the run's name.
     """
     run = read_run(run_dir)
-    judges = [json.loads(path.read_bytes()) for path in judge]
-    stages = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
-    metrics = [
-        name
-        for name in ("accuracy", "auc")
-        if len(judges) > 1 and all(name in each for each in judges)
-    ]
-    ends = [
-        [f"judge's {name} on held-out pairs", *(f"{judges[i][name]:.3f}" for i in (0, -1))]
-        for name in metrics
-    ]
-    accuracy = _table(["", "before training", "after"], ends)
-    names = [name for name in run.train if name in run.test]
-    names += [
-        name for name in run.test if name.startswith("oracle_consistency") and name not in names
-    ]
-    # Chosen by category and place, never by score.
-    sorted_pairs = sorted(run.pairs, key=lambda pair: pair[0].get("category") or "")
-    places = (
-        np.linspace(0, len(sorted_pairs) - 1, min(GALLERY, len(sorted_pairs))).round().astype(int)
+    seconds = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
+    highlights, others = _gallery(run)
+    changing = {name: curve for name, curve in run.health.items() if np.ptp(curve[:, 1]) > 0}
+    constant = []
+    for name, curve in run.health.items():
+        if name not in changing:
+            constant.append(f"{HEALTH[name].label} {curve[0, 1]:.3g}")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    shown_pairs = [sorted_pairs[place] for place in places]
-    gallery = "".join(_card(*pair, names[:3] or list(run.test)[:2]) for pair in shown_pairs)
+    template = environment.from_string(PAGE.read_text(encoding="utf-8"))
     with matplotlib.rc_context(PLOT):
-        figures = {
-            "curves": _curves(run),
-            "oracle": _judge_and_oracle(run),
-            "health": _health(run),
-            "time": _time(stages),
-        }
+        page = template.render(
+            title=title or run_dir.resolve().name,
+            settings=_settings(run, seconds),
+            highlights=highlights,
+            others=others,
+            num_pairs=len(run.pairs),
+            measures=_measures(run),
+            colors={"training": TRAINING, "evaluation": EVALUATION},
+            sides={part: run.option(part, "resolution") for part in ("train", "test")},
+            curves=_reward_plots(run),
+            judge=_judge_accuracy(judge),
+            oracle=_judge_and_oracle(run),
+            health=[_plot(HEALTH[name], [(curve, TRAINING)]) for name, curve in changing.items()],
+            constant=", ".join(constant),
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
-    written, shown = [], dict.fromkeys(figures, "")
-    for name, figure in figures.items():
-        if figure is not None:
-            written.append(out.with_name(f"{out.stem}_{name}.png"))
-            figure.savefig(written[-1], dpi=150)
-            kind, png = (
-                "plot small" if name in ("oracle", "time") else "plot",
-                written[-1].read_bytes(),
-            )
-            shown[name] = (
-                f'<img class="{kind}" alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-            )
-    changed = f'<p class="faint">Same prompts, same noise.</p><div class="gallery">{gallery}</div>'
-    note = '<p class="faint">± and bands are one standard error; evaluations use the averaged weights.</p>'
-    sections = {
-        "What changed": changed if gallery else "<p>No two evaluations with saved images yet.</p>",
-        "By how much": note + _measures(run) + shown["curves"],
-        "Can I trust it": accuracy + shown["oracle"] + shown["health"]
-        or "<p>Nothing to compare the reward with.</p>",
-        "How long did it take": shown["time"] or "<p>No finished epoch yet.</p>",
-    }
-    title = html.escape(title or run_dir.resolve().name)
-    body = "".join(f"<section><h2>{h}</h2>{s}</section>" for h, s in sections.items())
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{STYLE}</style></head>
-<body><main><h1>{title}</h1><p class="faint">{html.escape(_facts(run))}</p>{body}</main></body></html>
-"""
     out.write_text(page, encoding="utf-8")
-    return [out, *written]
 
 
-def _label(name: str) -> str:
-    return LABELS.get(name, name.replace("_", " "))
+def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
+    """The run in one line: what was trained, and how many minutes it took."""
+    parts = [f"{run.epochs} epochs"]
+    if run.config:
+        prompts = run.option("sample", "unique_sample_num_per_epoch")
+        images = run.option("sample", "num_images_per_prompt")
+        side = run.option("train", "resolution")
+        parts = [
+            str(run.option("pretrained", "model")),
+            str(run.option("train", "loss_type")),
+            f"{run.epochs} epochs of {prompts} × {images} images at {side} px",
+            f"evaluated at {run.option('test', 'resolution')} px",
+            f"seed {run.config.get('seed')}",
+        ]
+    if seconds:
+        total = sum(seconds.values()) / 60
+        phases = ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items())
+        parts.append(f"{total:.1f} minutes ({phases})")
+    return " · ".join(parts)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
-    lines += [
-        f"<th>{html.escape(name)}</th>" + "".join(f"<td>{cell}</td>" for cell in cells)
-        for name, *cells in rows
-    ]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
+def _name(reward: str) -> Name:
+    return REWARDS.get(reward, Name(reward.replace("_", " "), ""))
 
 
-def _facts(run: Run) -> str:
-    train, test, seed = (
-        run.config.get(name) for name in ("train.resolution", "test.resolution", "seed")
-    )
-    if not run.config:
-        return f"{run.epochs} epochs"
-    parts = [
-        f"{run.epochs} epochs",
-        f"trained at {train} px, evaluated at {test} px",
-        f"seed {seed}",
-    ]
-    parts += [run.config.get("pretrained.model"), run.config.get("train.loss_type")]
-    return " · ".join(map(str, parts))
+# --- what changed -------------------------------------------------------------------------------
 
 
-def _card(before: Row, after: Row, names: Sequence[str]) -> str:
-    """Before and after with scores; for edits the reference image first."""
-    shown = [("reference", before["reference"], {})] if before.get("reference") else []
-    shown += [
-        (caption, row["file"], row["rewards"])
-        for caption, row in (("before", before), ("after", after))
-    ]
-    images = ""
-    for caption, file, scores in shown:
+def _gallery(run: RunReport) -> tuple[list[dict], list[dict]]:
+    """Cards of the pairs with the largest gain and the largest loss, and of others."""
+    rewards = [name for name in run.train if name in run.test]
+    for name in run.test:
+        if name.startswith("oracle_consistency") and name not in rewards:
+            rewards.append(name)
+    rewards = rewards[:3] or list(run.test)[:2]
+    by_category = sorted(run.pairs, key=lambda pair: pair.before.get("category") or "")
+    highlights = []
+    changes = {}  # position → change of the first reward
+    for position, pair in enumerate(by_category):
+        before, after = pair.scores(rewards[0]) if rewards else (None, None)
+        if before is not None and after is not None:
+            changes[position] = after - before
+    if changes:
+        best = max(changes, key=changes.get)
+        worst = min(changes, key=changes.get)
+        if changes[best] > changes[worst]:
+            for heading, position in (("Largest gain", best), ("Largest loss", worst)):
+                change = f"{heading}: {_name(rewards[0]).label} {changes[position]:+.2f}"
+                highlights.append(_card(by_category[position], rewards, change))
+            by_category = [p for i, p in enumerate(by_category) if i not in (best, worst)]
+    # Chosen by category and place, never by score.
+    count = min(OTHERS, len(by_category))
+    places = np.linspace(0, len(by_category) - 1, count).round().astype(int)
+    others = [_card(by_category[place], rewards) for place in places]
+    return highlights, others
+
+
+def _card(pair: Pair, rewards: Sequence[str], heading: str = "") -> dict[str, Any]:
+    """The images of a pair with their scores; for an edit, with the reference image first."""
+    files = {"before": pair.before["file"], "after": pair.after["file"]}
+    if pair.before.get("reference"):
+        files = {"reference": pair.before["reference"]} | files
+    images = {}
+    for caption, file in files.items():
         image = load_image(file)
         image.thumbnail((SIDE, SIDE))
-        values = {_label(name): scores.get(name) for name in (names if scores else ())}
-        lines = "".join(
-            f"<br>{html.escape(name)} {'–' if x is None else f'{x:.2f}'}"
-            for name, x in values.items()
-        )
-        images += (
-            f'<figure><img alt="{caption}" src="{data_url(image)}"><b>{caption}</b>{lines}</figure>'
-        )
-    prompt, category = html.escape(before["prompt"]), html.escape(before.get("category") or "")
-    text = f'<p class="prompt" title="{prompt}">{prompt}</p>'
-    return f'<article><span class="faint">{category}</span><div class="images">{images}</div>{text}</article>'
+        images[caption] = data_url(image)
+    scores = {}
+    for reward in rewards:
+        texts = ["–" if score is None else f"{score:.2f}" for score in pair.scores(reward)]
+        scores[_name(reward).label] = " → ".join(texts)
+    return {
+        "heading": heading,
+        "category": pair.before.get("category") or "",
+        "prompt": pair.before["prompt"],
+        "images": images,
+        "scores": scores,
+    }
 
 
-def _measures(run: Run) -> str:
+# --- by how much --------------------------------------------------------------------------------
+
+
+def _measures(run: RunReport) -> list[list[str]]:
     """Every evaluated reward in the first and the last evaluation, with the change."""
     rows = []
-    for name, curve in run.test.items():
-        ends = [
-            f"{value:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}")
-            for _, value, e in curve[[0, -1]]
-        ]
-        rows.append([_label(name), *ends, f"{curve[-1, 1] - curve[0, 1]:+.3f}"])
-    return _table(["", "before", "after", "change"], rows) or "<p>No evaluation yet.</p>"
+    for reward, curve in run.test.items():
+        row = [_name(reward).label]
+        for _, value, error in curve[[0, -1]]:
+            row.append(f"{value:.3f}" if math.isnan(error) else f"{value:.3f} ± {error:.3f}")
+        change = curve[-1, 1] - curve[0, 1]
+        rows.append([*row, f"{change:+.3f}"])
+    return rows
 
 
-def _draw(axes: Any, curve: np.ndarray, text: str | None = None) -> None:
-    epoch, value, error = curve.T
-    axes.plot(epoch, value, label=text, marker="o", markersize=3)
-    axes.fill_between(epoch, value - error, value + error, alpha=0.18, linewidth=0)
+def _reward_plots(run: RunReport) -> list[dict]:
+    """A plot for each reward, of training samples and evaluations; those that are trained first."""
+    plots = []
+    for reward in dict.fromkeys([*run.train, *run.test]):
+        curves = []
+        for part, color in ((run.train, TRAINING), (run.test, EVALUATION)):
+            if reward in part:
+                curves.append((part[reward], color))
+        plots.append(_plot(_name(reward), curves))
+    return plots
+
+
+def _plot(name: Name, curves: Sequence[tuple[np.ndarray, str]]) -> dict[str, str]:
+    """Curves in their colors, under the name of what they show."""
+    figure = Figure(figsize=(3.4, 2.1))
+    axes = figure.subplots()
+    for curve, color in curves:
+        epoch, value, error = curve.T
+        axes.plot(epoch, value, color=color, marker="o", markersize=3)
+        axes.fill_between(epoch, value - error, value + error, color=color, alpha=0.18, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    return name._asdict() | {"image": _svg(figure)}
 
 
-def _curves(run: Run) -> Figure:
-    """Rewards by epoch: training samples on the left, evaluations on the right."""
-    figure = Figure(figsize=(9, 4))
-    parts = {"train": ("training samples", run.train), "test": ("evaluation", run.test)}
-    for axes, (part, (title, curves)) in zip(figure.subplots(1, 2), parts.items(), strict=True):
-        for name, curve in curves.items():
-            _draw(axes, curve, _label(name))
-        side = run.config.get(f"{part}.resolution")
-        axes.set_title(f"{title}, {side} px" if side else title)
-        if curves:
-            axes.legend()
-    return figure
+def _svg(figure: Figure) -> str:
+    """The figure as a URL that holds it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _judge_and_oracle(run: Run) -> Figure | None:
-    """The training reward against the oracle, image by image, in the first and the last evaluation."""
-    oracle = next(
-        (name for name in ("oracle_consistency", "oracle_edit") if name in run.test), None
-    )
-    judge = next((name for name in run.train if name in run.test and name != oracle), None)
-    if oracle is None or judge is None:
+# --- can I trust it -----------------------------------------------------------------------------
+
+
+def _judge_accuracy(files: Sequence[Path]) -> list[list[str]]:
+    """Rows of a table: accuracy and AUC of the first and of the last judge."""
+    if not files:
+        return []
+    if len(files) == 1:
+        raise ValueError(f"{files[0]} alone compares nothing; give the base judge's file before it")
+    first = json.loads(files[0].read_bytes())
+    last = json.loads(files[-1].read_bytes())
+    rows = []
+    for name, label in (("accuracy", "accuracy"), ("auc", "AUC")):
+        if name in first and name in last:
+            rows.append([label, f"{first[name]:.3f}", f"{last[name]:.3f}"])
+    return rows
+
+
+def _judge_and_oracle(run: RunReport) -> dict[str, str] | None:
+    """The reward of each image against the oracle's, in the first and the last evaluation."""
+    oracles = [name for name in ("oracle_consistency", "oracle_edit") if name in run.test]
+    rewards = [name for name in run.train if name in run.test and name not in oracles]
+    if not oracles or not rewards:
         return None
-    figure = Figure(figsize=(4.5, 3.6))
+    figure = Figure(figsize=(5, 3))
     axes = figure.subplots()
-    for when, name in enumerate(("before", "after")):
-        points = [
-            [pair[when]["rewards"].get(reward) for reward in (oracle, judge)] for pair in run.pairs
-        ]
-        points = np.array([point for point in points if None not in point]).reshape(-1, 2)
-        axes.scatter(*points.T, s=14, alpha=0.6, label=f"{name} ({len(points)} images)")
-    axes.set(xlabel=_label(oracle), ylabel=_label(judge))
-    axes.set_title("each image: training reward and oracle")
+    points: dict[str, list] = {"before": [], "after": []}
+    for pair in run.pairs:
+        for when, row in pair._asdict().items():
+            point = [row["rewards"].get(oracles[0]), row["rewards"].get(rewards[0])]
+            if None not in point:
+                points[when].append(point)
+    for (when, values), color in zip(points.items(), ("#8a94a0", EVALUATION), strict=True):
+        label = f"{when} ({len(values)} images)"
+        axes.scatter(*np.reshape(values, (-1, 2)).T, s=14, alpha=0.6, color=color, label=label)
+    axes.set(xlabel=_name(oracles[0]).label, ylabel=_name(rewards[0]).label)
     axes.legend()
-    return figure
-
-
-def _health(run: Run) -> Figure | None:
-    if not run.health:
-        return None
-    rows = -(-len(run.health) // 4)
-    figure = Figure(figsize=(9, 2.1 * rows))
-    for place, (key, curve) in enumerate(run.health.items(), start=1):
-        axes = figure.add_subplot(rows, 4, place)
-        _draw(axes, curve)
-        axes.set_title(HEALTH[key])
-    return figure
-
-
-def _time(seconds: Mapping[str, float]) -> Figure | None:
-    if not seconds:
-        return None
-    figure = Figure(figsize=(4.5, 0.6 + 0.35 * len(seconds)))
-    axes = figure.subplots()
-    bars = axes.barh([*seconds][::-1], [value / 60 for value in seconds.values()][::-1])
-    axes.bar_label(bars, fmt="%.1f min", padding=3, fontsize=8)
-    axes.margins(x=0.2)
-    return figure
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if there is nothing to report on."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paco_grpo.report", description="Make one page of a run directory."
-    )
-    parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
-    judges = "files of `paco-reward accuracy --output`, the base's first"
-    parser.add_argument("--judge", nargs="+", default=(), type=Path, metavar="JSON", help=judges)
-    parser.add_argument(
-        "--stage-seconds", type=Path, metavar="JSON", help="{stage: seconds} of the whole pipeline"
-    )
-    parser.add_argument("--title")
-    parser.add_argument(
-        "--out", type=Path, help="the page (default RUN_DIR/report.html); PNGs go next to it"
-    )
-    asked = parser.parse_args(argv)
-    out = asked.out or asked.run_dir / "report.html"
-    try:
-        print(
-            *write_report(asked.run_dir, out, asked.judge, asked.stage_seconds, asked.title),
-            sep="\n",
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
-        print(
-            f"error: no report on {asked.run_dir}: {type(error).__name__}: {error}", file=sys.stderr
-        )
-        return 1
-    return 0
+    return {
+        "label": "The reward against the oracle",
+        "meaning": "Each point is an image. Points in the upper left corner after training would "
+        "mean that the generator exploits the reward.",
+        "image": _svg(figure),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program = Path(__file__).resolve().parents[1] / "scripts" / "report.py"
+    runpy.run_path(str(program), run_name="__main__")

@@ -2,113 +2,171 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from tiny_run import load_script
 
-from paco_grpo.report import main, read_run, write_report
+from paco_grpo.report import read_run, write_report
 
 NAMES = ("consistency_score", "oracle_consistency")
+CONFIG = {
+    "seed": 3,
+    "pretrained": {"model": "toy/flux"},
+    "train": {"resolution": 64, "loss_type": "ppo"},
+    "test": {"resolution": 128},
+    "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4},
+}
+TRAINED = {
+    "reward/consistency_score_mean": 0.45,
+    "reward/consistency_score_std": 0.32,
+    "train/grad_norm": 0.3,
+    "time/sample_s": 7.0,
+    "time/reward_wait_s": 1.2,
+    "time/train_s": 3.4,
+}
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_evaluation(folder: Path, scores: list[dict[str, float | None]]) -> None:
+    """Images of categories a and b in turn."""
+    folder.mkdir(parents=True)
+    rows = []
+    for i, rewards in enumerate(scores):
+        name = f"{i:05d}.png"
+        Image.new("RGB", (128, 128), (10 * i, 80, 120)).save(folder / name)
+        prompt = f"<one> shape number {i}"
+        rows.append({"file": name, "prompt": prompt, "category": "ab"[i % 2], "rewards": rewards})
+    write_rows(folder / "eval_data.jsonl", rows)
+
+
 def fake_run(folder: Path, epochs: int, images: int) -> Path:
     """metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
     folder.mkdir(parents=True)
-    config = {"seed": 3, "pretrained": {"model": "toy/flux"}, "train": {"resolution": 64, "loss_type": "ppo"},
-              "test": {"resolution": 128}, "sample": {"num_images_per_prompt": 16, "unique_sample_num_per_epoch": 4}}  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     rows = []
     for epoch in range(epochs + 1):
         if epoch:
-            rows.append({"phase": "train", "epoch": epoch, "reward/consistency_score_mean": 0.45,
-                         "reward/consistency_score_std": 0.32, "train/grad_norm": 0.3, "time/sample_s": 7.0,
-                         "time/reward_wait_s": 1.2, "time/train_s": 3.4})  # fmt: skip
+            rows.append({"phase": "train", "epoch": epoch} | TRAINED)
         if epoch in (0, epochs // 2, epochs):
-            place, shown = folder / "eval" / f"epoch_{epoch:04d}", []
-            place.mkdir(parents=True)
+            row = {"phase": "eval", "epoch": epoch, "time/eval_s": 20.0}
             scores = {name: 0.42 + epoch / 100 for name in NAMES}
-            means = {f"eval/{name}_mean": score for name, score in scores.items()}
-            errors = {f"eval/{name}_stderr": 0.03 for name in NAMES}
-            rows.append({"phase": "eval", "epoch": epoch, "time/eval_s": 20.0} | means | errors)
-            for i in range(images):
-                Image.new("RGB", (128, 128), (10 * i, 80, 120)).save(place / f"{i:05d}.png")
-                row = {
-                    "file": f"{i:05d}.png",
-                    "prompt": f"<one> shape number {i}",
-                    "category": "ab"[i % 2],
-                }
-                shown.append(row | {"rewards": scores | ({NAMES[0]: None} if i == 3 else {})})
-            write_rows(place / "eval_data.jsonl", shown)
+            for name, score in scores.items():
+                row[f"eval/{name}_mean"] = score
+                row[f"eval/{name}_stderr"] = 0.03
+            rows.append(row)
+            of_images = [dict(scores) for _ in range(images)]
+            if images > 3:
+                of_images[3][NAMES[0]] = None
+            write_evaluation(folder / "eval" / f"epoch_{epoch:04d}", of_images)
     write_rows(folder / "metrics.jsonl", rows)
     return folder
 
 
 def test_a_whole_page(tmp_path):
     folder = fake_run(tmp_path / "runs" / "toy_t2is", epochs=4, images=24)
-    (tmp_path / "judge.json").write_text('{"accuracy": 0.97, "auc": 0.995, "n": 600}')
-    (tmp_path / "seconds.json").write_text('{"world": 12.0, "judge": 310.0}')
-    page, *pictures = write_report(folder, tmp_path / "out" / "report.html", judge=2 * [tmp_path / "judge.json"],
-                                   stage_seconds=tmp_path / "seconds.json", title="A <title> & more")  # fmt: skip
-    text = page.read_text()
-    assert set(re.findall(r'(?:src|href)="(.{5})', text)) == {"data:"} and len(text) < 3_000_000
+    judge = tmp_path / "judge.json"
+    judge.write_text('{"accuracy": 0.97, "auc": 0.995, "n": 600}')
+    seconds = tmp_path / "seconds.json"
+    seconds.write_text('{"world": 12.0, "judge": 312.0}')
+    out = tmp_path / "out" / "report.html"
+    write_report(folder, out, [judge, judge], seconds, title="A <title> & more")
+    text = out.read_text()
+    assert set(re.findall(r'(?:src|href)="(.{5})', text)) == {"data:"}
+    assert len(text) < 3_000_000
+    assert text == text.strip() + "\n"
     for part in (
         "A &lt;title&gt; &amp; more",
         "&lt;one&gt; shape",
-        "64 px",
-        "128 px",
-        "seed 3",
-        "0.970",
-        "0.420 ± 0.030",
+        "toy/flux · ppo · 4 epochs of 4 × 16 images at 64 px · evaluated at 128 px · seed 3",
+        "5.4 minutes (world 0.2, judge 5.2)",
+        "<td>0.970</td>",
+        "<td>0.420 ± 0.030</td>",
+        "two panels of an image are consistent",
+        "gradient norm 0.3",
     ):
         assert part in text
-    assert text.count("<article>") == 12 and text.count("<figure>") == 24 and len(pictures) == 4
-    assert (
-        text.count('<span class="faint">a</span>')
-        == text.count('<span class="faint">b</span>')
-        == 6
-    )
-    run = read_run(folder)
-    assert run.epochs == 4 and run.test["oracle_consistency"][:, 0].tolist() == [0, 2, 4]
-    assert run.train["consistency_score"][:, 2] == pytest.approx(
-        np.full(4, 0.32 / 8)
-    )  # 64 images an epoch
-    assert set(run.train) == {"consistency_score"} and set(run.health) == {"train/grad_norm"}
-    assert run.seconds == pytest.approx(
-        {"sampling": 28, "waiting for rewards": 4.8, "training": 13.6, "evaluation": 60}
-    )
-    assert {(a["file"].parent.name, b["file"].parent.name) for a, b in run.pairs} == {
-        ("epoch_0000", "epoch_0004")
+    assert text.count("<figure>") == 2 * 6
+    for category in "ab":
+        assert text.count(f'<p class="faint">{category}</p>') == 3
+    assert [path.name for path in out.parent.iterdir()] == ["report.html"]
+
+
+def test_a_run_is_read_back(tmp_path):
+    run = read_run(fake_run(tmp_path / "run", epochs=4, images=24))
+    assert run.epochs == 4
+    assert run.test["oracle_consistency"][:, 0].tolist() == [0, 2, 4]
+    standard_error = 0.32 / 8  # of the 64 images of an epoch
+    assert run.train["consistency_score"][:, 2] == pytest.approx(np.full(4, standard_error))
+    assert set(run.train) == {"consistency_score"}
+    assert set(run.health) == {"train/grad_norm"}
+    seconds = {"sampling": 28, "rewards": 4.8, "training": 13.6, "evaluation": 60}
+    assert run.seconds == pytest.approx(seconds)
+    folders = {
+        (pair.before["file"].parent.name, pair.after["file"].parent.name) for pair in run.pairs
     }
+    assert folders == {("epoch_0000", "epoch_0004")}
+
+
+def test_the_largest_changes_come_first(tmp_path):
+    folder = fake_run(tmp_path / "run", epochs=2, images=0)
+    scores = {0: [0.5, 0.5, 0.9, None, 0.5], 2: [0.6, 1.0, 0.1, 1.0, 0.4]}
+    for epoch, values in scores.items():
+        place = folder / "eval" / f"epoch_{epoch:04d}"
+        (place / "eval_data.jsonl").unlink()
+        place.rmdir()
+        write_evaluation(place, [{NAMES[0]: value} for value in values])
+    write_report(folder, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert re.findall(r"Largest \w+: [^<]*", text) == [
+        "Largest gain: judge: consistency +0.50",
+        "Largest loss: judge: consistency -0.80",
+    ]
+    prompts = re.findall(r'title="[^"]* shape number (\d)"', text)
+    assert prompts == ["1", "2", "0", "4", "3"]  # then category a, then b
+    assert "judge: consistency – → 1.00" in text
 
 
 def test_a_run_that_has_only_begun(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"epoch": 0, "phase": "eval", "eval/ocr_mean": 0.5}\n{"ep'
-    )
-    page = write_report(tmp_path, tmp_path / "report.html")[0].read_text()
-    assert "ocr" in page and ">0 epochs</p>" in page  # of what is not known, nothing
+    metrics = '{"epoch": 0, "phase": "eval", "eval/ocr_mean": 0.5}\n{"ep'
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    write_report(tmp_path, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "ocr" in text
+    assert ">0 epochs</p>" in text  # of what is not known, nothing
 
 
 def test_what_cannot_be_read_is_named(tmp_path, capsys):
+    main = load_script("report").main
     run = fake_run(tmp_path / "run", epochs=2, images=2)
-    assert (
-        main([str(run), "--judge", str(tmp_path / "none.json")]) == 1
-        and "none.json" in capsys.readouterr().err
-    )
+    for files in (["one.json"], ["one.json", "two.json"]):
+        assert main([str(run), "--judge", *files]) == 1
+        assert "one.json" in capsys.readouterr().err
     picture = run / "eval" / "epoch_0002" / "00000.png"
     picture.write_bytes(picture.read_bytes()[:40])
-    assert main([str(run)]) == 1 and str(picture) in capsys.readouterr().err
+    assert main([str(run)]) == 1
+    assert str(picture) in capsys.readouterr().err
     for content in ("not json\n{}\n", ""):
         (run / "metrics.jsonl").write_text(content)
         assert main([str(run), "--out", str(tmp_path / "out" / "r.html")]) == 1
         error = capsys.readouterr().err
-        assert (
-            str(run) in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
-        )
+        assert str(run) in error
+        assert len(error.splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_program_is_also_a_module(tmp_path):
+    run = fake_run(tmp_path / "run", epochs=2, images=2)
+    command = [sys.executable, "-m", "paco_grpo.report", str(run)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed == f"{run / 'report.html'}\n"
+    assert (run / "report.html").is_file()
