@@ -44,8 +44,8 @@ REWARDS = {
     ),
     "between_images": Name(
         "judge: images differ",
-        "1 − the judge's probability that panels of two images of one prompt are consistent. It "
-        "stays high while the images of a prompt differ from each other.",
+        "1 − the judge's probability that panels of two images of one prompt are consistent. High "
+        "while the images of a prompt differ; 1 for prompts that leave nothing open.",
     ),
     "consistency_for_editing": Name(
         "judge: edit",
