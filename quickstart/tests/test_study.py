@@ -1,0 +1,116 @@
+"""study.py: options of its runs, rows of results.csv, tables. No training."""
+
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+
+import study
+from paco_grpo.evaluation.agreement import agreement, pairs_of
+from paco_grpo.options import read_options
+from paco_grpo.rewards.registry import short_name
+from paco_grpo.training.checks import contradictions
+from paco_toy.summary import MEASURES
+
+RUNS = [
+    study.Run(name, run, 1)
+    for name, runs in study.STUDIES.items()
+    for run in runs.runs
+    if run != "base"
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.study}-{run.name}")
+def test_the_trainer_takes_the_options_of_every_run(run, monkeypatch):
+    monkeypatch.chdir(study.GRPO)
+    config, *arguments = study.training_arguments(run, 10)
+    options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
+    assert contradictions(options) == []
+    run_options = study.STUDIES[run.study].runs[run.name]
+    assert options.num_epochs == run_options.get("num_epochs", 10)
+    assert options.train.reward_fn == run_options["train.reward_fn"]
+    judged = set(study.JUDGED) & set(options.train.reward_fn)
+    assert set(options.train.reward_fn_kwargs) == judged
+
+
+@pytest.mark.parametrize(
+    ("name", "readers"), [("rewards", ["oracle", "judge"]), ("objectives", ["oracle"])]
+)
+def test_the_results_of_an_evaluation_become_columns(name, readers, tmp_path, monkeypatch):
+    monkeypatch.chdir(study.GRPO)
+    monkeypatch.setattr(study, "OUT", tmp_path)
+    run = study.Run(name, "run", 1)
+    command = study.agreement_command(run)
+    arguments = [word for word in command if word.startswith("--config.")]
+    options, _ = read_options(["--config", command[3], *arguments])
+    pairs = pairs_of(map(short_name, options.test.reward_fn))
+    assert len(pairs) == len(readers)
+    rewards = {name: 0.75 for pair in pairs for name in pair}
+    row = {"item_id": 0, "category": "c", "open": True, "rewards": rewards}
+    measured = {key: dataclasses.asdict(value) for key, value in agreement([row]).items()}
+    (run.folder / "agreement").mkdir(parents=True)
+    results = json.dumps({"agreement": {"base": measured}})
+    (run.folder / "agreement" / "results.json").write_text(results)
+    columns = study.agreement_columns(run)
+    for reader in readers:
+        assert columns[f"{reader}_w"] == 0.75
+        assert columns[f"{reader}_b"] == 0.25
+        assert columns[f"{reader}_kappa"] == pytest.approx(2 / 3)
+    assert len(columns) == 3 * len(readers)
+
+
+def test_health_signals_are_read_from_the_log():
+    log = [
+        "started",
+        "after epoch 3: x (train/grad_norm in metrics.jsonl)",
+        "after epoch 4: y (1.0). Likely cause: z (reward/kappa in metrics.jsonl)",
+        "after epoch 5: x (train/grad_norm in metrics.jsonl)",
+    ]
+    assert study.warnings_of("\n".join(log)) == "train/grad_norm@3 reward/kappa@4"
+
+
+def rows_of(*rows):
+    """Rows of results.csv from (run, judge, commit, seed, κ)."""
+    results = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_kappa"])
+    return results.assign(study="rewards", oracle_b=0.25, consistency_after=float("nan"))
+
+
+def test_errors_are_between_seeds_paired_and_of_one_judge():
+    results = rows_of(
+        ("variety", "j1", "c", 0, -1.0),  # an evaluation on the way
+        ("variety", "j1", "c", 0, 0.1),
+        ("variety", "j1", "d", 1, 0.3),
+        ("gardo", "j1", "c", 0, 0.0),
+        ("gardo", "j1", "c", 1, 0.1),
+        ("variety", "j2", "c", 2, 0.9),
+    )
+    head, _, variety, gardo, other_judge = study.table(results, "rewards").splitlines()
+    assert head == "| run | judge | seeds | commits | diversity 1 − b | κ |"
+    assert variety == "| variety | j1 | 0 1 | c d | +0.750 ± 0.000 | +0.200 ± 0.100 |"
+    assert gardo == "| gardo | j1 | 0 1 | c | +0.750 ± 0.000 | +0.050 ± 0.050 |"
+    assert other_judge == "| variety | j2 | 2 | c | +0.750 | +0.900 |"
+    _, _, difference = study.differences(results, "rewards", "variety").splitlines()
+    assert difference == "| variety − gardo | j1 | 0 1 | c | +0.000 ± 0.000 | +0.150 ± 0.050 |"
+
+
+def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
+    known = study.read_results()
+    assert known[["commit", "judge"]].notna().all().all()
+    assert not known.duplicated([*study.KEY, "epochs"]).any()
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    known.to_csv(study.RESULTS, index=False)
+    policy = {
+        "epochs": 2,
+        "num_images": 4,
+        "before": dict.fromkeys(MEASURES, 0.1),
+        "after": dict.fromkeys(MEASURES, 0.2),
+    }
+    row = dict(zip(study.KEY, ["rewards", "variety", 2, "123", "abc"], strict=True))
+    study.keep([row | study.before_and_after(policy) | {"oracle_kappa": 0.5}])
+    results = study.read_results()
+    assert len(results) == len(known) + 1
+    last = results.iloc[-1]
+    assert (last["commit"], last["judge"]) == ("123", "abc")
+    assert (last["agreement_before"], last["agreement_after"]) == (0.1, 0.2)
+    assert last["oracle_kappa"] == 0.5
