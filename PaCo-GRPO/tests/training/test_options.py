@@ -1,7 +1,9 @@
-"""Every option does what it says: change it, and see the effect on tiny runs."""
+"""Every option does what it says: set it, and look at what a tiny run then does.
+
+That each option is read at all is tested in tests/config/test_schema.py.
+"""
 
 import dataclasses
-import functools
 import json
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, sampled, tiny_edit_options, tiny_options
 
+from paco_grpo.objectives import Step
 from paco_grpo.options import ConfigError
+from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.training.build import build_run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.trainer import Trainer
@@ -20,6 +24,8 @@ from paco_grpo.training.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def make(tiny_flux_dir, tmp_path_factory):
+    """``make(group__option=value)``: a run that is ready to train."""
+
     def build(**changes):
         changes = {"health__probe_images": 0} | changes
         return build_run(tiny_options(tiny_flux_dir, tmp_path_factory.mktemp("options"), **changes))
@@ -27,45 +33,49 @@ def make(tiny_flux_dir, tmp_path_factory):
     return build
 
 
-def test_sampling_does_not_depend_on_the_batch(make):
-    run = make()
-    (_, four, scores_four), (_, three, scores_three) = (
-        sampled(run, batch_size=size) for size in (4, 3)
-    )
-    torch.testing.assert_close(four, three, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(scores_four, scores_three, atol=0.5)
-
-
 def one_epoch(run):
     Trainer(run).epoch()
     return run
 
 
+def test_sampling_does_not_depend_on_the_batch(make):
+    run = make()
+    _, latents_of_four, scores_of_four = sampled(run, batch_size=4)
+    _, latents_of_three, scores_of_three = sampled(run, batch_size=3)
+    torch.testing.assert_close(latents_of_four, latents_of_three, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(scores_of_four, scores_of_three, atol=0.5)
+
+
+def trained_steps(run) -> list[Step]:
+    """The steps that the objective of ``run`` gets in one epoch."""
+    steps = []
+    loss = run.objective.loss
+
+    def recording(step, policy):
+        steps.append(step)
+        return loss(step, policy)
+
+    run.objective.loss = recording
+    Trainer(run).epoch()
+    return steps
+
+
+def advantages_of(run) -> torch.Tensor:
+    """(prompts, images of a prompt) in an epoch with one noise step and one optimizer step."""
+    steps = trained_steps(run)
+    item_ids = torch.cat([step.rollout.item_ids for step in steps])
+    advantages = torch.cat([step.advantages for step in steps])
+    return advantages[item_ids.argsort(stable=True)].view(len(item_ids.unique()), -1)
+
+
 @pytest.fixture(scope="module")
-def weights_after(make):
-    """The trained weights after an epoch with changed options; each set of options runs once."""
-
-    @functools.cache
-    def weights(changes: tuple) -> torch.Tensor:
-        return torch.cat(
-            [
-                p.detach().flatten()
-                for p in one_epoch(make(**dict(changes))).state.parameters.values()
-            ]
-        )
-
-    return lambda **changes: weights(tuple(sorted(changes.items())))
+def plain_advantages(make) -> torch.Tensor:
+    """Of two prompts with four images each, scored by their brightness."""
+    return advantages_of(make())
 
 
-FLAT = {
-    "train__adam_epsilon": 0.1
-}  # Adam's steps then show the size of gradients, not their sign alone
-TWO_STEPS = {"train__gradient_step_per_epoch": 2}
-TWO_REWARDS = {"train__reward_fn": "{'tiny_run:brightness': 1, 'tiny_run:redness': 20}"}
-SUM = {
-    "name": "weighted_advantage_sum_aggregate_fn",
-    "arguments": {"reward_weights": {"brightness": 0, "redness": 1}},
-}
+TWO_NOISE_STEPS = {"sample__noise_steps": "0,1"}
+TWO_UPDATES = {"train__gradient_step_per_epoch": 2}
 
 
 def test_the_optimizer_has_the_values_of_its_options(make):
@@ -83,90 +93,237 @@ def test_the_optimizer_has_the_values_of_its_options(make):
     assert group["weight_decay"] == 0.125
 
 
+def test_max_grad_norm(make):
+    run = make(train__max_grad_norm=0.001)
+    norms = []
+
+    def measure(optimizer, *_):
+        gradients = [p.grad.flatten() for p in run.state.parameters.values()]
+        norms.append(torch.cat(gradients).norm().item())
+
+    run.state.optimizer.register_step_pre_hook(measure)
+    Trainer(run).epoch()
+    (row,) = rows_of(run.options, "train")
+    assert row["train/grad_norm"] > 0.002
+    assert norms == [pytest.approx(0.001, rel=1e-3)]
+
+
+def test_the_objective_has_the_options_of_the_run(make):
+    """What it does with them is compared with NumPy in tests/objectives."""
+    run = make(train__clip_range=0.25)
+    assert run.updater.objective.train == run.options.train
+
+
 @pytest.mark.parametrize(
-    ("changes", "others"),
+    ("changes", "images", "prompts", "updates", "passes"),
     [
-        ({"seed": 1}, {}),
-        ({"train__learning_rate": 1e-4}, {}),
-        ({"train__adam_weight_decay": 5.0}, {}),
-        ({"train__adam_epsilon": 0.1}, {}),
-        ({"train__adam_beta1": 0.5}, TWO_STEPS),
-        ({"train__adam_beta2": 0.5}, TWO_STEPS),
-        ({"train__max_grad_norm": 1e-9}, {"train__adam_epsilon": 1e-4}),
-        ({"train__num_inner_epochs": 2}, {}),
-        (TWO_STEPS, {}),
-        ({"train__clip_range": 10.0}, TWO_STEPS),
-        ({"train__beta": 1.0}, TWO_STEPS),
-        ({"train__resolution": 24}, {}),
-        ({"train__rank_grpo": True}, FLAT),
-        ({"train__adv_clip_max": 0.1}, FLAT),
-        ({"sample__noise_steps": "0,1"}, {}),
-        ({"sample__num_noise_steps": 1}, {"sample__noise_steps": "0,1"}),
-        ({"train__timesteps": "0"}, {"sample__noise_steps": "0,1"}),
-        ({"sample__noise_level": 0.3}, {}),
-        ({"sample__cps": True}, {}),
-        ({"sample__same_latent": True}, {}),
-        ({"sample__latents_per_prompt": 2}, {"sample__same_latent": True}),
-        ({"sample__guidance_scale": 1.0}, {}),
-        ({"sample__global_std": True}, FLAT),
-        ({"sample__num_images_per_prompt": 8}, {}),
-        ({"sample__unique_sample_num_per_epoch": 4}, {}),
-        ({"sample__num_steps": 4}, {}),
-        ({"sample__tail_steps": 1}, {"sample__num_steps": 6} | FLAT),
-        ({"per_prompt_stat_tracking": False}, {}),
-        ({"max_sequence_length": 8}, {}),
-        ({"train__nft_beta": 0.1}, {"train__loss_type": "nft"} | TWO_STEPS),
-        ({"train__timesteps": "2"}, {"train__loss_type": "nft"}),
-        ({"train__reward_fn_kwargs": "{'tiny_run:brightness': {'scale': -1.0}}"}, {}),
-        ({"train__aggregate_fn": "tiny_run:reversed_aggregate"}, {}),
-        ({"train__aggregate_fn": str(SUM)}, TWO_REWARDS),
+        ({}, 8, 2, 1, 1),
+        ({"sample__num_images_per_prompt": 8}, 16, 2, 1, 1),
+        ({"sample__unique_sample_num_per_epoch": 4}, 16, 4, 1, 1),
+        (TWO_UPDATES, 8, 2, 2, 1),
+        ({"train__num_inner_epochs": 2}, 8, 2, 2, 2),
     ],
-    ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
-)  # fmt: skip
-@pytest.mark.slow
-def test_option_changes_the_update(weights_after, changes, others):
-    weights = weights_after(**others, **changes)
-    assert torch.isfinite(weights).all()
-    assert (weights - weights_after(**others)).abs().max() > 1e-7
+)
+def test_numbers_of_an_epoch(changes, images, prompts, updates, passes, make):
+    run = make(**changes)
+    steps = trained_steps(run)
+    item_ids = torch.cat([step.rollout.item_ids for step in steps])
+    assert len(item_ids) == images * passes
+    assert len(item_ids.unique()) == prompts
+    assert run.state.step == updates
+    assert {step.inner_epoch for step in steps} == set(range(passes))
 
 
-def test_options_that_must_not_change_the_update(weights_after):
-    common = {
-        "train__adam_epsilon": 1.0, "train__learning_rate": 1.0, "sample__unique_sample_num_per_epoch": 4,
-        "train__reward_fn": "{'reward_factories:gaps': 1}", "train__max_missing_reward_fraction": 0.5,
-    }  # fmt: skip
-    start = weights_after(**common | {"train__learning_rate": 0})
-    step = weights_after(**common) - start
-    assert step.any()
-    for name, value in (
-        ("train__batch_size", 1), ("train__batch_size", 100), ("enable_gradient_checkpointing", True),
+@pytest.mark.parametrize(
+    ("changes", "recorded", "trained"),
+    [
+        (TWO_NOISE_STEPS, [0, 1], {0, 1}),
+        (TWO_NOISE_STEPS | {"train__timesteps": "0"}, [0, 1], {0}),
+        ({"train__timesteps": "2", "train__loss_type": "nft"}, [1], {2}),
+    ],
+)
+def test_which_steps_have_noise_and_which_are_trained(changes, recorded, trained, make):
+    steps = trained_steps(make(**changes))
+    assert {step.index for step in steps} == trained
+    for step in steps:
+        assert [noise_step.index for noise_step in step.rollout.noise_steps] == recorded
+
+
+def test_num_noise_steps_draws_among_the_noise_steps(make):
+    run = make(**TWO_NOISE_STEPS, sample__num_noise_steps=1)
+    drawn = set()
+    for _ in range(6):
+        recorded = {step.index for step in trained_steps(run)}
+        assert len(recorded) == 1
+        drawn |= recorded
+    assert drawn == {0, 1}
+
+
+@pytest.mark.parametrize("cps", [False, True])
+@pytest.mark.parametrize("noise_level", [0.3, 0.7])
+def test_noise_of_a_step(noise_level, cps, make):
+    """What was added to the mean is the step's noise times the standard deviation of the paper."""
+    step = trained_steps(make(sample__noise_level=noise_level, sample__cps=cps))[0]
+    sigma = step.rollout.sigmas[step.index]
+    sigma_next = step.rollout.sigmas[step.index + 1]
+    std = noise_level * (sigma / (1 - sigma) * (sigma - sigma_next)).sqrt()
+    if cps:
+        std = sigma_next * np.sin(noise_level * np.pi / 2)
+    noise = step_noise(step.rollout.seeds, step.index, step.noise.latents)
+    added = step.noise.next_latents - step.noise.mean
+    torch.testing.assert_close(added, std * noise, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts"),
+    [
+        ({}, 8),
+        ({"sample__same_latent": True}, 2),
+        ({"sample__same_latent": True, "sample__latents_per_prompt": 2}, 4),
+    ],
+)
+def test_images_of_a_prompt_that_start_from_the_same_noise(changes, starts, make):
+    steps = trained_steps(make(sample__noise_steps="0", **changes))
+    latents = torch.cat([step.noise.latents for step in steps])
+    assert len(latents.unique(dim=0)) == starts
+
+
+def test_the_seed_decides_the_noise(make):
+    seeds = []
+    for seed in (0, 1, 0):
+        steps = trained_steps(make(seed=seed))
+        seeds.append(set(torch.cat([step.rollout.seeds for step in steps]).tolist()))
+    assert seeds[0] == seeds[2]
+    assert not seeds[0] & seeds[1]
+
+
+def test_what_the_transformer_gets(make):
+    """Image size, guidance, text length, and the number of steps with a shorter tail."""
+    run = make(
+        train__resolution=24,
+        sample__guidance_scale=2.5,
+        max_sequence_length=8,
+        sample__num_steps=6,
+        sample__tail_steps=1,
+    )
+    calls = []
+
+    def record(module, args, inputs):
+        if not torch.is_grad_enabled():
+            calls.append(inputs)
+
+    run.state.policy.transformer.register_forward_pre_hook(record, with_kwargs=True)
+    step = trained_steps(run)[0]
+    assert (step.rollout.height, step.rollout.width) == (24, 24)
+    assert len(step.rollout.sigmas) == 7
+    assert {inputs["encoder_hidden_states"].shape[1] for inputs in calls} == {8}
+    guidance = torch.cat([inputs["guidance"] for inputs in calls])
+    assert set(guidance.tolist()) == {2.5}
+    batches = 2  # of four images
+    assert len(calls) == batches * 3  # one step, the one with noise, and the tail
+
+
+def test_advantages_from_ranks(make, plain_advantages):
+    advantages = advantages_of(make(train__rank_grpo=True))
+    ranks = plain_advantages.argsort().argsort().float()  # 0 to 3 for each prompt
+    expected = (ranks - 1.5) / ranks[0].std(correction=0)
+    torch.testing.assert_close(advantages, expected, rtol=1e-2, atol=0)
+
+
+def test_advantages_are_clipped(make, plain_advantages):
+    advantages = advantages_of(make(train__adv_clip_max=0.5))
+    assert plain_advantages.abs().max() > 1
+    assert torch.equal(advantages, plain_advantages.clamp(-0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("train__reward_fn_kwargs", "{'tiny_run:brightness': {'scale': -1.0}}"),
+        ("train__aggregate_fn", "tiny_run:reversed_aggregate"),
+    ],
+)
+def test_advantages_of_the_opposite_reward(option, value, make, plain_advantages):
+    advantages = advantages_of(make(**{option: value}))
+    torch.testing.assert_close(advantages, -plain_advantages)
+
+
+def test_advantages_of_a_weighted_sum(make):
+    """Redness counts, brightness does not."""
+    weights = {"brightness": 0, "redness": 1}
+    total = {
+        "name": "weighted_advantage_sum_aggregate_fn",
+        "arguments": {"reward_weights": weights},
+    }
+    rewards = "{'tiny_run:brightness': 1, 'tiny_run:redness': 20}"
+    advantages = advantages_of(make(train__reward_fn=rewards, train__aggregate_fn=str(total)))
+    redness = advantages_of(make(train__reward_fn="{'tiny_run:redness': 1}"))
+    torch.testing.assert_close(advantages, redness)
+
+
+# Adam's steps then show the size of gradients, not their sign alone.
+LARGE_STEPS = {
+    "train__adam_epsilon": 1.0,
+    "train__learning_rate": 1.0,
+    "sample__unique_sample_num_per_epoch": 4,
+    "train__reward_fn": "{'reward_factories:gaps': 1}",
+    "train__max_missing_reward_fraction": 0.5,
+}
+
+
+def update_of(run) -> torch.Tensor:
+    """What an epoch adds to the trained weights."""
+    parameters = list(run.state.parameters.values())
+    before = torch.cat([p.detach().flatten() for p in parameters])
+    Trainer(run).epoch()
+    return torch.cat([p.detach().flatten() for p in parameters]) - before
+
+
+@pytest.fixture(scope="module")
+def plain_update(make) -> torch.Tensor:
+    return update_of(make(**LARGE_STEPS))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("train__batch_size", 1),
+        ("train__batch_size", 100),
+        ("enable_gradient_checkpointing", True),
         ("sample__reward_batch_size", 1),
-    ):  # fmt: skip
-        changed = weights_after(**common, **{name: value}) - start
-        torch.testing.assert_close(
-            changed, step, rtol=1e-3, atol=1e-5 * float(step.abs().max()), msg=name
-        )
+    ],
+)
+def test_options_that_must_not_change_the_update(option, value, make, plain_update):
+    largest = float(plain_update.abs().max())
+    assert largest > 0
+    update = update_of(make(**LARGE_STEPS, **{option: value}))
+    torch.testing.assert_close(update, plain_update, rtol=1e-3, atol=1e-5 * largest)
 
 
 def test_steps_without_noise_are_merged_where_that_only_rounds(make):
-    options, cpu = make().options, torch.device("cpu")
-    assert merges_lora(options, cpu) and not merges_lora(options, torch.device("cuda"))
+    options = make().options
+    cpu = torch.device("cpu")
+    assert merges_lora(options, cpu)
+    assert not merges_lora(options, torch.device("cuda"))
     assert not merges_lora(dataclasses.replace(options, mixed_precision="bf16"), cpu)
+
+
+def ranks_of(run) -> set[int]:
+    return {min(parameter.shape) for parameter in run.state.parameters.values()}
 
 
 def test_lora_size_and_start(make):
     run = make(num_epochs=1, eval_freq=0)
     Trainer(run).fit()
-    sizes = {name: p.shape for name, p in run.state.parameters.items()}
-    assert {min(shape) for shape in sizes.values()} == {8}
+    assert ranks_of(run) == {8}
     other = make(train__lora_rank=2, train__lora_alpha=6)
-    assert {min(p.shape) for p in other.state.parameters.values()} == {2}
+    assert ranks_of(other) == {2}
     assert other.state.policy.transformer.peft_config["default"].lora_alpha == 6
+
     adapter = Path(run.folder) / "checkpoints" / "epoch_0001" / "adapter"
     started = make(train__lora_path=str(adapter))
-    assert all(
-        torch.equal(p, run.state.ema.shadow[name]) for name, p in started.state.parameters.items()
-    )
+    for name, parameter in started.state.parameters.items():
+        assert torch.equal(parameter, run.state.ema.shadow[name])
 
 
 def test_full_training_without_lora(make):
@@ -176,92 +333,127 @@ def test_full_training_without_lora(make):
     assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
 
 
-def test_options_of_the_evaluation(make):
-    images, sizes = set(), []
-    for changes in ({}, {"test__num_steps": 3}, {"test__seed": 5}, {"test__resolution": 40}):
-        run = make(num_epochs=0, sample__reward_batch_size=2, **changes)
-        score = run.rewards.test["brightness"]
-        run.rewards.test["brightness"] = lambda *given, score=score: (
-            sizes.append(len(given[0])) or score(*given)
-        )
-        Trainer(run).fit()
-        images.add((run.folder / "eval" / "epoch_0000" / "00003.png").read_bytes())
-    assert len(images) == 4 and sizes == [2, 2, 1] * 4
+def evaluated(run) -> tuple[list[int], Path]:
+    """Numbers of images that the reward got together, and the evaluation's folder."""
+    sizes = []
+    score = run.rewards.test["brightness"]
+
+    def counting(images, *rest):
+        sizes.append(len(images))
+        return score(images, *rest)
+
+    run.rewards.test["brightness"] = counting
+    Trainer(run).fit()
+    return sizes, run.folder / "eval" / "epoch_0000"
+
+
+def test_size_and_number_of_evaluation_images(make):
+    run = make(num_epochs=0, sample__reward_batch_size=2, test__resolution=40)
+    sizes, folder = evaluated(run)
+    assert sizes == [2, 2, 1]
+    with Image.open(folder / "00003.png") as image:
+        assert image.size == (40, 40)
+
+
+def test_steps_of_an_evaluation(make):
+    run = make(num_epochs=0, test__num_steps=3)
+    times = set()
+
+    def record(module, args, inputs):
+        times.update(inputs["timestep"].tolist())
+
+    run.state.policy.transformer.register_forward_pre_hook(record, with_kwargs=True)
+    evaluated(run)
+    assert len(times) == 3
+
+
+def test_an_evaluation_may_have_its_own_seed(make):
+    def image(**seeds):
+        _, folder = evaluated(make(num_epochs=0, **seeds))
+        return (folder / "00003.png").read_bytes()
+
+    assert image(seed=1) != image(seed=2)
+    assert image(seed=1, test__seed=2) == image(seed=2)
 
 
 def test_ema_and_8_bit_adam(make, monkeypatch):
-    run = one_epoch(make(**TWO_STEPS, train__ema_decay=0.0, train__ema_update_interval=2))
-    assert all(torch.equal(p, run.state.ema.shadow[n]) for n, p in run.state.parameters.items())
+    run = one_epoch(make(**TWO_UPDATES, train__ema_decay=0.0, train__ema_update_interval=2))
+    for name, parameter in run.state.parameters.items():
+        assert torch.equal(parameter, run.state.ema.shadow[name])
     assert make(train__ema=False).state.ema is None
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="use_8bit_adam=True needs bitsandbytes"):
         make(train__use_8bit_adam=True)
 
 
-def test_test_rewards_may_differ(make):
-    for scale in (1.0, 5.0):  # brightness is loaded once where training and test agree
-        run = make(
-            test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}",
-            test__reward_fn_kwargs=f"{{'tiny_run:brightness': {{'scale': {scale}}}}}",
-            train__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 1.0}}",
-        )
-        assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
-        assert (run.rewards.test["brightness"] is run.rewards.train["brightness"]) == (scale == 1.0)
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_test_rewards_may_differ(scale, make):
+    """Brightness is loaded once where training and test agree."""
+    run = make(
+        test__reward_fn="{'tiny_run:brightness': 1, 'jpeg_compressibility': 1}",
+        test__reward_fn_kwargs=f"{{'tiny_run:brightness': {{'scale': {scale}}}}}",
+        train__reward_fn_kwargs="{'tiny_run:brightness': {'scale': 1.0}}",
+    )
+    assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
+    is_shared = run.rewards.test["brightness"] is run.rewards.train["brightness"]
+    assert is_shared == (scale == 1.0)
 
 
-def test_item_size(make, tmp_path):
-    rows = [{"prompt": "1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 32}] * 2
+@pytest.mark.parametrize(("mode", "size"), [("exact", (32, 16)), ("aspect", (48, 24))])
+def test_item_size(mode, size, make, tmp_path):
+    row = {"prompt": "1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 32}
     for split in ("train", "test"):
-        (tmp_path / f"{split}_metadata.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
-    for mode, size in (("exact", (32, 16)), ("aspect", (48, 24))):
-        run = make(dataset=str(tmp_path), item_size=mode, num_epochs=0)
-        Trainer(run).fit()
-        with Image.open(run.folder / "eval" / "epoch_0000" / "00000.png") as image:
-            assert image.size == size
+        (tmp_path / f"{split}_metadata.jsonl").write_text((json.dumps(row) + "\n") * 2)
+    run = make(dataset=str(tmp_path), item_size=mode, num_epochs=0)
+    Trainer(run).fit()
+    with Image.open(run.folder / "eval" / "epoch_0000" / "00000.png") as image:
+        assert image.size == size
 
 
 @pytest.mark.slow
 def test_low_precision_recomputes_old_values_where_it_must(make):
     run = one_epoch(make(mixed_precision="bf16", train__old_log_prob="recompute"))
-    assert run.state.policy.dtype == torch.bfloat16 and run.state.recompute_old is True
+    assert run.state.policy.dtype == torch.bfloat16
+    assert run.state.recompute_old is True
     assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 
-def test_how_the_old_adapter_follows(make):
-    """After one optimizer step: type 0 takes the new weights, type 1 (the default of nft) keeps 0.001 of the old ones."""
-    for decay_type in (0, None):
-        run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
-        new = {name.replace(".default.", ".old."): p for name, p in run.state.parameters.items()}
-        old = run.state.snapshots["old"]
-        assert all(torch.equal(p, new[name]) for name, p in old.items()) == (decay_type == 0)
-        for name, p in old.items():
-            torch.testing.assert_close(p, new[name], rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("decay_type", "is_new"), [(0, True), (None, False)])
+def test_how_the_old_adapter_follows(decay_type, is_new, make):
+    """After one step, type 0 has the new weights; type 1, nft's default, keeps 0.001 of the old."""
+    run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
+    equal = []
+    for name, new in run.state.parameters.items():
+        old = run.state.snapshots["old"][name.replace(".default.", ".old.")]
+        torch.testing.assert_close(old, new, rtol=0, atol=1e-5)
+        equal.append(torch.equal(old, new))
+    assert all(equal) == is_new
 
 
-def test_lora_targets_and_image_positions(make, tiny_folder, tmp_path):
+def test_lora_targets(make):
     names = make(train__lora_targets="attn.to_q,attn.to_k").state.parameters
     assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in names} == {"to_q", "to_k"}
+
+
+def test_image_positions(tiny_folder, tmp_path):
     changes = {"pretrained__image_positions": "mrope", "health__probe_images": 0}
-    run = build_run(
-        tiny_edit_options(
-            "toy_qwen_edit", tiny_folder("qwen_image_edit"), tmp_path / "edit", **changes
-        )
-    )
+    model = tiny_folder("qwen_image_edit")
+    run = build_run(tiny_edit_options("toy_qwen_edit", model, tmp_path, **changes))
     assert run.state.policy.card_setup
 
 
-def test_memory_precision_and_prompt_options(make, tmp_path):
+@pytest.mark.parametrize("chosen", [True, False])
+def test_memory_and_precision(chosen, make):
+    run = one_epoch(make(enable_mem_log=chosen, allow_tf32=chosen))
+    (row,) = rows_of(run.options, "train")
+    assert ("memory/peak_rss_mb" in row) == chosen
+    assert torch.backends.cuda.matmul.allow_tf32 == chosen
+    assert torch.backends.cudnn.allow_tf32 == chosen
+
+
+def test_prompts_from_text_files(make, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.txt").write_text(f"a {split} prompt\n")
-    for chosen in (False, True):  # True is the default
-        run = one_epoch(
-            make(enable_mem_log=chosen, allow_tf32=chosen, dataset=tmp_path, prompt_fn="text")
-        )
-        assert ("memory/peak_rss_mb" in rows_of(run.options, "train")[0]) == chosen
-        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == chosen
-        assert [item.prompt for item in (*run.train_items, *run.test_items)] == [
-            "a train prompt",
-            "a test prompt",
-        ]
+    run = make(dataset=tmp_path, prompt_fn="text")
+    prompts = [item.prompt for item in (*run.train_items, *run.test_items)]
+    assert prompts == ["a train prompt", "a test prompt"]
