@@ -1,15 +1,21 @@
-"""Draws the data of the shapes world, and answers for the judge's training pairs as an annotator who knows what is shown.
+"""Draws the data of the shapes world, and annotates the judge's training pairs.
 
-    python -m paco_toy.build_world world --out WORLD     prompts, a benchmark of rankings, grids for the judge's pairs
-    paco-reward build-dataset … --sets_only              sub-figures of the grids, and the sets to be ranked
-    python -m paco_toy.build_world annotate --out WORLD/drawn --sets …           rankings and reasons
+    python -m paco_toy.build_world world --out WORLD
+        prompts, a benchmark of rankings, grids for the judge's pairs
+    paco-reward build-dataset … --sets_only
+        sub-figures of the grids, and the sets to be ranked
+    python -m paco_toy.build_world annotate --out WORLD/drawn --sets …
+        rankings and reasons, as of an annotator who knows what is shown
     paco-reward build-dataset … --rankings … --reasons_file …
-    python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …    kinds of themes, broken panels
-    python -m paco_toy.build_world edits --out EDITS     the editing task
+        the judge's pairs
+    python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …
+        kinds of themes, broken panels
+    python -m paco_toy.build_world edits --out EDITS
+        the editing task
 
-A third of the judge's pairs has a theme that names the whole character, a third has one that leaves some of it open,
-and a third has none. A pair is a Yes only if the characters are the same, whatever the theme names. In a quarter of the
-No pairs one or both panels are broken: they show nothing clear.
+A third of the judge's pairs has a theme that names the whole character, a third has one that leaves
+some of it open, and a third has none. A pair is a Yes only if the characters are the same, whatever
+the theme names. In a quarter of the No pairs one or both panels are broken and show nothing clear.
 """
 
 import argparse
@@ -28,8 +34,9 @@ from paco_toy import world
 from paco_toy.edits import build_edits
 from paco_toy.oracle import read_grids, read_prompt
 
-# What the prompt sets leave open: not the shape, of which the base model draws hybrids (a third of the panels are invalid).
-PROMPT_OPENINGS = tuple(o for o in world.OPENINGS if "shape" not in o)
+# What the prompt sets leave open. Not the shape, of which the base model draws hybrids: a third of
+# the panels are invalid.
+PROMPT_OPENINGS = tuple(opening for opening in world.OPENINGS if "shape" not in opening)
 CRITERIA = {  # of the benchmark
     "Style": {"Fill": "Both subfigures use the same fill: filled, outlined or striped."},
     "Identity": {
@@ -42,12 +49,13 @@ DEPARTURES = 0.25  # share of panels that do not show their grid's character
 PROMPTS = {"train": 480, "test": 84}  # about 5400 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
-TESTS = tuple(
-    f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak")
-)  # equal numbers; weak: every No has a broken panel
+# Test sets of equal size: one for each kind of theme, and one whose No pairs have a broken panel.
+TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))
+WEAK_TEST = TESTS[-1]
 BROKEN_TRAINING = 4  # one No pair of so many has a broken panel
 BROKEN_STEPS = 6  # of the denoising that ends early
-BROKEN_GRIDS = 24  # of each size and number of steps, and of blanks; twice as many of merged panels
+# Grids of broken panels: of each size and number of steps, and of blanks. Twice as many are merged.
+BROKEN_GRIDS = 24
 
 
 def _four_views(rng: np.random.Generator) -> list[world.View]:
@@ -67,24 +75,20 @@ def build_prompts(
         for i in range(count):
             is_held_out = split == "test" and i % 2 == 1
             character = world.CHARACTERS[rng.choice(world.HELD_OUT if is_held_out else world.KNOWN)]
-            if i % 4 >= 4 * (1 - open_share):
+            is_open = i % 4 >= 4 * (1 - open_share)
+            if is_open:
                 character = world.opened(character, PROMPT_OPENINGS[i // 4 % len(PROMPT_OPENINGS)])
-            is_open = bool(character.left_open)  # read by between_images
-            category = f"{'open' if is_open else 'full'} prompt, {world.KINDS[is_held_out]}"
+            prompt_kind = "open prompt" if is_open else "full prompt"
             row = {
                 "idx": f"{split}-{i:04d}",
                 "prompt": world.grid_prompt(character, _four_views(rng)),
                 "layout": "2x2",
+                "theme": world.theme(character),
+                "task_name": "shapes",
+                "open": is_open,  # read by between_images
+                "category": f"{prompt_kind}, {world.KINDS[is_held_out]}",
             }
-            rows.append(
-                row
-                | {
-                    "theme": world.theme(character),
-                    "task_name": "shapes",
-                    "open": is_open,
-                    "category": category,
-                }
-            )
+            rows.append(row)
         world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
 
@@ -94,254 +98,283 @@ def _random_panel(character: world.Character, side: int, rng: np.random.Generato
 
 
 def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
-    """In ConsistencyRank-Bench's format; an item's candidates differ from its reference in 0, 1, 2 and 3 attributes."""
+    """A benchmark in ConsistencyRank-Bench's format.
+
+    An item's candidates differ from its reference in 0, 1, 2 and 3 attributes.
+    """
     rng = np.random.default_rng([seed, 30])
-    prompts, ranks = [], []
+    prompts = []
+    ranks = []
     for i in range(items):
-        folder, reference = f"{i:04d}", world.CHARACTERS[rng.choice(world.HELD_OUT)]
+        folder = f"{i:04d}"
+        reference = world.CHARACTERS[rng.choice(world.HELD_OUT)]
         images = out / "images" / folder
         images.mkdir(parents=True, exist_ok=True)
         world.to_image(_random_panel(reference, 64, rng), rng).save(images / "ref.png")
         ranked = [f"{number}.png" for number in rng.permutation(4)]
-        characters = [reference]
-        for name in rng.permutation(list(world.ATTRIBUTES)):
-            characters.append(world.changed(characters[-1], name, rng))
-        for character, name in zip(characters, ranked, strict=True):
-            world.to_image(_random_panel(character, 64, rng), rng).save(images / name)
-        prompts.append(
-            {
-                "idx": folder,
-                "prompt": f"Two views of {world.with_article(reference)}.",
-                "criteria": CRITERIA,
-            }
-        )
-        ranks.append(
-            {
-                "folder": folder,
-                "ref_image": "ref.png",
-                "comp_images": sorted(ranked),
-                "rank_images": ranked,
-            }
-        )
+        candidates = [reference]
+        for attribute in rng.permutation(list(world.ATTRIBUTES)):
+            candidates.append(world.changed(candidates[-1], attribute, rng))
+        for candidate, name in zip(candidates, ranked, strict=True):
+            world.to_image(_random_panel(candidate, 64, rng), rng).save(images / name)
+        prompt = {
+            "idx": folder,
+            "prompt": f"Two views of {world.with_article(reference)}.",
+            "criteria": CRITERIA,
+        }
+        rank = {
+            "folder": folder,
+            "ref_image": "ref.png",
+            "comp_images": sorted(ranked),
+            "rank_images": ranked,
+        }
+        prompts.append(prompt)
+        ranks.append(rank)
     world.write_jsonl(out / "prompt_data.jsonl", prompts)
     world.write_jsonl(out / "consistency_full_rank.jsonl", ranks)
 
 
 def _another(character: int, pool: Container[int], rng: np.random.Generator) -> int:
-    while (other := world.departed(character, rng, one_attribute=0.8)) not in pool:
-        pass
-    return other
+    """Another character of the pool, mostly one that differs in one attribute."""
+    while True:
+        other = world.departed(character, rng, one_attribute=0.8)
+        if other in pool:
+            return other
 
 
 def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
-    """Grids as inconsistent as a generator's: two of a prompt's four show another character, and single panels depart.
+    """Grids as inconsistent as a generator's.
 
-    So two panels may agree on a character that the theme does not name. Training grids show only training characters;
-    test prompts name held-out ones.
+    Two of a prompt's four grids show another character, and single panels depart. So two panels may
+    agree on a character that the theme does not name. Training grids show only training characters,
+    and test prompts name held-out ones.
     """
-    lines, drawn = [], {}
+    lines = []
+    characters_drawn: dict[str, list[list[int]]] = {}  # prompt -> grid -> panel -> character
     for split, count in prompts.items():
-        is_test = split == "test"
-        rng = np.random.default_rng([seed, 20 + is_test])
-        anchors, pool = (
-            (world.HELD_OUT, range(len(world.CHARACTERS)))
-            if is_test
-            else (world.KNOWN, world.KNOWN)
-        )
+        if split == "test":
+            rng = np.random.default_rng([seed, 21])
+            anchors = world.HELD_OUT
+            pool: Container[int] = range(len(world.CHARACTERS))
+        else:
+            rng = np.random.default_rng([seed, 20])
+            anchors = world.KNOWN
+            pool = world.KNOWN
         for number in range(count):
-            named = anchors[number % len(anchors)]
-            other, views = _another(named, pool, rng), _four_views(rng)
-            side = PANEL_SIDES[number // len(anchors) % len(PANEL_SIDES)]
             idx = f"{split}-{number:04d}"
-            (out / "grids" / idx).mkdir(parents=True, exist_ok=True)
-            drawn[idx] = []
-            for generation, character in enumerate(
-                rng.permutation([named, named, other, other]).tolist()
-            ):
-                shown = [character] * 4
+            folder = out / "grids" / idx
+            folder.mkdir(parents=True, exist_ok=True)
+            named = anchors[number % len(anchors)]
+            other = _another(named, pool, rng)
+            views = _four_views(rng)
+            side = PANEL_SIDES[number // len(anchors) % len(PANEL_SIDES)]
+            characters_drawn[idx] = []
+            order = rng.permutation([named, named, other, other]).tolist()
+            for generation, character in enumerate(order):
+                panels = [character] * 4
                 for panel in np.flatnonzero(rng.random(4) < DEPARTURES):
-                    shown[panel] = _another(character, pool, rng)
-                grid = world.to_image(
-                    world.render_grid([world.CHARACTERS[c] for c in shown], views, side, rng), rng
-                )
-                grid.save(out / "grids" / idx / f"{generation}.png", compress_level=1)
-                drawn[idx].append(shown)
-            lines.append(
-                {
-                    "idx": idx,
-                    "prompt": world.grid_prompt(world.CHARACTERS[named], views),
-                    "split": split,
-                }
-            )
+                    panels[panel] = _another(character, pool, rng)
+                grid = world.render_grid([world.CHARACTERS[c] for c in panels], views, side, rng)
+                image = world.to_image(grid, rng)
+                image.save(folder / f"{generation}.png", compress_level=1)
+                characters_drawn[idx].append(panels)
+            prompt = world.grid_prompt(world.CHARACTERS[named], views)
+            lines.append({"idx": idx, "prompt": prompt, "split": split})
     world.write_jsonl(out / "metadata.jsonl", lines)
-    (out / "drawn.json").write_text(json.dumps(drawn), encoding="utf-8")
+    (out / "drawn.json").write_text(json.dumps(characters_drawn), encoding="utf-8")
 
 
 def verdict(first: world.Character | None, second: world.Character | None) -> str:
     """The judge's answer on a pair, with its reason. None: the panel is broken."""
     if first == second and first is not None:
         return f"Yes. Both show {world.with_article(first)}."
-    first, second = (
-        "nothing clear" if shown is None else world.with_article(shown) for shown in (first, second)
-    )
-    return f"No. First {first}, second {second}."
+    first_text = "nothing clear" if first is None else world.with_article(first)
+    second_text = "nothing clear" if second is None else world.with_article(second)
+    return f"No. First {first_text}, second {second_text}."
+
+
+def _num_differences(first: world.Character, second: world.Character) -> int:
+    return sum(getattr(first, name) != getattr(second, name) for name in world.ATTRIBUTES)
 
 
 def annotate(out: Path, sets: Path) -> tuple[int, int]:
-    """Ranks the sets of ``sets.jsonl`` by the characters shown and writes a reason for each of their pairs.
+    """Ranks the sets of ``sets.jsonl`` by the characters shown.
 
-    A set is left out unless its best candidate shows the reference's character and its worst does not. Returns the
-    numbers of rankings and of sets.
+    It also writes a reason for each of their pairs. A set is left out unless its best candidate
+    shows the reference's character and its worst does not.
+
+    Returns:
+        The numbers of rankings and of sets.
     """
-    drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
-    rng = np.random.default_rng(len(drawn))
-    rankings, reasons, rows = [], {}, world.read_jsonl(sets)
+    characters_drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
+    rng = np.random.default_rng(len(characters_drawn))
+    rows = world.read_jsonl(sets)
+    rankings = []
+    reasons = {}  # a pair that is in several sets keeps the reason that was written last
     for row in rows:
+        folder = row["folder"]
         shown = {}
         for name in (row["ref_image"], *row["comp_images"]):
-            generation, panel = map(int, name.removesuffix(".png").split("/"))
-            shown[name] = world.CHARACTERS[drawn[row["folder"]][generation][panel]]
+            generation, panel = name.removesuffix(".png").split("/")
+            shown[name] = world.CHARACTERS[characters_drawn[folder][int(generation)][int(panel)]]
         reference = shown[row["ref_image"]]
-        differing = {
-            name: sum(getattr(c, a) != getattr(reference, a) for a in world.ATTRIBUTES)
-            for name, c in shown.items()
-        }
-        ranked = sorted(row["comp_images"], key=differing.__getitem__)
-        if differing[ranked[0]] or not differing[ranked[-1]]:
+        differences = {name: _num_differences(c, reference) for name, c in shown.items()}
+        ranked = sorted(row["comp_images"], key=differences.__getitem__)
+        if differences[ranked[0]] > 0 or differences[ranked[-1]] == 0:
             continue
         rankings.append({**row, "rank_images": ranked})
         for name in ranked:
-            pair = (row["ref_image"], name)[:: rng.choice([-1, 1])]
-            text = verdict(*map(shown.get, pair))
-            reasons[row["folder"], *sorted(pair)] = {
-                "folder": row["folder"],
-                "images": pair,
-                "reason": text,
-            }
+            images = (row["ref_image"], name)[:: rng.choice([-1, 1])]
+            reason = verdict(shown[images[0]], shown[images[1]])
+            key = (folder, *sorted(images))
+            reasons[key] = {"folder": folder, "images": images, "reason": reason}
     world.write_jsonl(out / "rankings.jsonl", rankings)
     world.write_jsonl(out / "reasons.jsonl", reasons.values())
     return len(rankings), len(rows)
 
 
 def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Grids (2S, 2S, 3) in [0, 1] whose denoising ends after two, three or four of ``BROKEN_STEPS`` steps."""
+    """Grids (2S, 2S, 3) in [0, 1] whose denoising ends after two, three or four of its steps."""
     import torch
     from diffusers import FluxPipeline
 
     pipe = FluxPipeline.from_pretrained(flux, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    generator, grids = torch.Generator().manual_seed(seed), []
-    for size, last in itertools.product((32, 64), (1, 2, 3)):
+    generator = torch.Generator().manual_seed(seed)
+    grids: list[np.ndarray] = []
+    for size, last_step in itertools.product((32, 64), (1, 2, 3)):
 
-        def end(
-            pipe: FluxPipeline, step: int, timestep: object, tensors: dict, last: int = last
+        def stop_early(
+            pipe: FluxPipeline, step: int, timestep: object, tensors: dict, last: int = last_step
         ) -> dict:
             pipe._interrupt = step >= last  # diffusers' way to stop a pipeline
             return tensors
 
         characters = rng.integers(len(world.CHARACTERS), size=BROKEN_GRIDS)
         prompts = [world.grid_prompt(world.CHARACTERS[c], _four_views(rng)) for c in characters]
-        grids += list(pipe(
-            prompts, height=size, width=size, num_inference_steps=BROKEN_STEPS, guidance_scale=3.5, generator=generator,
-            callback_on_step_end=end, max_sequence_length=pipe.tokenizer_2.model_max_length, output_type="np",
-        ).images)  # fmt: skip
+        output = pipe(
+            prompts,
+            height=size,
+            width=size,
+            num_inference_steps=BROKEN_STEPS,
+            guidance_scale=3.5,
+            generator=generator,
+            callback_on_step_end=stop_early,
+            max_sequence_length=pipe.tokenizer_2.model_max_length,
+            output_type="np",
+        )
+        grids.extend(output.images)
     return grids
 
 
 def _merged(side: int, rng: np.random.Generator) -> np.ndarray:
     """Two characters on top of each other."""
-    two = rng.choice(len(world.CHARACTERS), size=2, replace=False)
-    panels = [_random_panel(world.CHARACTERS[c], side, rng) for c in two]
-    return np.minimum(*panels) if rng.random() < 0.5 else sum(panels) / 2
+    characters = rng.choice(len(world.CHARACTERS), size=2, replace=False)
+    first, second = [_random_panel(world.CHARACTERS[c], side, rng) for c in characters]
+    if rng.random() < 0.5:
+        return np.minimum(first, second)
+    return (first + second) / 2
 
 
 def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
     """A panel of one color, mostly white."""
-    return np.ones((side, side, 3)) * (1.0 if rng.random() < 0.6 else rng.random(3))
+    color = 1.0 if rng.random() < 0.6 else rng.random(3)
+    return np.ones((side, side, 3)) * color
 
 
 def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
-    """Panels that the oracle calls invalid. Without them in training, a judge can be exploited with them."""
+    """Panels that the oracle calls invalid.
+
+    A judge that was trained without them gives them a high score, and RL finds that.
+    """
     rng = np.random.default_rng([seed, 40])
     images = [world.to_image(grid) for grid in _unfinished(flux, seed, rng)]
-    for make in (_blank, _merged, _merged):
+    for draw_panel in (_blank, _merged, _merged):
         for number in range(BROKEN_GRIDS):
-            panels = [make(PANEL_SIDES[number % 3], rng) for _ in range(4)]
+            panels = [draw_panel(PANEL_SIDES[number % 3], rng) for _ in range(4)]
             images.append(world.to_image(world.assemble_grid(panels), rng))
-    found = []
+    broken = []
     for image, valid in zip(images, read_grids(images).valid, strict=True):
         side = image.width // 2
-        corners = [(x, y, x + side, y + side) for y in (0, side) for x in (0, side)]
-        found += [
-            image.crop(corner) for corner, fine in zip(corners, valid, strict=True) if not fine
-        ]
-    return found
+        for panel in np.flatnonzero(~valid):
+            row, column = divmod(int(panel), 2)
+            left = column * side
+            top = row * side
+            broken.append(image.crop((left, top, left + side, top + side)))
+    return broken
 
 
 def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
-    """Sets the questions of the pairs in ``data``, breaks panels, divides the test into ``TESTS``."""
-    panels = broken_panels(flux, seed)
-    names = [f"images/broken/{number:04d}.png" for number in range(len(panels))]
+    """Sets the questions of the pairs in ``data``, breaks panels, divides the test pairs."""
+    broken = []  # file names, relative to ``data``
     (data / "images" / "broken").mkdir(parents=True, exist_ok=True)
-    for name, panel in zip(names, panels, strict=True):
+    for number, panel in enumerate(broken_panels(flux, seed)):
+        name = f"images/broken/{number:04d}.png"
         panel.save(data / name, compress_level=1)
-    named = {
-        line["idx"]: read_prompt(line["prompt"])
-        for line in world.read_jsonl(out / "metadata.jsonl")
-    }
+        broken.append(name)
+    prompts = world.read_jsonl(out / "metadata.jsonl")
+    characters = {prompt["idx"]: read_prompt(prompt["prompt"]) for prompt in prompts}
+
     sets: dict[str, list[dict]] = {name: [] for name in (TRAIN, *TESTS)}
     for split, targets in (("train", (TRAIN,)), ("test", TESTS)):
-        rng = np.random.default_rng([seed, 50, split == "test"])
-        pool = [
-            name
-            for number, name in enumerate(names)
-            if (number // 16 % 4 == 0) == (split == "test")
-        ]
+        is_test = split == "test"
+        rng = np.random.default_rng([seed, 50, int(is_test)])
+        # Every fourth block of 16 broken panels is for the tests.
+        panels = [name for i, name in enumerate(broken) if (i // 16 % 4 == 0) == is_test]
         file = data / f"toy_pairs_cot_{split}.json"
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        pairs = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
         for label in ("Yes", "No"):
-            own = [row for row in rows if row["messages"][1]["content"].startswith(label)]
-            for number, row in enumerate(own[: len(own) // len(targets) * len(targets)]):
+            labeled = [pair for pair in pairs if pair["messages"][1]["content"].startswith(label)]
+            num_full_rounds = len(labeled) // len(targets)
+            for number, pair in enumerate(labeled[: num_full_rounds * len(targets)]):
                 target = targets[number % len(targets)]
-                kind = (
-                    dict(zip(TESTS, THEMES)).get(target)
-                    or THEMES[number // len(targets) % len(THEMES)]
+                if target in (TRAIN, WEAK_TEST):  # all kinds of themes in turn
+                    theme = THEMES[number // len(targets) % len(THEMES)]
+                else:
+                    theme = THEMES[TESTS.index(target)]
+                character = characters[Path(pair["images"][0]).parts[1]]
+                _set_question(pair, character, theme, rng)
+                is_broken = target == WEAK_TEST or (
+                    target == TRAIN and number % BROKEN_TRAINING == 0
                 )
-                character = named[Path(row["images"][0]).parts[1]]
-                if kind == "open":
-                    character = world.opened(
-                        character, world.OPENINGS[rng.integers(len(world.OPENINGS))]
-                    )
-                text = (
-                    load_question("pair").text()
-                    if kind == "none"
-                    else theme_question(world.theme(character))
-                )
-                row["messages"][0]["content"] = pair_prefix(DEFAULT_FORM) + text
-                if label == "No" and (
-                    target == TESTS[-1] or target == TRAIN and number % BROKEN_TRAINING == 0
-                ):
-                    _break_panels(row, pool, rng)
-                sets[target].append(row)
-    for name, rows in sets.items():
-        (data / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
+                if label == "No" and is_broken:
+                    _break_panels(pair, panels, rng)
+                sets[target].append(pair)
+
+    for name, pairs in sets.items():
+        (data / f"{name}.json").write_text(json.dumps(pairs), encoding="utf-8")
     file = data / "dataset_info.json"
     entry = json.loads(file.read_text(encoding="utf-8"))[TRAIN]
-    file.write_text(
-        json.dumps({name: entry | {"file_name": f"{name}.json"} for name in sets}, indent=2),
-        encoding="utf-8",
-    )
+    info = {name: entry | {"file_name": f"{name}.json"} for name in sets}
+    file.write_text(json.dumps(info, indent=2), encoding="utf-8")
 
 
-def _break_panels(row: dict, names: list[str], rng: np.random.Generator) -> None:
-    """Puts a broken panel in the place of the first image, the second, or both, also in the answer."""
-    texts = re.findall(r"(?:First|second) an? ([a-z ]+)", row["messages"][1]["content"])
-    shown = [world.Character(*text.split()) for text in texts]
-    number = int(rng.integers(len(names)))
+def _set_question(
+    pair: dict, character: world.Character, theme: str, rng: np.random.Generator
+) -> None:
+    """Asks about the pair with a theme of one of ``THEMES``, which names the character."""
+    if theme == "open":
+        character = world.opened(character, world.OPENINGS[rng.integers(len(world.OPENINGS))])
+    if theme == "none":
+        text = load_question("pair").text()
+    else:
+        text = theme_question(world.theme(character))
+    pair["messages"][0]["content"] = pair_prefix(DEFAULT_FORM) + text
+
+
+def _break_panels(pair: dict, panels: list[str], rng: np.random.Generator) -> None:
+    """Puts a broken panel in the place of the first image, the second, or both.
+
+    The answer changes as well.
+    """
+    texts = re.findall(r"(?:First|second) an? ([a-z ]+)", pair["messages"][1]["content"])
+    shown: list[world.Character | None] = [world.Character(*text.split()) for text in texts]
+    start = int(rng.integers(len(panels)))
     for place in ((0,), (1,), (0, 1))[rng.integers(3)]:
-        row["images"][place], shown[place] = names[(number + place) % len(names)], None
-    row["messages"][1]["content"] = verdict(*shown)
+        pair["images"][place] = panels[(start + place) % len(panels)]
+        shown[place] = None
+    pair["messages"][1]["content"] = verdict(*shown)
 
 
 def main() -> None:

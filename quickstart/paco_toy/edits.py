@@ -1,12 +1,13 @@
 """The editing task of the shapes world: one thing in a scene changes, everything else stays.
 
-A *scene* is a 2x2 grid of four different shapes, each a character in a view. An instruction names one of them by its shape
-and gives it another colour or style: "make the star blue".
+A *scene* is a 2x2 grid of four different shapes, each a character in a view. An instruction names
+one of them by its shape and gives it another colour or style: "make the star blue".
 
-*Followed*, 0 or 1: the changed panel is valid and shows its shape with the new colour or style. *Kept*: the share of
-eight facts that stayed: character and view of the three other panels, and of the changed one its view and its other
-attribute. The score of an edit is sqrt(followed · kept), as docs/method.md §1 joins the judge's two answers. The
-factories at the end are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
+*Followed*, 0 or 1: the changed panel is valid and shows its shape with the new colour or style.
+*Kept*: the share of eight facts that stayed. They are the character and the view of the three other
+panels, and the view and the other attribute of the changed one. The score of an edit is
+sqrt(followed · kept), as docs/method.md §1 joins the judge's two answers. The factories at the end
+are rewards for PaCo-GRPO (`paco_toy.edits:oracle_edit`).
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class Edit:
 
     @property
     def instruction(self) -> str:
+        """The prompt."""
         return f"make the {self.characters[self.place].shape} {self.value}"
 
     @property
@@ -46,7 +48,9 @@ class Edit:
 
     def edited(self) -> tuple[world.Character, ...]:
         """The four characters after the edit."""
-        return tuple(self.result if i == self.place else c for i, c in enumerate(self.characters))
+        characters = list(self.characters)
+        characters[self.place] = self.result
+        return tuple(characters)
 
     def row(self) -> dict[str, Any]:
         """Fields of a metadata row, which ``read_edits`` reads."""
@@ -60,39 +64,60 @@ class Edit:
 
 
 def read_edits(items: Sequence) -> list[Edit]:
+    """The edits of items whose metadata rows ``Edit.row`` made."""
     edits = []
-    for row in (item.metadata for item in items):
+    for item in items:
+        row = item.metadata
         characters = tuple(world.Character(*words.split()) for words, _ in row["scene"])
         views = tuple(world.View(*words.split()) for _, words in row["scene"])
         edits.append(Edit(characters, views, row["place"], row["attribute"], row["value"]))
     return edits
 
 
+def _one_change_before(
+    result: world.Character, attribute: str, known: Sequence[int]
+) -> list[world.Character]:
+    """The characters in ``known`` that become ``result`` when their attribute is changed."""
+    candidates = []
+    for value in world.ATTRIBUTES[attribute]:
+        candidate = dataclasses.replace(result, **{attribute: value})
+        if candidate != result and world.CHARACTER_INDEX[candidate] in known:
+            candidates.append(candidate)
+    return candidates
+
+
 def random_edit(rng: np.random.Generator, known: Sequence[int], results: Sequence[int]) -> Edit:
-    """An edit of a scene of characters in ``known`` that results in one of ``results`` (indices into CHARACTERS)."""
-    pool = [world.CHARACTERS[i] for i in known]
+    """An edit of a scene of characters in ``known`` that results in one of ``results``.
+
+    Both are indices into CHARACTERS.
+    """
     before: list[world.Character] = []
-    while not before:  # some results are reachable only from characters that are not known
-        result, attribute = world.CHARACTERS[rng.choice(results)], str(rng.choice(EDITABLE))
-        value = getattr(result, attribute)
-        others = [
-            dataclasses.replace(result, **{attribute: v})
-            for v in world.ATTRIBUTES[attribute]
-            if v != value
-        ]
-        before = [c for c in others if world.CHARACTER_INDEX[c] in known]
+    while not before:
+        # Some results are reachable only from characters that are not known.
+        result = world.CHARACTERS[rng.choice(results)]
+        attribute = str(rng.choice(EDITABLE))
+        before = _one_change_before(result, attribute, known)
     characters = [before[rng.integers(len(before))]]
     while len(characters) < 4:
-        candidate = pool[rng.integers(len(pool))]
+        candidate = world.CHARACTERS[known[rng.integers(len(known))]]
         if candidate.shape not in {c.shape for c in characters}:
             characters.append(candidate)
     order = rng.permutation(4)
     views = tuple(world.VIEWS[v] for v in rng.integers(len(world.VIEWS), size=4))
-    return Edit(tuple(characters[i] for i in order), views, int(np.argmin(order)), attribute, value)
+    return Edit(
+        characters=tuple(characters[i] for i in order),
+        views=views,
+        place=int(np.argmin(order)),
+        attribute=attribute,
+        value=getattr(result, attribute),
+    )
 
 
 def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> None:
-    """A data set of the kind ``geneval_image``; every second test edit results in a held-out character."""
+    """A data set of the kind ``geneval_image``.
+
+    Every second test edit results in a held-out character.
+    """
     (out / "images").mkdir(parents=True, exist_ok=True)
     for number, (split, count) in enumerate({"train": train, "test": test}.items()):
         rng = np.random.default_rng([seed, 40 + number])
@@ -103,8 +128,13 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
             name = f"images/{split}_{i:04d}.png"
             scene = world.render_grid(edit.characters, edit.views, PANEL_SIDE, rng)
             world.to_image(scene).save(out / name, compress_level=1)
-            row = {"idx": f"{split}-{i:04d}", "prompt": edit.instruction, "image": name}
-            row |= {"category": world.KINDS[is_held_out], "task_name": edit.attribute}
+            row = {
+                "idx": f"{split}-{i:04d}",
+                "prompt": edit.instruction,
+                "image": name,
+                "category": world.KINDS[is_held_out],
+                "task_name": edit.attribute,
+            }
             rows.append(row | edit.row())
         world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
 
@@ -113,27 +143,47 @@ def judge_edits(
     images: Sequence[Image.Image], edits: Sequence[Edit]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Followed and kept of 2x2 grids, float64 (B,) each."""
-    reading, followed, kept = read_grids(images), np.zeros(len(edits)), np.zeros(len(edits))
+    reading = read_grids(images)
+    followed = np.zeros(len(edits))
+    kept = np.zeros(len(edits))
     for b, edit in enumerate(edits):
+        (other_attribute,) = set(EDITABLE) - {edit.attribute}
         for panel in np.flatnonzero(reading.valid[b]):
             shown = world.CHARACTERS[reading.character[b, panel]]
-            same_view = reading.view[b, panel] == world.VIEW_INDEX[edit.views[panel]]
-            same = shown == edit.characters[panel]
             if panel == edit.place:
-                (other,) = set(EDITABLE) - {edit.attribute}
-                same = getattr(shown, other) == getattr(edit.result, other)
-                followed[b] = (
-                    shown.shape == edit.result.shape
-                    and getattr(shown, edit.attribute) == edit.value
+                has_shape = shown.shape == edit.result.shape
+                has_value = getattr(shown, edit.attribute) == edit.value
+                followed[b] = has_shape and has_value
+                same_identity = getattr(shown, other_attribute) == getattr(
+                    edit.result, other_attribute
                 )
-            kept[b] += (int(same_view) + int(same)) / 8
+            else:
+                same_identity = shown == edit.characters[panel]
+            same_view = reading.view[b, panel] == world.VIEW_INDEX[edit.views[panel]]
+            kept[b] += (int(same_view) + int(same_identity)) / 8
     return followed, kept
 
 
-def _reward(measure: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[], Scorer]:
-    return lambda: lambda images, items: measure(*judge_edits(images, read_edits(items)))
+def _scorer(measure: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Scorer:
+    """A reward that is ``measure(followed, kept)``."""
+
+    def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
+        followed, kept = judge_edits(images, read_edits(items))
+        return measure(followed, kept)
+
+    return score
 
 
-oracle_followed = _reward(lambda followed, kept: followed)
-oracle_kept = _reward(lambda followed, kept: kept)
-oracle_edit = _reward(lambda followed, kept: np.sqrt(followed * kept))
+def oracle_followed() -> Scorer:
+    """Reward factory: whether the instruction was followed, 0 or 1."""
+    return _scorer(lambda followed, kept: followed)
+
+
+def oracle_kept() -> Scorer:
+    """Reward factory: the share of facts that stayed."""
+    return _scorer(lambda followed, kept: kept)
+
+
+def oracle_edit() -> Scorer:
+    """Reward factory: sqrt(followed · kept)."""
+    return _scorer(lambda followed, kept: np.sqrt(followed * kept))

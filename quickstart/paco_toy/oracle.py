@@ -1,8 +1,9 @@
-"""The oracle: reads from pixel statistics alone which character and view each panel of a grid shows. Nothing trains on it.
+"""The oracle: reads from pixels alone which character and view each panel of a grid shows.
 
-Each panel is compared with the rendering of every character in every view, and with an empty panel. A panel that is
-nearest to empty, or further than ``INVALID_RMS`` from everything, is invalid. The factories at the end are rewards for
-PaCo-GRPO, given by import path (`paco_toy.oracle:oracle_consistency`).
+Nothing trains on it. Each panel is compared with the rendering of every character in every view,
+and with an empty panel. A panel that is nearest to empty, or further than ``INVALID_RMS`` from
+everything, is invalid. The factories at the end are rewards for PaCo-GRPO, given by import path
+(`paco_toy.oracle:oracle_consistency`).
 """
 
 import re
@@ -28,28 +29,28 @@ class Reading:
     view: np.ndarray  # int, index into VIEWS; meaningless where invalid
     valid: np.ndarray  # bool
 
-    def _pairs(
-        self, agree: Callable[[np.ndarray, np.ndarray], np.ndarray], values: np.ndarray
-    ) -> np.ndarray:
-        valid = self.valid[:, _FIRST] & self.valid[:, _SECOND]
-        return np.mean(valid & agree(values[:, _FIRST], values[:, _SECOND]), axis=1)
+    def _valid_pairs(self) -> np.ndarray:
+        return self.valid[:, _FIRST] & self.valid[:, _SECOND]
 
     def consistency(self) -> np.ndarray:
         """Share of panel pairs with the same character, both valid."""
-        return self._pairs(np.equal, self.character)
+        same = self.character[:, _FIRST] == self.character[:, _SECOND]
+        return np.mean(self._valid_pairs() & same, axis=1)
 
     def distinctness(self) -> np.ndarray:
         """Share of panel pairs in different views, both valid."""
-        return self._pairs(np.not_equal, self.view)
+        different = self.view[:, _FIRST] != self.view[:, _SECOND]
+        return np.mean(self._valid_pairs() & different, axis=1)
 
     def shows(self, named: Sequence[world.Character]) -> np.ndarray:
         """Which panels have every attribute that their prompt names: bool (B, 4)."""
         right = self.valid.copy()
-        for name, values in world.ATTRIBUTES.items():
-            wanted = np.array(
-                [[values.index(v) if (v := getattr(c, name)) != world.OPEN else -1] for c in named]
-            )
-            right &= (wanted < 0) | (world.ATTRIBUTE_VALUES[name][self.character] == wanted)
+        for attribute, values in world.ATTRIBUTES.items():
+            shown = world.ATTRIBUTE_VALUES[attribute][self.character]
+            for b, character in enumerate(named):
+                value = getattr(character, attribute)
+                if value != world.OPEN:
+                    right[b] &= shown[b] == values.index(value)
         return right
 
     def alignment(self, named: Sequence[world.Character]) -> np.ndarray:
@@ -57,112 +58,148 @@ class Reading:
         return np.mean(self.shows(named), axis=1)
 
     def agreement(self, named: Sequence[world.Character]) -> np.ndarray:
-        """Of pairs of panels that show what is named, the share that agrees on the rest; 0 if none, NaN for full prompts."""
-        right, shown = self.shows(named), self.character
+        """Of pairs of panels that show what is named, the share that agrees on the rest.
+
+        It is 0 where there is no such pair, and NaN for full prompts.
+        """
+        right = self.shows(named)
         pairs = right[:, _FIRST] & right[:, _SECOND]
-        agree = pairs & (shown[:, _FIRST] == shown[:, _SECOND])
-        share = agree.sum(axis=1) / np.maximum(pairs.sum(axis=1), 1)
-        return np.where([bool(c.left_open) for c in named], share, np.nan)
+        same = self.character[:, _FIRST] == self.character[:, _SECOND]
+        num_same = (pairs & same).sum(axis=1)
+        share = num_same / np.maximum(pairs.sum(axis=1), 1)
+        is_open = [bool(character.left_open) for character in named]
+        return np.where(is_open, share, np.nan)
 
     def choices(self, named: Sequence[world.Character], attribute: str) -> np.ndarray:
-        """The value of an open attribute that most panels of an image have: float (B, V), one-hot, a tie in parts.
+        """The value of an open attribute that most panels of an image have: float (B, V).
 
-        Only panels that show what is named count. Zeros without such a panel, or where the attribute is not open.
+        Rows are one-hot, and a tie is divided. Only panels that show what is named count. A row is
+        zero without such a panel, or where the attribute is not open.
         """
-        right = self.shows(named) & np.array([[attribute in c.left_open] for c in named])
+        is_open = np.array([attribute in character.left_open for character in named], dtype=bool)
+        counted = self.shows(named) & is_open[:, None]
+        shown = world.ATTRIBUTE_VALUES[attribute][self.character]
         values = np.arange(len(world.ATTRIBUTES[attribute]))
-        votes = (
-            (world.ATTRIBUTE_VALUES[attribute][self.character][..., None] == values)
-            & right[..., None]
-        ).sum(axis=1)
-        most = (votes == votes.max(axis=1, keepdims=True)) & votes.any(axis=1, keepdims=True)
-        return most / np.maximum(most.sum(axis=1, keepdims=True), 1)
+        votes = ((shown[:, :, None] == values) & counted[:, :, None]).sum(axis=1)
+        most_votes = votes.max(axis=1, keepdims=True)
+        wins = (votes == most_votes) & (most_votes > 0)
+        return wins / np.maximum(wins.sum(axis=1, keepdims=True), 1)
 
 
 def evenness(choices: np.ndarray) -> float:
-    """Entropy of choices (B, V) over images, divided by the largest possible one; NaN if all are zero."""
-    chosen = choices.sum(axis=0)
-    if not chosen.any():
+    """Entropy of choices (B, V) over images, divided by the largest possible one.
+
+    NaN if all choices are zero.
+    """
+    totals = choices.sum(axis=0)
+    if not totals.any():
         return float("nan")
-    shares = chosen[chosen > 0] / chosen.sum()
-    return float(-(shares * np.log(shares)).sum() / np.log(len(chosen)))
+    shares = totals[totals > 0] / totals.sum()
+    entropy = -(shares * np.log(shares)).sum()
+    return float(entropy / np.log(len(totals)))
 
 
 @lru_cache(maxsize=4)
 def _templates(side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Renderings (K, 3·side²) of all characters and views, an empty panel last, and their squared norms (K,)."""
+    """Renderings (K, 3·side²) of all characters and views, an empty panel last.
+
+    Their squared norms (K,) come second.
+    """
     panels = [world.render_panel(c, v, side) for c in world.CHARACTERS for v in world.VIEWS]
     panels.append(np.ones((side, side, 3), dtype=np.float32))
-    flat = np.stack(panels).reshape(len(panels), -1).astype(np.float32)
-    return flat, np.einsum("kd,kd->k", flat, flat)
+    templates = np.stack(panels).reshape(len(panels), -1).astype(np.float32)
+    return templates, np.einsum("kd,kd->k", templates, templates)
 
 
 def read_grids(images: Sequence[Image.Image]) -> Reading:
     """Reads 2x2 grids of any square size from 32 px on; panels are averaged down to 32 px."""
-    found = []
-    for image in images:
+    shape = (len(images), 4)
+    reading = Reading(np.zeros(shape, int), np.zeros(shape, int), np.zeros(shape, bool))
+    for b, image in enumerate(images):
         side = min(image.width // 2, 32)
         templates, norms = _templates(side)
         if image.size != (2 * side, 2 * side):
             image = image.resize((2 * side, 2 * side), Image.Resampling.BOX)
         pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
         panels = pixels.reshape(2, side, 2, side, 3).transpose(0, 2, 1, 3, 4).reshape(4, -1)
-        squared = np.einsum("pd,pd->p", panels, panels)[:, None] - 2 * panels @ templates.T + norms
+        # |panel - template|² = |panel|² - 2 panel·template + |template|²
+        panel_norms = np.einsum("pd,pd->p", panels, panels)
+        squared = panel_norms[:, None] - 2 * panels @ templates.T + norms
         nearest = squared.argmin(axis=1)
-        rms = np.sqrt(np.maximum(squared[np.arange(4), nearest], 0) / panels.shape[1])
-        empty = nearest == len(norms) - 1
-        shown = [np.where(empty, -1, number) for number in np.divmod(nearest, len(world.VIEWS))]
-        found.append((*shown, ~empty & (rms <= INVALID_RMS)))
-    return Reading(*map(np.array, zip(*found)))
+        mean_square = np.maximum(squared[np.arange(4), nearest], 0) / panels.shape[1]
+        is_empty = nearest == len(norms) - 1
+        character, view = np.divmod(nearest, len(world.VIEWS))
+        reading.character[b] = np.where(is_empty, -1, character)
+        reading.view[b] = np.where(is_empty, -1, view)
+        reading.valid[b] = ~is_empty & (np.sqrt(mean_square) <= INVALID_RMS)
+    return reading
 
 
 def read_prompt(prompt: str) -> world.Character:
-    """The character that a prompt or theme of the shapes world names; raises ValueError for others."""
-    found = re.search(r" depicting an? ([^.]*)\.", prompt)
-    words = found[1] if found else ""
-    named = {
-        name: word
-        for word in words.split()
-        for name, values in world.ATTRIBUTES.items()
-        if word in values
-    }
-    character = world.Character(**dict.fromkeys(world.ATTRIBUTES, world.OPEN) | named)
-    if not named or str(character) != words:
+    """The character that a prompt or theme of the shapes world names.
+
+    Raises:
+        ValueError: It is another prompt.
+    """
+    match = re.search(r" depicting an? ([^.]*)\.", prompt)
+    description = match[1] if match else ""
+    named = dict.fromkeys(world.ATTRIBUTES, world.OPEN)
+    for word in description.split():
+        for attribute, values in world.ATTRIBUTES.items():
+            if word in values:
+                named[attribute] = word
+    character = world.Character(**named)
+    if not any(named.values()) or str(character) != description:
         raise ValueError(f"not a prompt of the shapes world: {prompt!r}")
     return character
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
-# The rewards of a second judge: names of their own, so that an evaluation can ask both judges.
-other_consistency, other_between_images = ConsistencyScore, BetweenImages
+# The rewards of a second judge have names of their own, so that an evaluation can ask both judges.
+other_consistency = ConsistencyScore
+other_between_images = BetweenImages
 
 
-def _reward(measure: Callable[[Reading, Sequence], np.ndarray]) -> Callable[[], Scorer]:
-    return lambda: lambda images, items: measure(read_grids(images), items)
+def oracle_consistency() -> Scorer:
+    """Reward factory: ``Reading.consistency``."""
+    return lambda images, items: read_grids(images).consistency()
 
 
-oracle_consistency = _reward(lambda reading, items: reading.consistency())
-oracle_alignment = _reward(
-    lambda reading, items: reading.alignment([read_prompt(item.prompt) for item in items])
-)
-oracle_distinct = _reward(lambda reading, items: reading.distinctness())
+def oracle_distinct() -> Scorer:
+    """Reward factory: ``Reading.distinctness``."""
+    return lambda images, items: read_grids(images).distinctness()
+
+
+def oracle_alignment() -> Scorer:
+    """Reward factory: ``Reading.alignment`` with the items' prompts."""
+
+    def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
+        named = [read_prompt(item.prompt) for item in items]
+        return read_grids(images).alignment(named)
+
+    return score
 
 
 def oracle_between_images() -> Scorer:
-    """Reward factory: 1 − the share of pairs of valid panels of two images of a group that show the same character.
+    """Reward factory: how seldom two images of a group show the same character.
 
-    Float64 (B,), the mean over the other images of the group; 1 for full prompts, as ``between_images``.
+    Float64 (B,): 1 − the share of pairs of valid panels of two images that show the same character,
+    as the mean over the other images of the group. 1 for full prompts, as ``between_images``.
     """
 
     def score(images: Sequence[Image.Image], items: Sequence) -> np.ndarray:
-        reading, scores = read_grids(images), np.ones(len(images))
+        reading = read_grids(images)
         shown = np.where(reading.valid, reading.character, -1)
+        scores = np.ones(len(images))
         for item_id in {item.item_id for item in items if read_prompt(item.prompt).left_open}:
             members = np.flatnonzero([item.item_id == item_id for item in items])
+            if len(members) == 1:
+                continue
+            # (n, 105): how many of an image's panels show each character
             counts = (shown[members, :, None] == np.arange(len(world.CHARACTERS))).sum(axis=1)
-            equal = counts @ counts.T / 16  # (n, n)
-            if len(members) > 1:
-                scores[members] = 1 - (equal.sum(axis=1) - equal.diagonal()) / (len(members) - 1)
+            equal = counts @ counts.T / 16  # of the 16 pairs of panels of two images
+            with_others = equal.sum(axis=1) - equal.diagonal()
+            scores[members] = 1 - with_others / (len(members) - 1)
         return scores
 
     score.compares_images = True

@@ -1,10 +1,12 @@
-"""The shapes world: characters, views, the renderer, and prompts in the grammar of the real data sets.
+"""The shapes world: characters, views, the renderer, and prompts in the grammar of real data sets.
 
-A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel shows one character in
-one view on white; an image is a 2x2 grid of panels. A full prompt names one character and four different views. An open
-prompt leaves one or two attributes of the character open; in a consistent image the panels agree on them. "Colour" and
-"centre" are spelled as in the committed weights. S is a panel's side in pixels; the last axis is RGB; pixels are
-float32 in [0, 1].
+A *character* is shape x colour x style (105 of them), a *view* is position x size (10). A panel
+shows one character in one view on white, and an image is a 2x2 grid of panels. A full prompt names
+one character and four different views. An open prompt leaves one or two attributes of the character
+open, and in a consistent image the panels agree on them. "Colour" and "centre" are spelled as in
+the committed weights.
+
+S is a panel's side in pixels. The last axis is RGB. Pixels are float32 in [0, 1].
 """
 
 import dataclasses
@@ -18,7 +20,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-Random = np.random.Generator
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 COLOURS = {
     "red": (0.86, 0.12, 0.12),
@@ -30,7 +31,8 @@ COLOURS = {
     "black": (0.12, 0.12, 0.12),
 }
 STYLES = ("filled", "outlined", "striped")
-ATTRIBUTES = {"style": STYLES, "colour": tuple(COLOURS), "shape": SHAPES}  # of a character
+# The attributes of a character, in the order of their words in a prompt.
+ATTRIBUTES = {"style": STYLES, "colour": tuple(COLOURS), "shape": SHAPES}
 POSITIONS = {
     "centre": (0.5, 0.5),
     "left": (0.34, 0.5),
@@ -40,15 +42,15 @@ POSITIONS = {
 }
 SIZES = {"small": 0.22, "big": 0.33}  # radius as a share of the panel's side
 LABELS = ("[TOP]-[LEFT]:", "[TOP]-[RIGHT]:", "[BOTTOM]-[LEFT]:", "[BOTTOM]-[RIGHT]:")
-OPENINGS = tuple(
-    o for n in (1, 2) for o in itertools.combinations(ATTRIBUTES, n)
-)  # what a prompt can leave open
+# The sets of attributes that a prompt can leave open.
+OPENINGS = (*itertools.combinations(ATTRIBUTES, 1), *itertools.combinations(ATTRIBUTES, 2))
 # Width of the outline in radii: thin where the body is narrow, so that its inside stays visible.
 OUTLINES = {"circle": 0.28, "square": 0.28, "triangle": 0.25, "star": 0.17, "cross": 0.17}
 _SUPERSAMPLE = 3
-OPEN = ""  # an attribute that a prompt does not name
+OPEN = ""  # the value of an attribute that a prompt does not name
 JITTER = 0.012  # largest shift of a shape from its position, as a share of the panel's side
-KINDS = ("training character", "held-out character")  # of items: their category in the data sets
+MAX_NOISE = 0.08  # largest standard deviation of the noise that ``to_image`` adds
+KINDS = ("training character", "held-out character")  # an item's category in the data sets
 
 
 @dataclass(frozen=True, order=True)
@@ -64,11 +66,14 @@ class Character:
 
     @property
     def left_open(self) -> tuple[str, ...]:
+        """The attributes that are open."""
         return tuple(name for name in ATTRIBUTES if getattr(self, name) == OPEN)
 
 
 @dataclass(frozen=True, order=True)
 class View:
+    """Where a panel shows its character, and how big."""
+
     size: str
     position: str
 
@@ -80,11 +85,17 @@ CHARACTERS = tuple(Character(*c) for c in itertools.product(STYLES, COLOURS, SHA
 VIEWS = tuple(View(*v) for v in itertools.product(SIZES, POSITIONS))
 CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
 VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
-ATTRIBUTE_VALUES = {  # int (105,): which of an attribute's values each character has
-    name: np.array([values.index(getattr(c, name)) for c in CHARACTERS])
-    for name, values in ATTRIBUTES.items()
-}
-# Indices into CHARACTERS, the same for every seed. Base models know all of them; LoRA and RL see only KNOWN.
+
+
+def _value_indices(attribute: str) -> np.ndarray:
+    values = ATTRIBUTES[attribute]
+    return np.array([values.index(getattr(c, attribute)) for c in CHARACTERS])
+
+
+# Attribute -> int (105,): which of its values each character has.
+ATTRIBUTE_VALUES = {name: _value_indices(name) for name in ATTRIBUTES}
+# Indices into CHARACTERS, the same for every seed. Base models know all characters, but LoRA and RL
+# see only KNOWN.
 HELD_OUT = tuple(sorted(np.random.default_rng(20251204).permutation(len(CHARACTERS))[:21].tolist()))
 KNOWN = tuple(i for i in range(len(CHARACTERS)) if i not in HELD_OUT)
 
@@ -94,11 +105,19 @@ def _polygon_distance(x: np.ndarray, y: np.ndarray, corners: np.ndarray) -> np.n
     distance = np.full(x.shape, np.inf, dtype=np.float32)
     inside = np.zeros(x.shape, dtype=bool)
     for (ax, ay), (bx, by) in zip(corners, np.roll(corners, -1, axis=0)):
-        ex, ey, px, py = bx - ax, by - ay, x - ax, y - ay
-        along = np.clip((px * ex + py * ey) / (ex * ex + ey * ey), 0, 1)
-        distance = np.minimum(distance, np.hypot(px - ex * along, py - ey * along))
-        crosses = (ay > y) != (by > y)
-        inside ^= crosses & (x < ex * (y - ay) / np.where(ey == 0, 1, ey) + ax)
+        # The edge from corner a to corner b, and the points as seen from a.
+        edge_x = bx - ax
+        edge_y = by - ay
+        from_a_x = x - ax
+        from_a_y = y - ay
+        along = (from_a_x * edge_x + from_a_y * edge_y) / (edge_x * edge_x + edge_y * edge_y)
+        along = np.clip(along, 0, 1)
+        to_edge = np.hypot(from_a_x - edge_x * along, from_a_y - edge_y * along)
+        distance = np.minimum(distance, to_edge)
+        # A point is inside if a ray to its right crosses an odd number of edges.
+        edge_crosses_row = (ay > y) != (by > y)
+        crossing_x = edge_x * from_a_y / np.where(edge_y == 0, 1, edge_y) + ax
+        inside ^= edge_crosses_row & (x < crossing_x)
     return np.where(inside, -distance, distance)
 
 
@@ -125,17 +144,20 @@ def _geometry(
     shape: str, view: View, side: int, jitter: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Distance to the outline and a diagonal coordinate, in radii, on the supersampled panel."""
-    radius, n = SIZES[view.size], side * _SUPERSAMPLE
-    cx, cy = (p + j for p, j in zip(POSITIONS[view.position], jitter))
-    grid = (np.arange(n, dtype=np.float32) + 0.5) / n
-    x, y = np.meshgrid((grid - cx) / radius, (grid - cy) / radius)
+    radius = SIZES[view.size]
+    position_x, position_y = POSITIONS[view.position]
+    center_x = position_x + jitter[0]
+    center_y = position_y + jitter[1]
+    num_samples = side * _SUPERSAMPLE
+    samples = (np.arange(num_samples, dtype=np.float32) + 0.5) / num_samples
+    x, y = np.meshgrid((samples - center_x) / radius, (samples - center_y) / radius)
     return _signed_distance(shape, x, y), x + y
 
 
 def render_panel(
     character: Character, view: View, side: int, jitter: tuple[float, float] = (0.0, 0.0)
 ) -> np.ndarray:
-    """One panel, float32 (S, S, 3); jitter: shift (x, y) as a share of the side."""
+    """One panel, float32 (S, S, 3), shifted by ``jitter`` (x, y), a share of the side."""
     distance, diagonal = _geometry(character.shape, view, side, jitter)
     colour = np.array(COLOURS[character.colour], dtype=np.float32)
     body = distance < 0
@@ -144,13 +166,14 @@ def render_panel(
         image[body] = colour
     elif character.style == "outlined":
         image[body & (distance > -OUTLINES[character.shape])] = colour
-    else:  # a light tint keeps the silhouette, coarse stripes carry the style at small sizes
+    else:
+        # A light tint keeps the silhouette. Coarse stripes carry the style at small sizes.
         image[body] = 1 - 0.35 * (1 - colour)
         image[body & (np.floor(diagonal / 0.5) % 2 == 0)] = colour
     return image.reshape(side, _SUPERSAMPLE, side, _SUPERSAMPLE, 3).mean(axis=(1, 3))
 
 
-def random_jitter(rng: Random) -> tuple[float, float]:
+def random_jitter(rng: np.random.Generator) -> tuple[float, float]:
     """A shift (x, y), as a share of the panel's side."""
     return tuple(rng.uniform(-JITTER, JITTER, size=2).tolist())
 
@@ -161,41 +184,55 @@ def assemble_grid(panels: list[np.ndarray]) -> np.ndarray:
 
 
 def render_grid(
-    characters: Sequence[Character], views: Sequence[View], side: int, rng: Random | None = None
+    characters: Sequence[Character],
+    views: Sequence[View],
+    side: int,
+    rng: np.random.Generator | None = None,
 ) -> np.ndarray:
     """Four panels as one (2S, 2S, 3) image; with ``rng``, each has a random jitter."""
-    jitters = [random_jitter(rng) if rng else (0.0, 0.0) for _ in characters]
-    return assemble_grid(
-        [render_panel(c, v, side, j) for c, v, j in zip(characters, views, jitters, strict=True)]
-    )
+    panels = []
+    for character, view in zip(characters, views, strict=True):
+        jitter = (0.0, 0.0) if rng is None else random_jitter(rng)
+        panels.append(render_panel(character, view, side, jitter))
+    return assemble_grid(panels)
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
+    """Pixels in [0, 1] as bytes."""
     return np.clip(np.rint(image * 255), 0, 255).astype(np.uint8)
 
 
-def to_image(image: np.ndarray, rng: Random | None = None) -> Image.Image:
-    """An image of these pixels; with ``rng``, with light noise (up to 0.08) like a generator's."""
-    noise = rng.normal(scale=rng.uniform(0, 0.08), size=image.shape) if rng else 0
-    return Image.fromarray(to_uint8(image + noise))
+def to_image(image: np.ndarray, rng: np.random.Generator | None = None) -> Image.Image:
+    """An image of these pixels; with ``rng``, with light noise like a generator's."""
+    if rng is not None:
+        scale = rng.uniform(0, MAX_NOISE)
+        image = image + rng.normal(scale=scale, size=image.shape)
+    return Image.fromarray(to_uint8(image))
 
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Writes one JSON object a line, in a folder that may not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read_jsonl(path: Path) -> list[dict]:
+    """The objects of a file with one JSON object a line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def with_article(thing: object) -> str:
-    return f"{'an' if str(thing)[0] in 'aeiou' else 'a'} {thing}"
+    """``thing`` as text after "a" or "an"."""
+    article = "an" if str(thing)[0] in "aeiou" else "a"
+    return f"{article} {thing}"
 
 
 def theme(character: Character) -> str:
     """The part of a prompt before its first panel label; silent on open attributes."""
-    return f"2x2 grid layout depicting {with_article(character)}.The same {character.shape or 'character'} throughout."
+    subject = character.shape or "character"
+    described = f"2x2 grid layout depicting {with_article(character)}."
+    # The data set's own prompts have no space between these two sentences either.
+    return f"{described}The same {subject} throughout."
 
 
 def grid_prompt(character: Character, views: list[View]) -> str:
@@ -204,18 +241,22 @@ def grid_prompt(character: Character, views: list[View]) -> str:
     return f"{theme(character)} {panels}"
 
 
-def changed(character: Character, attribute: str, rng: Random) -> Character:
+def changed(character: Character, attribute: str, rng: np.random.Generator) -> Character:
     """The character with another value of the attribute."""
     rest = [value for value in ATTRIBUTES[attribute] if value != getattr(character, attribute)]
     return dataclasses.replace(character, **{attribute: str(rng.choice(rest))})
 
 
-def departed(character: int, rng: Random, one_attribute: float = 0.75) -> int:
-    """Another character's index: with probability ``one_attribute`` one attribute changed, else any other."""
+def departed(character: int, rng: np.random.Generator, one_attribute: float = 0.75) -> int:
+    """Another character's index.
+
+    It differs in one attribute with probability ``one_attribute``, and is any other character else.
+    """
     if rng.random() >= one_attribute:
         other = int(rng.integers(len(CHARACTERS) - 1))
-        return other + (other >= character)
-    return CHARACTER_INDEX[changed(CHARACTERS[character], list(ATTRIBUTES)[rng.integers(3)], rng)]
+        return other + 1 if other >= character else other
+    attribute = list(ATTRIBUTES)[rng.integers(len(ATTRIBUTES))]
+    return CHARACTER_INDEX[changed(CHARACTERS[character], attribute, rng)]
 
 
 def opened(character: Character, attributes: Iterable[str]) -> Character:
