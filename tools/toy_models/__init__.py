@@ -1,1 +1,1 @@
-"""Builds the toy weights in ``quickstart/models``; only maintainers run this. See README.md for the commands."""
+"""Builds the toy weights in ``quickstart/models``. Only maintainers run this, as README.md says."""

@@ -1,4 +1,6 @@
-"""Builds one toy model from a seed into the folder of all models: `python -m toy_models.build MODEL --out FOLDER`.
+"""Builds one toy model from a seed into the folder of all models.
+
+    python -m toy_models.build MODEL --out FOLDER
 
     vae             FLUX's VAE, in flux/vae
     flux            a FluxPipeline folder, bfloat16; needs vae
@@ -21,48 +23,75 @@ from toy_models import flux, judge, kontext
 MINUTES = {"vae": 6.0, "judge": 20.0, "flux": 110.0, "flux_kontext": 25.0}
 
 
+def build_vae(models: Path, seconds: float, seed: int) -> None:
+    """The VAE's folder in ``models``/flux."""
+    flux.new_vae(seconds, seed).save_pretrained(models / "flux" / "vae")
+
+
+def build_flux(models: Path, seconds: float, seed: int) -> None:
+    """``models``/flux, around the VAE that is there."""
+    folder = models / "flux"
+    vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32)
+    pipe = flux.new_pipeline(vae, seed)
+    flux.train(pipe, seconds, seed)
+    pipe.to(torch.bfloat16).save_pretrained(folder)
+    _remove_build_paths(folder)
+
+
+def build_flux_kontext(models: Path, seconds: float, seed: int) -> None:
+    """``models``/flux_kontext, from the base in ``models``/flux."""
+    folder = models / "flux_kontext"
+    pipe = kontext.new(models, seed)
+    kontext.train(pipe, seconds, seed)
+    pipe.to(torch.bfloat16).save_pretrained(folder)
+    _remove_build_paths(folder)
+
+
+def build_judge(models: Path, seconds: float, seed: int) -> None:
+    """``models``/judge."""
+    folder = models / "judge"
+    processor = judge.world_processor()
+    model = judge.new_judge(processor, seed)
+    judge.train(model, processor, seconds, seed)
+    model.save_pretrained(folder)
+    # Only the file is small: config.json keeps float32, in which everything computes, because
+    # bfloat16 is slow on most CPUs.
+    file = folder / "model.safetensors"
+    weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    processor.save_pretrained(folder)
+    _remove_build_paths(folder)
+
+
+def _remove_build_paths(folder: Path) -> None:
+    """Deletes the paths of this machine that the libraries write into configurations."""
+    for path in (*folder.rglob("config.json"), *folder.glob("model_index.json")):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))
+
+
+BUILDERS = {
+    "vae": build_vae,
+    "judge": build_judge,
+    "flux": build_flux,
+    "flux_kontext": build_flux_kontext,
+}
+
+
 def main() -> None:
+    """Builds the model that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", choices=MINUTES)
+    parser.add_argument("model", choices=BUILDERS)
     parser.add_argument("--out", type=Path, required=True, help="folder of all models")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help=f"training time; default {MINUTES}")
     arguments = parser.parse_args()
-    name, models = arguments.model, arguments.out
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(1)
-    folder, seconds, seed = models / name, 60 * (arguments.minutes or MINUTES[name]), arguments.seed
-    if name == "vae":
-        flux.new_vae(seconds, seed).save_pretrained(models / "flux" / "vae")
-    elif name == "judge":
-        processor = judge.world_processor()
-        model = judge.new_judge(processor, seed)
-        judge.train(model, processor, seconds, seed)
-        model.save_pretrained(folder)
-        # config.json keeps float32, in which everything computes: bfloat16 is slow on most CPUs. Only the file is small.
-        file = folder / "model.safetensors"
-        save_file(
-            {name: weight.bfloat16() for name, weight in load_file(file).items()},
-            file,
-            metadata={"format": "pt"},
-        )
-        processor.save_pretrained(folder)
-    else:
-        if name == "flux":
-            pipe = flux.new_pipeline(
-                AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32), seed
-            )
-            flux.train(pipe, seconds, seed)
-        else:
-            pipe = kontext.new(models, seed)
-            kontext.train(pipe, seconds, seed)
-        pipe.to(torch.bfloat16).save_pretrained(folder)
-    for path in (*folder.rglob("config.json"), *folder.glob("model_index.json")):
-        # without the folders in which the weights were built
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))
+    minutes = arguments.minutes or MINUTES[arguments.model]
+    BUILDERS[arguments.model](arguments.out, 60 * minutes, arguments.seed)
 
 
 if __name__ == "__main__":

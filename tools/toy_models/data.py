@@ -1,9 +1,12 @@
-"""Rendered panels, their latents, and edits, kept in memory: training waits neither for the renderer nor for a VAE.
+"""Rendered panels, their latents, and targets of edits.
 
-Characters and views are indices into ``paco_toy.world``'s CHARACTERS and VIEWS. S is a panel's side in pixels, s in latents.
+They are kept in memory, so that training waits neither for the renderer nor for a VAE. Characters
+and views are indices into ``paco_toy.world``'s CHARACTERS and VIEWS. S is a panel's side in pixels,
+s in latents.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -22,8 +25,8 @@ from paco_toy.world import (
 )
 
 DEPARTURE = 0.35  # share of edits whose target departs from the instruction
-# How a target departs: nothing changes; the panel gets another value; another panel gets the value; a second panel changes
-# as well. The last one still follows the instruction.
+# How a target departs: nothing changes, the panel gets another value, another panel gets the value,
+# or a second panel changes as well. The last one still follows the instruction.
 KINDS = {"untouched": 0.35, "other value": 0.30, "other panel": 0.15, "one more": 0.20}
 
 
@@ -41,12 +44,13 @@ def _panel(side: int, character: int, view: int, variant: int) -> np.ndarray:
 def draw(
     side: int, characters: np.ndarray, views: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Panels for index arrays of any equal shape (...), each with one of four jitters: uint8 (..., S, S, 3)."""
+    """Panels for index arrays of any equal shape (...): uint8 (..., S, S, 3).
+
+    Each has one of four jitters.
+    """
     variants = rng.integers(4, size=characters.shape)
-    panels = [
-        _panel(side, *kind)
-        for kind in np.stack([characters, views, variants], -1).reshape(-1, 3).tolist()
-    ]
+    kinds = np.stack([characters, views, variants], axis=-1).reshape(-1, 3)
+    panels = [_panel(side, *kind) for kind in kinds.tolist()]
     return np.stack(panels).reshape(*characters.shape, side, side, 3)
 
 
@@ -60,70 +64,83 @@ def draw_grids(
 
 def _assemble(panels: torch.Tensor) -> torch.Tensor:
     """(B, 4, C, S, S) to (B, C, 2S, 2S)."""
-    return panels.unflatten(1, (2, 2)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    rows_and_columns = panels.unflatten(1, (2, 2)).permute(0, 3, 1, 4, 2, 5)
+    return rows_and_columns.flatten(4).flatten(2, 3)
+
+
+def _quadrants(grids: torch.Tensor) -> torch.Tensor:
+    """(B, C, 2s, 2s) to (4, B, C, s, s): the inverse of ``_assemble``, quadrants first."""
+    rows_and_columns = grids.unflatten(3, (2, -1)).unflatten(2, (2, -1))
+    return rows_and_columns.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)
 
 
 @torch.no_grad()
 def encode_quadrants(
-    vae: AutoencoderKL, sides: tuple[int, ...], seed: int
+    vae: AutoencoderKL, sides: Sequence[int], seed: int
 ) -> dict[int, torch.Tensor]:
-    """Quadrants of VAE-encoded grids: panel side in pixels -> float32 (4, characters, views, 2, C, s, s).
+    """Quadrants of VAE-encoded grids, for each panel side in pixels.
 
-    A panel's latents depend slightly on its place (padding) and its neighbors (group norms), so each quadrant is cut
-    from whole random grids and used only in the same place.
+    A panel's latents depend slightly on its place (padding) and its neighbors (group norms), so
+    each quadrant is cut from whole random grids and used only in the same place.
+
+    Returns:
+        side -> float32 (4, characters, views, 2 variants, C, s, s).
     """
-    rng, kinds = np.random.default_rng([seed, 1]), len(CHARACTERS) * len(VIEWS)
+    rng = np.random.default_rng([seed, 1])
+    num_kinds = len(CHARACTERS) * len(VIEWS)
     latents = {}
     for side in sides:
-        store = torch.empty(4, kinds, 2, vae.config.latent_channels, side // 4, side // 4)
+        shape = (vae.config.latent_channels, side // 4, side // 4)
+        store = torch.empty(4, num_kinds, 2, *shape)
         for variant in range(2):
-            order = np.stack(
-                [rng.permutation(kinds) for _ in range(4)], axis=1
-            )  # each kind once in each quadrant
-            for rows in np.array_split(order, 16):
-                z = vae.encode(
-                    draw_grids(side, *np.divmod(rows, len(VIEWS)), rng)
-                ).latent_dist.mode()
-                z = (
-                    z - vae.config.shift_factor
-                ) * vae.config.scaling_factor  # as FluxPipeline uses them
-                quadrants = (
-                    z.unflatten(3, (2, -1))
-                    .unflatten(2, (2, -1))
-                    .permute(2, 4, 0, 1, 3, 5)
-                    .flatten(0, 1)
-                )
-                store[torch.arange(4)[:, None], torch.from_numpy(rows.T), variant] = quadrants
+            # Each quadrant shows each kind once.
+            order = np.stack([rng.permutation(num_kinds) for _ in range(4)], axis=1)
+            for kinds in np.array_split(order, 16):
+                characters, views = np.divmod(kinds, len(VIEWS))
+                grids = draw_grids(side, characters, views, rng)
+                z = vae.encode(grids).latent_dist.mode()
+                # FluxPipeline uses them like this.
+                z = (z - vae.config.shift_factor) * vae.config.scaling_factor
+                quadrant = torch.arange(4)[:, None]
+                store[quadrant, torch.from_numpy(kinds.T), variant] = _quadrants(z)
         latents[side] = store.unflatten(1, (len(CHARACTERS), len(VIEWS)))
     return latents
 
 
-def latent_grids(quadrants: torch.Tensor, *indices: np.ndarray) -> torch.Tensor:
-    """Latents of grids for (B, 4) indices of characters, views and variants (0 or 1): float32 (B, C, 2s, 2s)."""
-    return _assemble(quadrants[(torch.arange(4), *map(torch.from_numpy, indices))])
+def latent_grids(
+    quadrants: torch.Tensor, characters: np.ndarray, views: np.ndarray, variants: np.ndarray
+) -> torch.Tensor:
+    """Latents of grids for (B, 4) indices, variants 0 or 1: float32 (B, C, 2s, 2s)."""
+    indices = [torch.from_numpy(index) for index in (characters, views, variants)]
+    return _assemble(quadrants[torch.arange(4), *indices])
 
 
 def edit_target(edit: Edit, departure: float, rng: np.random.Generator) -> tuple[Character, ...]:
-    """The four characters of an edit's training target, which departs from the instruction with a given probability.
+    """The four characters of an edit's training target.
 
-    A base editor thus does not follow instructions reliably: that is left to RL.
+    It departs from the instruction with a given probability. A base editor thus does not follow
+    instructions reliably: that is left to RL.
     """
     if rng.random() >= departure:
         return edit.edited()
-
-    def other(place: int, *values: str) -> Character:
-        """With another value of the attribute, except ``values``."""
-        character = edit.characters[place]
-        rest = set(ATTRIBUTES[edit.attribute]) - {getattr(character, edit.attribute), *values}
-        return dataclasses.replace(character, **{edit.attribute: str(rng.choice(sorted(rest)))})
-
     kind = rng.choice(list(KINDS), p=list(KINDS.values()))
     elsewhere = int(edit.place + rng.integers(1, 4)) % 4
-    after = list(edit.edited() if kind == "one more" else edit.characters)
+    target = list(edit.characters)
     if kind == "one more":
-        after[elsewhere] = other(elsewhere)
-    if kind == "other value":
-        after[edit.place] = other(edit.place, edit.value)
-    if kind == "other panel":
-        after[elsewhere] = dataclasses.replace(after[elsewhere], **{edit.attribute: edit.value})
-    return tuple(after)
+        target[edit.place] = edit.result
+        target[elsewhere] = _with_other_value(edit.characters[elsewhere], edit.attribute, (), rng)
+    elif kind == "other value":
+        named = edit.characters[edit.place]
+        target[edit.place] = _with_other_value(named, edit.attribute, (edit.value,), rng)
+    elif kind == "other panel":
+        change = {edit.attribute: edit.value}
+        target[elsewhere] = dataclasses.replace(edit.characters[elsewhere], **change)
+    return tuple(target)
+
+
+def _with_other_value(
+    character: Character, attribute: str, excluded: Sequence[str], rng: np.random.Generator
+) -> Character:
+    """With a value of the attribute that is neither the character's nor ``excluded``."""
+    values = set(ATTRIBUTES[attribute]) - {getattr(character, attribute), *excluded}
+    return dataclasses.replace(character, **{attribute: str(rng.choice(sorted(values)))})

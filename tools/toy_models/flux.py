@@ -1,8 +1,9 @@
-"""The toy FLUX: FluxPipeline's own components with small sizes, trained by flow matching to be inconsistent.
+"""The toy FLUX: FluxPipeline's own components with small sizes, trained to be inconsistent.
 
-The base model learns to draw and to follow positions and sizes, but *not* to keep identity: that is left to RL. Under a
-full prompt each panel departs from the named character with probability ``DEPARTURE``. Under an open prompt, what is
-open is the same in all four panels only in a share ``AGREED`` of the grids.
+The base model learns to draw and to follow positions and sizes, but *not* to keep identity: that is
+left to RL. Under a full prompt each panel departs from the named character with probability
+``DEPARTURE``. Under an open prompt, what is open is the same in all four panels only in a share
+``AGREED`` of the grids.
 """
 
 import dataclasses
@@ -29,38 +30,45 @@ from transformers import (
 
 from paco_toy import world
 from toy_models.data import draw_grids, encode_quadrants, latent_grids, random_views
-from toy_models.training import Losses, fit, flow_errors, pack
+from toy_models.training import Losses, fit, flow_errors, for_seconds, for_steps, pack
 
-# By panel side. Larger panels average more of it away: at 0.34 for all sides the base's images had 0.51 consistent
-# pairs at 64 px and 0.61 at 128 px.
+# By panel side. Larger panels average more of it away: at 0.34 for all sides the base's images had
+# 0.51 consistent pairs at 64 px and 0.61 at 128 px.
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
-OPEN_SHARE, AGREED = 0.6, 0.75
+OPEN_SHARE = 0.6
+AGREED = 0.75
 TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
 GUIDANCE = 3.5  # the only scale that the model is trained for
-_FIRST_LABEL = (
-    14  # tokens before the first panel label; each panel has four: label, size, position, full stop
-)
+# Tokens before the first panel label. Each panel has four: label, size, position, full stop.
+_FIRST_LABEL = 14
+_TOKENS_PER_PANEL = 4
 _BATCH = {16: 64, 32: 32, 64: 12}
 # Panel sides of successive steps. Small first: a 128 px step costs as much as three at 64 px.
 _EARLY = (32, 32, 16, 32, 32, 32, 64, 32)
 _LATE = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)
 _WORDS = (
-    "2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", ".",
-    *world.SHAPES, *world.COLOURS, *world.STYLES, *world.POSITIONS, *world.SIZES, *map(str.lower, world.LABELS),
-)  # fmt: skip
+    *("2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", "."),
+    *world.SHAPES,
+    *world.COLOURS,
+    *world.STYLES,
+    *world.POSITIONS,
+    *world.SIZES,
+    *(label.lower() for label in world.LABELS),
+)
 
 
 def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast:
-    """One token per word or panel label; lower case; other words become <unk>; texts are cut to ``length`` tokens."""
+    """One token per word or panel label, in lower case.
+
+    Other words become <unk>, and texts are cut to ``length`` tokens.
+    """
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     # "an" and "a" are one word.
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Lowercase(), normalizers.Replace(Regex(r"\ban\b"), "a")]
-    )
-    split = pre_tokenizers.Split(
-        Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]"), "removed", invert=True
-    )
+    one_article = normalizers.Replace(Regex(r"\ban\b"), "a")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), one_article])
+    words_and_labels = Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]")
+    split = pre_tokenizers.Split(words_and_labels, "removed", invert=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
@@ -75,79 +83,109 @@ def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast
 
 
 def _prompt(character: int, views: Sequence[int], opening: Sequence[str] = ()) -> str:
-    return world.grid_prompt(
-        world.opened(world.CHARACTERS[character], opening), [world.VIEWS[i] for i in views]
-    )
+    named = world.opened(world.CHARACTERS[character], opening)
+    return world.grid_prompt(named, [world.VIEWS[i] for i in views])
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     """(B, L), padded to the tokenizer's length."""
-    return tokenizer(
-        list(texts), padding="max_length", truncation=True, return_tensors="pt"
-    ).input_ids
+    encoding = tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
+    return encoding.input_ids
 
 
 def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
     """Untrained CLIP and T5 of width 64."""
     clip = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, projection_dim=64, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length, pad_token_id=0, bos_token_id=0,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        projection_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        pad_token_id=0,
+        bos_token_id=0,
         eos_token_id=1,
-    )  # fmt: skip
+    )
     t5 = T5Config(
-        vocab_size=len(tokenizer), d_model=64, d_kv=32, d_ff=192, num_layers=2, num_heads=2, dropout_rate=0.0,
-        feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, is_encoder_decoder=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        d_model=64,
+        d_kv=32,
+        d_ff=192,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
     return CLIPTextModel(clip), T5EncoderModel(t5)
 
 
-def new_vae(seconds: float, seed: int) -> AutoencoderKL:
-    """A trained VAE of 0.17 M parameters: factor 4, 4 latent channels, no attention, so that any grid size works.
+def _random_grids(side: int, count: int, rng: np.random.Generator) -> torch.Tensor:
+    """Any characters in different views: float32 (B, 3, 2S, 2S) in [-1, 1]."""
+    characters = rng.integers(len(world.CHARACTERS), size=(count, 4))
+    views = random_views(count, rng)
+    return draw_grids(side, characters, views, rng)
 
-    Scaling and shift factors are measured on its latents. The decoder is trained on latents with noise of up to 0.2 of their
-    standard deviation, so that it also draws sharply from a generator's imperfect latents.
+
+def new_vae(seconds: float, seed: int) -> AutoencoderKL:
+    """A trained VAE of 0.17 M parameters: factor 4, 4 latent channels.
+
+    It has no attention, so that any grid size works. Scaling and shift factors are measured on its
+    latents. The decoder is trained on latents with noise of up to 0.2 of their standard deviation,
+    so that it also draws sharply from a generator's imperfect latents.
     """
     torch.manual_seed(seed)
     vae = AutoencoderKL(
-        in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 16, 32), layers_per_block=1, latent_channels=4, norm_num_groups=4, mid_block_add_attention=False,
-        use_quant_conv=False, use_post_quant_conv=False, sample_size=128, scaling_factor=1.0, shift_factor=0.0,
-    ).to(memory_format=torch.channels_last)  # fmt: skip
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 16, 32),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        sample_size=128,
+        scaling_factor=1.0,
+        shift_factor=0.0,
+    )
+    vae.to(memory_format=torch.channels_last)
     rng = np.random.default_rng(seed)
-
-    def grids(side: int, count: int) -> torch.Tensor:
-        return draw_grids(
-            side,
-            rng.integers(len(world.CHARACTERS), size=(count, 4)),
-            random_views(count, rng),
-            rng,
-        )
+    batch_sizes = {16: 8, 32: 4, 64: 1}  # by panel side
 
     def next_losses(step: int, progress: float) -> Losses:
         side = (32, 64, 32, 16, 32)[step % 5]
-        pixels = grids(side, {16: 8, 32: 4, 64: 1}[side]).contiguous(
-            memory_format=torch.channels_last
-        )
+        pixels = _random_grids(side, batch_sizes[side], rng)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         mean, log_var = vae.encoder(pixels).chunk(2, dim=1)
         noise = 0.2 * mean.detach().std() * torch.rand(len(mean), 1, 1, 1)
         decoded = vae.decoder(mean + noise * torch.randn_like(mean))
         kl = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).mean()
-        error = (decoded - pixels) * (
-            1 + 2 * (pixels.amin(dim=1, keepdim=True) < 0.9)
-        )  # most of a panel is white
-        # The pooled term is about color. Without it outlines are learned first and colors only minutes later.
-        pooled = 4 * nn.functional.avg_pool2d(error, 4).square().mean()
+        # Most of a panel is white, so what is not white counts three times.
+        is_drawn = pixels.amin(dim=1, keepdim=True) < 0.9
+        error = (decoded - pixels) * (1 + 2 * is_drawn)
+        # The pooled term is about color. Without it outlines are learned first and colors only
+        # minutes later.
+        pooled = nn.functional.avg_pool2d(error, 4)
         return {
             "drawing": error.abs().mean() + error.square().mean(),
-            "color": pooled,
+            "color": 4 * pooled.square().mean(),
             "kl": 1e-4 * kl,
         }
 
-    fit([(vae, 3e-3)], next_losses, "vae", seconds=seconds)
+    fit([(vae, 3e-3)], next_losses, "vae", for_seconds(seconds))
     with torch.no_grad():
-        latents = torch.cat(
-            [vae.encoder(grids(side, 64)).chunk(2, dim=1)[0].flatten() for side in (32, 64)]
-        )
+        means = []
+        for side in (32, 64):
+            mean, _ = vae.encoder(_random_grids(side, 64, rng)).chunk(2, dim=1)
+            means.append(mean.flatten())
+        latents = torch.cat(means)
     vae.register_to_config(
         scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
     )
@@ -160,18 +198,34 @@ def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
     tokenizer = word_tokenizer(_WORDS, TEXT_TOKENS)
     clip, t5 = new_text_encoders(tokenizer)
     transformer = FluxTransformer2DModel(
-        in_channels=4 * vae.config.latent_channels, num_layers=2, num_single_layers=3, attention_head_dim=32,
-        num_attention_heads=4, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True,
+        in_channels=4 * vae.config.latent_channels,
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        pooled_projection_dim=64,
+        guidance_embeds=True,
         axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
+    )
     scheduler = FlowMatchEulerDiscreteScheduler(  # as FLUX.1-dev's
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, shift=3.0
-    )  # fmt: skip
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+        shift=3.0,
+    )
     _pretrain_text(tokenizer, clip, t5, seed)
     return FluxPipeline(
-        scheduler=scheduler, vae=vae, text_encoder=clip, tokenizer=tokenizer, text_encoder_2=t5, tokenizer_2=tokenizer,
+        scheduler=scheduler,
+        vae=vae,
+        text_encoder=clip,
+        tokenizer=tokenizer,
+        text_encoder_2=t5,
+        tokenizer_2=tokenizer,
         transformer=transformer,
-    )  # fmt: skip
+    )
 
 
 def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, float]]:
@@ -182,18 +236,20 @@ def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, floa
 def _shown_characters(
     named: int, opening: Sequence[str], departure: float, rng: np.random.Generator
 ) -> list[int]:
+    """What the four panels of a training grid show under a prompt."""
     if not opening:
         return [world.departed(named, rng) if rng.random() < departure else named for _ in range(4)]
     if rng.random() < AGREED:
         return [named] * 4
-
-    def drawn() -> int:  # half of the panels that could differ keep the grid's value
-        values = {
-            name: str(rng.choice(world.ATTRIBUTES[name])) for name in opening if rng.random() < 0.5
-        }
-        return world.CHARACTER_INDEX[dataclasses.replace(world.CHARACTERS[named], **values)]
-
-    return [drawn() for _ in range(4)]
+    shown = []
+    for _ in range(4):
+        values = {}
+        for name in opening:
+            if rng.random() < 0.5:  # else the panel keeps the grid's value
+                values[name] = str(rng.choice(world.ATTRIBUTES[name]))
+        character = dataclasses.replace(world.CHARACTERS[named], **values)
+        shown.append(world.CHARACTER_INDEX[character])
+    return shown
 
 
 def _pretrain_text(
@@ -201,50 +257,46 @@ def _pretrain_text(
 ) -> None:
     """Teaches the text encoders to read prompts, by linear probes that are discarded.
 
-    T5: the first three tokens of each panel (label, size, position) encode the panel, its view and the character. CLIP: the
-    pooled vector encodes the character and all four views.
+    T5: the first three tokens of each panel (label, size, position) encode the panel, its view and
+    the character. CLIP: the pooled vector encodes the character and all four views.
     """
     torch.manual_seed(seed + 7)
     rng = np.random.default_rng([seed, 4])
-    counts = {"panel": 4, "view": len(world.VIEWS)} | {
-        name: len(values) for name, values in world.ATTRIBUTES.items()
-    }
-    probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in counts.items()})
-    pooled_character, pooled_views = (
-        nn.Linear(64, len(world.CHARACTERS)),
-        nn.Linear(64, 4 * len(world.VIEWS)),
-    )
+    batch_size = 128
+    num_values = {"panel": 4, "view": len(world.VIEWS)}
+    for name, values in world.ATTRIBUTES.items():
+        num_values[name] = len(values)
+    probes = nn.ModuleDict({name: nn.Linear(64, count) for name, count in num_values.items()})
+    pooled_character = nn.Linear(64, len(world.CHARACTERS))
+    pooled_views = nn.Linear(64, 4 * len(world.VIEWS))
 
     def next_losses(step: int, progress: float) -> Losses:
-        named, views = rng.integers(len(world.CHARACTERS), size=128), random_views(128, rng)
+        named = rng.integers(len(world.CHARACTERS), size=batch_size)
+        views = random_views(batch_size, rng)
         ids = token_ids(tokenizer, [_prompt(c, v) for c, v in zip(named, views)])
-        tokens = (
-            t5(ids)
-            .last_hidden_state[:, _FIRST_LABEL : _FIRST_LABEL + 16]
-            .unflatten(1, (4, 4))[:, :, :3]
-        )
-        facts = {name: values[named][:, None] for name, values in world.ATTRIBUTE_VALUES.items()}
-        facts |= {"panel": np.arange(4)[None], "view": views}
-        wanted = {
-            name: torch.from_numpy(fact).expand(128, 4)[:, :, None].expand(-1, -1, 3)
-            for name, fact in facts.items()
-        }
-        losses = {
-            n: cross_entropy(probes[n](tokens).flatten(0, -2), wanted[n].flatten()) for n in counts
-        }
+        facts = {"panel": np.arange(4)[None], "view": views}  # (1 or B, 1 or 4 panels)
+        for name, values in world.ATTRIBUTE_VALUES.items():
+            facts[name] = values[named][:, None]
+
+        states = t5(ids).last_hidden_state
+        states = states[:, _FIRST_LABEL : _FIRST_LABEL + 4 * _TOKENS_PER_PANEL]
+        states = states.unflatten(1, (4, _TOKENS_PER_PANEL))[:, :, :3]  # (B, 4 panels, 3, 64)
+        losses = {}
+        for name, probe in probes.items():
+            labels = torch.from_numpy(facts[name]).expand(batch_size, 4)
+            labels = labels[:, :, None].expand(-1, -1, 3)
+            losses[name] = cross_entropy(probe(states).flatten(0, -2), labels.flatten())
+
         pooled = clip(ids).pooler_output
         losses["pooled character"] = cross_entropy(
             pooled_character(pooled), torch.from_numpy(named)
         )
-        seen = pooled_views(pooled).unflatten(1, (4, -1)).flatten(0, 1)
-        return losses | {"pooled views": cross_entropy(seen, torch.from_numpy(views).flatten())}
+        view_logits = pooled_views(pooled).unflatten(1, (4, -1)).flatten(0, 1)
+        losses["pooled views"] = cross_entropy(view_logits, torch.from_numpy(views).flatten())
+        return losses
 
-    fit(
-        [(nn.ModuleList([clip, t5, probes, pooled_character, pooled_views]), 2e-3)],
-        next_losses,
-        "text",
-        steps=600,
-    )
+    learning = nn.ModuleList([clip, t5, probes, pooled_character, pooled_views])
+    fit([(learning, 2e-3)], next_losses, "text", for_steps(600))
 
 
 def image_ids(side: int) -> torch.Tensor:
@@ -259,45 +311,61 @@ def velocity(
     text: torch.Tensor,
     ids: torch.Tensor,
     guidance: float,
-):
-    """The transformer's prediction (B, N, C). Shapes: tokens (B, N, C), t (B,), text (token ids) (B, L), ids (N, 3)."""
-    return pipe.transformer(
-        hidden_states=tokens, timestep=t, guidance=torch.full((len(t),), guidance),
+) -> torch.Tensor:
+    """The transformer's prediction (B, N, C).
+
+    Shapes: tokens (B, N, C), t (B,), text (token ids) (B, L), ids (N, 3).
+    """
+    output = pipe.transformer(
+        hidden_states=tokens,
+        timestep=t,
+        guidance=torch.full((len(t),), guidance),
         pooled_projections=pipe.text_encoder(text).pooler_output,
         encoder_hidden_states=pipe.text_encoder_2(text).last_hidden_state,
-        txt_ids=torch.zeros(text.shape[1], 3), img_ids=ids, return_dict=False,
-    )[0]  # fmt: skip
+        txt_ids=torch.zeros(text.shape[1], 3),
+        img_ids=ids,
+        return_dict=False,
+    )
+    return output[0]
+
+
+def _random_opening(rng: np.random.Generator) -> tuple[str, ...]:
+    """What a training prompt leaves open, often nothing."""
+    if rng.random() >= OPEN_SHARE:
+        return ()
+    return world.OPENINGS[rng.integers(len(world.OPENINGS))]
 
 
 def train(pipe: FluxPipeline, seconds: float, seed: int) -> None:
-    """Trains transformer and text encoders for a wall-clock time; they end with averaged weights."""
+    """Trains transformer and text encoders for a wall-clock time.
+
+    They end with averaged weights.
+    """
     latents = encode_quadrants(pipe.vae, tuple(_BATCH), seed)
     torch.manual_seed(1000 * seed)
     rng = np.random.default_rng([seed, 2])
 
     def next_losses(step: int, progress: float) -> Losses:
-        order = _EARLY if progress < 0.4 else _LATE
-        side = order[step % len(order)]
-        named, views = (
-            rng.integers(len(world.CHARACTERS), size=_BATCH[side]),
-            random_views(_BATCH[side], rng),
-        )
-        choices = world.OPENINGS
-        openings = [
-            choices[rng.integers(len(choices))] if rng.random() < OPEN_SHARE else () for _ in named
-        ]
-        text = token_ids(
-            pipe.tokenizer_2, [_prompt(c, v, o) for c, v, o in zip(named, views, openings)]
-        )
+        sides = _EARLY if progress < 0.4 else _LATE
+        side = sides[step % len(sides)]
+        batch_size = _BATCH[side]
+        named = rng.integers(len(world.CHARACTERS), size=batch_size)
+        views = random_views(batch_size, rng)
+        openings = [_random_opening(rng) for _ in range(batch_size)]
+        prompts = [_prompt(*prompt) for prompt in zip(named, views, openings)]
+        text = token_ids(pipe.tokenizer_2, prompts)
         ids = image_ids(side // 4)
-        shown = np.array(
-            [_shown_characters(int(c), o, DEPARTURE[side], rng) for c, o in zip(named, openings)]
-        )
-        clean = pack(latent_grids(latents[side], shown, views, rng.integers(2, size=shown.shape)))
+        shown = []
+        for character, opening in zip(named.tolist(), openings):
+            shown.append(_shown_characters(character, opening, DEPARTURE[side], rng))
+        shown = np.array(shown)
+        variants = rng.integers(2, size=shown.shape)
+        clean = pack(latent_grids(latents[side], shown, views, variants))
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return velocity(pipe, noisy, t, text, ids, GUIDANCE)
 
         return {f"{2 * side}px": flow_errors(predict, clean, pipe.scheduler.config).mean()}
 
-    fit(trained_modules(pipe, 1.5e-3), next_losses, "generator", seconds=seconds, average=True)
+    learning = trained_modules(pipe, 1.5e-3)
+    fit(learning, next_losses, "generator", for_seconds(seconds), average=True)
