@@ -1,23 +1,29 @@
-"""A PyTorch program on a CPU as if it had a GPU: what a GPU refuses because of where a tensor is, fails here too.
+"""A PyTorch program on a CPU as if it had a GPU: what a GPU refuses because of where a tensor is,
+fails here too.
 
-    python tests/pretend_cuda.py SCRIPT [ARGUMENT …]        # or -m MODULE; PRETENDED_GPUS=2 under torchrun
-    with pretended_gpu(): …                                 # in a test's own process
+    python tests/pretend_cuda.py SCRIPT [ARGUMENT …]   # or -m MODULE; torchrun: PRETENDED_GPUS=2
+    with pretended_gpu(): …                            # in a test's own process
 
-A storage is on the CPU or on "cuda:i", whatever view, parameter or ``.data`` shows it; its bytes are always on the CPU.
-Refused, as on a GPU: operands on two devices (a CPU scalar and CPU indices are fine), ``numpy()`` of a GPU tensor, a
-generator of another device, a CPU tensor in a collective of nccl, a GPU that does not exist, and reading a copy made with
-``non_blocking=True`` before any synchronization. A copy between devices never shares memory. Results are the CPU's, bit
-for bit, unless the program itself computes differently on a GPU. Speed, memory, kernels, rounding, compilation and
-real streams are not shown.
+A storage is on the CPU or on "cuda:i", whatever view, parameter or ``.data`` shows it; its bytes
+are always on the CPU. Refused, as on a GPU: operands on two devices (a CPU scalar and CPU indices
+are fine), ``numpy()`` of a GPU tensor, a generator of another device, a CPU tensor in a collective
+of nccl, a GPU that does not exist, and reading a copy made with ``non_blocking=True`` before any
+synchronization. A copy between devices never shares memory. Results are the CPU's, bit for bit,
+unless the program itself computes differently on a GPU.
+
+Two processes with nccl and FSDP2 run too. Speed, memory, kernels, rounding, compilation and real
+streams are not shown. During a backward pass operands may be on two devices, because autograd makes
+gradients where Python cannot see them.
 """
 
 import contextlib
+import inspect
 import os
 import runpy
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,24 +32,23 @@ import torch
 import torch._dynamo  # it maps the functions of torch when it is imported: the real ones
 import torch.distributed as dist
 import torch.nn.attention
+import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
-# Functions that take tensors of several devices.
-_MIXING = {
-    "copy_", "_foreach_copy_", "set_", "backward", "is_same_size", "swap_tensors", "_has_compatible_shallow_copy_type",
-}  # fmt: skip
-_MOVING = {"to", "cuda", "cpu", "type_as", "as_tensor", "asarray"}
 _INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
-_COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "scatter",
-)  # fmt: skip
-_real_device = torch.Tensor.device.__get__
+_MOVING = {"to", "type_as", "as_tensor", "asarray"}
+# Functions that take tensors of several devices.
+_MIXING = {"copy_", "_foreach_copy_", "set_", "backward", "is_same_size", "swap_tensors"}
+_MIXING |= {"_has_compatible_shallow_copy_type"}
+_ONLY_ON_CPU = {"numpy", "__array__", "pin_memory"}
+
 _devices = weakref.WeakKeyDictionary()  # storage on a GPU → its device
 _unfinished = weakref.WeakSet()  # CPU storages that a copy may still be writing to
 _current = SimpleNamespace(index=0, count=1)
+_real_device = torch.Tensor.device.__get__
 
 
 class RefusedByGPU(RuntimeError):
@@ -56,6 +61,13 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return _devices.get(_storage(tensor), device) if device.type == "cpu" else device
 
 
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor, of a sharded one's part, of what ``torch.vmap`` maps over."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
 def _named(device: Any) -> torch.device:
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type != "cuda":
@@ -66,58 +78,46 @@ def _named(device: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor; inside ``torch.vmap``, of the tensor that is mapped over."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.untyped_storage()
-
-
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    tensors: list[torch.Tensor] = []
-    for part in value:
-        tensors += _tensors(part)
-    return tensors
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Following(TorchFunctionMode):
     """Follows the device of every tensor through every function of torch."""
+
+    def __init__(self, in_backward: bool = False) -> None:
+        self.in_backward = in_backward
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             return self._attribute(func, *args)
-        operands = _tensors([args, kwargs])
-        _check_finished(name, operands)
-        if name in _MOVING and args and isinstance(args[0], torch.Tensor):
-            return _move(name, *args, **kwargs)
+        operands = _tensors((args, kwargs))
+        if _unfinished and any(_storage(tensor) in _unfinished for tensor in operands):
+            raise RefusedByGPU(f"{name} reads a copy with non_blocking=True that may be unfinished")
+        if name in _ONLY_ON_CPU and device_of(args[0]) != CPU:
+            raise RefusedByGPU(f"{name} is only for tensors of the CPU; use Tensor.cpu() first")
         if name == "pin_memory":
-            return _pinned(args[0])
-        if name in ("numpy", "__array__") and device_of(args[0]) != CPU:
-            raise RefusedByGPU(f"{name}: can't convert a tensor of the GPU; use Tensor.cpu() first")
+            return args[0].clone()
+        if name in _MOVING and isinstance(args[0], torch.Tensor):
+            return _move(*args, **kwargs)
         if name in _INDEXING:
             _check_indices(name, *args)
-        elif name not in _MIXING:
+        elif name not in _MIXING and not self.in_backward:
             _check_together(name, operands)
+
         target = _target(name, kwargs.get("device"), operands)
-        _check_generator(name, kwargs.get("generator"), target)
+        generator = kwargs.get("generator")
+        if generator is not None and generator.device.type != target.type:
+            devices = f"a generator of {generator.device.type!r} on {target.type!r}"
+            raise RefusedByGPU(f"{name}: {devices}: expected both on the same device type")
         if target.type == "cuda":
-            changes = {"device": CPU, "pin_memory": False}
-            kwargs |= {key: changes[key] for key in changes if key in kwargs}
+            on_cpu = {"device": CPU, "pin_memory": False}
+            kwargs |= {option: on_cpu[option] for option in on_cpu if option in kwargs}
         result = func(*args, **kwargs)
-        if name == "copy_" and device_of(args[0]) == CPU:
-            _note_unfinished(
-                result, operands[-1], (*args[2:], kwargs.get("non_blocking", False))[0]
-            )
-        if name == "get_device":
-            return -1 if target == CPU else target.index
+        if name == "copy_" and kwargs.get("non_blocking", args[2:] == (True,)):
+            _note_unfinished(result, operands[-1])
         if target.type == "cuda":
             _place(result, target, operands)
         return result
@@ -157,49 +157,33 @@ def _place(result: Any, device: torch.device, operands: list[torch.Tensor]) -> N
             _devices[storage] = device
 
 
-def _move(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _move(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
     """``Tensor.to``, in all its forms."""
-    if name in ("cuda", "cpu"):
-        device, *args = args or (kwargs.pop("device", None),)
-        args = (name if device is None or name == "cpu" else device, *args)
-    copy = kwargs.pop("copy", False)
-    like = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    if like:
-        rest = [value for value in args if value is not like[0]]
-        kwargs.pop("other", None)
-        args = (device_of(like[0]), like[0].dtype, *rest)
+    if "other" in kwargs:
+        args = (kwargs.pop("other"), *args)
+    if args and isinstance(args[0], torch.Tensor):
+        args = (device_of(args[0]), args[0].dtype, *args[1:])
     device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     source = device_of(tensor)
     target = source if device is None else _named(device)
-    options = {} if memory_format is None else {"memory_format": memory_format}
+    options = {"copy": copy or target != source}
+    options["memory_format"] = memory_format or torch.preserve_format
     real = CPU if target.type == "cuda" else target
-    options |= {"copy": copy or target != source}
     result = torch.Tensor.to(tensor, real, dtype or tensor.dtype, **options)
     if result is not tensor:
         _place(result, target, [])
-    if target == CPU:
-        _note_unfinished(result, tensor, non_blocking)
+    if non_blocking:
+        _note_unfinished(result, tensor)
     return result
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    if device_of(tensor) != CPU:
-        raise RefusedByGPU("only dense CPU tensors can be pinned")
-    return tensor.clone()
-
-
-def _note_unfinished(copy: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-    if non_blocking and device_of(source).type == "cuda":
+def _note_unfinished(copy: torch.Tensor, source: torch.Tensor) -> None:
+    if device_of(copy) == CPU and device_of(source).type == "cuda":
         _unfinished.add(_storage(copy))
 
 
 def _finish_copies(*_: Any, **__: Any) -> None:
     _unfinished.clear()
-
-
-def _check_finished(name: str, operands: list[torch.Tensor]) -> None:
-    if _unfinished and any(_storage(tensor) in _unfinished for tensor in operands):
-        raise RefusedByGPU(f"{name} reads a copy with non_blocking=True that may not be finished")
 
 
 def _check_together(name: str, operands: list[torch.Tensor]) -> None:
@@ -217,13 +201,7 @@ def _check_indices(name: str, base: torch.Tensor, index: Any, *values: Any) -> N
         _check_together(name, [base, *_tensors(values)])
 
 
-def _check_generator(name: str, generator: Any, target: torch.device) -> None:
-    if generator is not None and generator.device.type != target.type:
-        found = f"{target.type!r} device type for generator but found {generator.device.type!r}"
-        raise RefusedByGPU(f"{name}: Expected a {found}")
-
-
-# --- torch.cuda, autocast and nccl ------------------------------------------------------------------------------------
+# --- torch.cuda, autocast and nccl ----------------------------------------------------------------
 
 
 class _Generator(torch._C.Generator):
@@ -235,37 +213,26 @@ class _Generator(torch._C.Generator):
     device = property(lambda self: self.place)
 
 
-class _Stream:
-    """A stream or an event: work is done when it is submitted, but a copy is finished only by a synchronization."""
+class _Stream(contextlib.nullcontext):
+    """A stream or an event: work is done when it is submitted, but a copy is finished only by a
+    synchronization.
+    """
 
-    cuda_stream = stream_id = 0
-    device = property(lambda self: _named("cuda"))
     synchronize = _finish_copies
+    record = wait = wait_event = wait_stream = is_capturing = lambda *_: None
+    record_event = lambda *_: _Stream()
+    elapsed_time = lambda *_: 1.0
 
     def __init__(self, *_, **__):
-        pass
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: self if name == "record_event" else None
+        super().__init__(self)
 
     def query(self):
         _finish_copies()
         return True
 
-    def elapsed_time(self, end):
-        return 1.0
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+def _always(value: Any) -> Callable:
+    return lambda *_, **__: value
 
 
 def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager:
@@ -273,115 +240,130 @@ def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager:
 
 
 def _cuda() -> dict[str, Any]:
-    """What replaces the attributes of torch.cuda."""
-    properties = SimpleNamespace(
-        name="Pretended GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132, uuid="pretended",
-    )  # fmt: skip
-    state = torch.zeros(16, dtype=torch.uint8)
-    zero = dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0
-    )
-    values = zero | {
-        "is_available": True, "is_initialized": True, "device_count": _current.count, "get_device_name": properties.name,
-        "get_device_capability": (9, 0), "get_device_properties": properties, "is_bf16_supported": True,
-        "mem_get_info": (properties.total_memory, properties.total_memory), "memory_stats": {}, "initial_seed": 0,
-        "get_rng_state": state, "get_rng_state_all": [state] * _current.count, "is_current_stream_capturing": False,
-    }  # fmt: skip
-    silent = (
-        "init", "_lazy_init", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all", "seed",
-        "seed_all", "set_rng_state", "set_rng_state_all",
-    )  # fmt: skip
-    replaced = {name: lambda *_, value=value, **__: value for name, value in values.items()}
-    replaced |= dict.fromkeys(silent, _nothing)
+    """What replaces the functions of torch.cuda and torch.accelerator; the others do nothing."""
+    card = SimpleNamespace(name="Pretended GPU", major=9, minor=0, multi_processor_count=132)
+    card.total_memory = 80 * 2**30
+    card.uuid = "pretended"
+    rng_state = torch.zeros(16, dtype=torch.uint8)
+    values = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": _current.count,
+        "current_accelerator": torch.device("cuda"),
+        "get_device_name": card.name,
+        "get_device_capability": (card.major, card.minor),
+        "get_device_properties": card,
+        "mem_get_info": (card.total_memory, card.total_memory),
+        "max_memory_allocated": 0,
+        "memory_stats": {},
+        "get_rng_state": rng_state,
+        "get_rng_state_all": [rng_state] * _current.count,
+    }
+    functions = {**vars(torch.cuda), **vars(torch.accelerator)}
+    silent = [name for name, value in functions.items() if inspect.isfunction(value)]
+    replaced = dict.fromkeys(silent, _always(False))
+    replaced |= {name: _always(value) for name, value in values.items()}
     replaced |= dict.fromkeys(("stream", "device", "device_of", "_DeviceGuard"), _no_context)
     replaced |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), _Stream)
-    return replaced | {
-        "current_device": lambda: _current.index, "synchronize": _finish_copies,
-        "set_device": lambda device: setattr(_current, "index", _named(device).index),
-    }  # fmt: skip
+    replaced |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current.index)
+    replaced["set_device"] = lambda device: setattr(_current, "index", _named(device).index)
+    replaced["synchronize"] = _finish_copies
+    return replaced
 
 
 def _autocast() -> dict[str, Any]:
-    """The CPU computes in the precision of CUDA's autocast; autocast for the CPU is nothing to tensors of the GPU."""
-    enabled, set_enabled, set_dtype = (
-        torch.is_autocast_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
-    )  # fmt: skip
+    """CUDA's autocast is the CPU's, which computes; the CPU's belongs to a device nobody uses."""
+    real = {"cuda": "cpu", "cpu": "xpu"}
 
-    def mirrored(setter):
-        def set_both(device_type, value):
-            if device_type == "cuda":
-                setter("cuda", value)
-                setter("cpu", value)
+    def renamed(name):
+        function = getattr(torch, name)
+        return lambda kind="cuda", *value: function(real[kind], *value)
 
-        return set_both
-
-    return {
-        "is_autocast_enabled": lambda kind="cuda": kind == "cuda" and enabled(kind),
-        "set_autocast_enabled": mirrored(set_enabled),
-        "set_autocast_dtype": mirrored(set_dtype),
-    }
+    names = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype")
+    return {name: renamed(name) for name in (*names, "set_autocast_dtype")}
 
 
 def _nccl() -> dict[str, Any]:
     """Groups of nccl are groups of gloo that refuse tensors of the CPU."""
     state = SimpleNamespace(backend=None)
-    init, object_device = c10d.init_process_group, c10d._get_object_coll_device
+    real_init = c10d.init_process_group
+    real_object_device = c10d._get_object_coll_device
 
-    def init_process_group(name=None, *args, **kwargs):
-        state.backend = kwargs.pop("backend", name)
-        kwargs.pop("device_id", None)
-        real = None if state.backend is None else state.backend.replace("nccl", "gloo")
-        return init(real, *args, **kwargs)
+    def init_process_group(backend=None, *args, device_id=None, **kwargs):
+        state.backend = backend
+        return real_init(backend and backend.replace("nccl", "gloo"), *args, **kwargs)
 
-    def guarded(collective, function):
+    def object_device(group=None):
+        return f"cuda:{_current.index}" if state.backend == "nccl" else real_object_device(group)
+
+    def guarded(name):
+        collective = getattr(c10d, name)
+
         def call(*args, **kwargs):
             on_cpu = any(device_of(tensor) == CPU for tensor in _tensors((args, kwargs)))
             # Other groups may be of gloo.
             of_all = kwargs.get("group") in (None, dist.group.WORLD)
             if state.backend == "nccl" and of_all and on_cpu:
-                raise RefusedByGPU(f"{collective}: No backend type associated with device type cpu")
-            return function(*args, **kwargs)
+                raise RefusedByGPU(f"{name}: No backend type associated with device type cpu")
+            return collective(*args, **kwargs)
 
         return call
 
-    replaced = {name: guarded(name, getattr(c10d, name)) for name in _COLLECTIVES}
-    return replaced | {
-        "init_process_group": init_process_group,
-        "_get_object_coll_device": lambda group=None: (
-            f"cuda:{_current.index}" if state.backend == "nccl" else object_device(group)
-        ),
-    }
+    collectives = "all_reduce all_gather all_gather_into_tensor all_to_all all_to_all_single"
+    collectives += " broadcast gather reduce reduce_scatter reduce_scatter_tensor scatter"
+    replaced = {name: guarded(name) for name in collectives.split()}
+    replaced["init_process_group"] = init_process_group
+    replaced["_get_object_coll_device"] = object_device
+    return replaced
 
 
 def _changes() -> dict[Any, dict[str, Any]]:
     """Owner → attributes that are replaced."""
-    run_thread = threading.Thread.run
+    run_thread = threading.Thread._bootstrap_inner
+    run_backward = torch.autograd._engine_run_backward
 
-    def run(thread):
+    def run_followed(thread):
         with _Following():
             run_thread(thread)
 
-    accelerator = {
-        "is_available": lambda: True, "device_count": lambda: _current.count, "synchronize": _finish_copies,
-        "current_accelerator": lambda *_, **__: torch.device("cuda"), "current_device_index": lambda: _current.index,
-        "current_stream": _Stream, "empty_cache": _nothing,
-    }  # fmt: skip
+    def run_backward_followed(*args, **kwargs):
+        """Recomputed activations and hooks are followed too."""
+        with _Following(in_backward=True):
+            return run_backward(*args, **kwargs)
+
+    def to_gpu(tensor, device=None, non_blocking=False, **kwargs):
+        return tensor.to("cuda" if device is None else device, non_blocking=non_blocking, **kwargs)
+
+    def index_of(tensor):
+        return -1 if device_of(tensor).index is None else device_of(tensor).index
+
+    def uncompiled(model=None, **_):
+        return (lambda function: function) if model is None else model
+
+    cuda = _cuda()
     nccl = _nccl()
     return {
-        torch.cuda: _cuda(),
-        torch.cuda.amp.common: {"amp_definitely_not_available": lambda: False},
-        torch.accelerator: accelerator,
-        torch: _autocast() | {"Generator": _Generator, "compile": _uncompiled},
+        torch.cuda: cuda,
+        torch.accelerator: cuda,
+        torch.cuda.amp.common: {"amp_definitely_not_available": _always(False)},
+        torch: _autocast() | {"Generator": _Generator, "compile": uncompiled},
         torch.nn.attention: {"sdpa_kernel": _no_context},
-        torch.Tensor: {"record_stream": _nothing},
+        torch.Tensor: {
+            "cuda": to_gpu,
+            "cpu": lambda tensor, **kwargs: tensor.to("cpu", **kwargs),
+            "get_device": index_of,
+            "record_stream": _always(None),
+        },
+        # The saved tensors of a forward pass were looked at where the mode is not active.
+        torch.utils.checkpoint: {
+            "_allowed_determinism_checks_to_fns": {"default": lambda x: (x.shape, x.dtype)}
+        },
+        torch.autograd: {"_engine_run_backward": run_backward_followed},
+        threading.Thread: {"_bootstrap_inner": run_followed},
         c10d: nccl,
-        dist: {name: value for name, value in nccl.items() if hasattr(dist, name)},
-        threading.Thread: {"run": run},
+        dist: nccl,
     }
-
-
-def _uncompiled(model: Any = None, **_: Any) -> Any:
-    return (lambda function: function) if model is None else model
 
 
 @contextlib.contextmanager
@@ -391,8 +373,8 @@ def pretended_gpu(count: int = 1) -> Iterator[None]:
     _current.index = int(os.environ.get("LOCAL_RANK", "0")) if count > 1 else 0
     with contextlib.ExitStack() as stack:
         for owner, attributes in _changes().items():
-            for name, value in attributes.items():
-                stack.enter_context(mock.patch.object(owner, name, value))
+            for name in attributes.keys() & dir(owner):
+                stack.enter_context(mock.patch.object(owner, name, attributes[name]))
         stack.enter_context(_Following())
         yield
         _finish_copies()

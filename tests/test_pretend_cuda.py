@@ -1,4 +1,6 @@
-"""Each rule of the pretended GPU is broken by a small program and refused; what a GPU allows stays allowed."""
+"""Each rule of the pretended GPU is broken by a small program and refused; what a GPU allows stays
+allowed.
+"""
 
 import copy
 import subprocess
@@ -44,20 +46,30 @@ def assign_gradient() -> None:
     parameter.grad = on_cpu()
 
 
-def in_another_thread(function) -> None:
-    errors = []
+class Worker(threading.Thread):
+    """A thread with a ``run`` of its own, as servers have."""
 
-    def run() -> None:
+    error = None
+
+    def run(self) -> None:
         try:
-            function()
+            on_gpu() + on_cpu()
         except RefusedByGPU as error:
-            errors.append(error)
+            self.error = error
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
+
+def in_another_thread() -> None:
+    worker = Worker()
+    worker.start()
+    worker.join()
+    if worker.error:
+        raise worker.error
+
+
+def in_a_backward_pass() -> None:
+    parameter = nn.Parameter(on_gpu())
+    parameter.register_hook(lambda _: on_gpu().numpy())
+    parameter.sum().backward()
 
 
 REFUSED = {
@@ -69,7 +81,8 @@ REFUSED = {
     "a GPU index into the CPU": lambda: on_cpu()[torch.tensor([1], device="cuda")],
     "a value at indices": lambda: place_a_value(on_gpu(), on_cpu()),
     "a gradient": assign_gradient,
-    "in another thread": lambda: in_another_thread(lambda: on_gpu() + on_cpu()),
+    "in another thread": in_another_thread,
+    "in a backward pass": in_a_backward_pass,
     "numpy": lambda: on_gpu().numpy(),
     "pinning": lambda: on_gpu().pin_memory(),
     "a missing GPU": lambda: torch.ones(3, device="cuda:1"),
@@ -80,7 +93,7 @@ REFUSED = {
     "an unfinished copy": lambda: unfinished().sum(),
     "a view of one": lambda: unfinished()[1:].numpy(),
     "one made by copy_": lambda: copied_into().tolist(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", REFUSED)
@@ -149,8 +162,35 @@ def test_a_training_step():
     assert optimizer.state[model.weight]["exp_avg"].is_cuda
 
 
+class Squared(torch.autograd.Function):
+    """Its gradient is made where Python cannot see it, so nobody knows that it is on the GPU."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return 2 * x * gradient
+
+
+def test_a_backward_pass_recomputes_on_the_gpu():
+    model = nn.Linear(3, 3).cuda()
+
+    def activations(x):
+        assert x.is_cuda
+        return Squared.apply(model(x + torch.ones(3, device="cuda")))
+
+    torch.utils.checkpoint.checkpoint(activations, on_gpu(), use_reentrant=False).sum().backward()
+    assert model.weight.grad.is_cuda
+
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 dist.init_process_group(backend="nccl")
 rank = dist.get_rank()
 torch.cuda.set_device(rank)
@@ -159,6 +199,13 @@ dist.all_reduce(total)
 objects = [None, None]
 dist.all_gather_object(objects, rank)
 assert total.tolist() == [2, 2] and str(total.device) == f"cuda:{rank}" and objects == [0, 1]
+mesh = init_device_mesh("cuda", (2,))
+model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
+for module in (*model, model):
+    fully_shard(module, mesh=mesh)
+model(total).sum().backward()
+torch.optim.AdamW(model.parameters()).step()
+assert model[0].weight.device == model[0].weight.grad.device == total.device
 if sys.argv[1:] == ["broken"]:
     dist.all_reduce(torch.ones(2))
 """
@@ -166,7 +213,7 @@ if sys.argv[1:] == ["broken"]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
-def test_two_processes_with_nccl(tmp_path, monkeypatch, broken):
+def test_two_processes_with_nccl_and_fsdp2(tmp_path, monkeypatch, broken):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("PRETENDED_GPUS", "2")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

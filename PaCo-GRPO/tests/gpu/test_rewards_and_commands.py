@@ -83,16 +83,18 @@ def run_program(command: list[str], **variables: str) -> str:
 
 
 @pytest.mark.long
-def test_two_gpus_end_as_two_cpus(tiny_flux_dir, tmp_path):
-    """Replicated. FSDP2 looks for a driver itself, so it needs a real GPU."""
+@pytest.mark.parametrize("sharding", ["None", "fsdp2"])
+def test_two_gpus_end_as_two_cpus(tiny_flux_dir, tmp_path, sharding):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     weights = {}
     for device in ("cpu", "cuda"):
         folder = tmp_path / device
-        options = arguments(tiny_flux_dir, folder, eval_freq="1")
-        script = [str(ROOT / "scripts" / "train.py"), *options]
-        variables = {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {"PRETENDED_GPUS": "2"}
-        run_program([*launcher, *([GPU] if device == "cuda" else []), *script], **variables)
+        options = arguments(tiny_flux_dir, folder, eval_freq="1", train__sharding=sharding)
+        program = [str(ROOT / "scripts" / "train.py"), *options]
+        if device == "cpu":
+            run_program([*launcher, *program], ACCELERATE_USE_CPU="true")
+        else:
+            run_program([*launcher, GPU, *program], PRETENDED_GPUS="2")
 
         state = folder / "runs" / "run" / "checkpoints" / "epoch_0002" / "state"
         plan = json.loads((folder / "runs" / "run" / "plan.json").read_text())
