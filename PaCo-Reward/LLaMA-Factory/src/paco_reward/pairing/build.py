@@ -2,6 +2,7 @@
 
 OUTPUT/
   images/<idx>/…, editing_images/…        sub-figures and edits
+  pair_images/…                           images of --pairs
   prompt_data.jsonl, sets.jsonl           what was paired
   consistency_full_rank.jsonl             the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
@@ -9,21 +10,15 @@ OUTPUT/
   work/                                   answers of the server: delete to ask again
 """
 
-import hashlib
-import json
+import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from paco_judge.client import JudgeClient
-from paco_judge.grid import split_image
-from paco_judge.images import encode, load_image
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -36,18 +31,16 @@ from paco_judge.questions import (
 from paco_reward.datasets import pair_prefix
 from paco_reward.errors import PacoRewardError
 from paco_reward.options import client_of
-from paco_reward.pairing import answers, inputs, select
+from paco_reward.pairing import answers, files, inputs, own_pairs, select
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
+from paco_reward.pairing.own_pairs import OwnPairs
 from paco_reward.pairing.select import LabeledPair
 
 EDITING_NAME = "sharegpt_editing"
-TRAIN, TEST = "train", "test"
-_TAGS = {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-}
+TRAIN = "train"
+TEST = "test"
+
+logger = logging.getLogger(__name__)
 
 Parts = dict[str, list[LabeledPair]]  # the pairs of TRAIN and of TEST
 
@@ -64,6 +57,7 @@ class Inputs:
     editing_questions: tuple[Question, ...]
     form: RequestForm
     judge: JudgeClient | None
+    own: OwnPairs | None
 
     def theme_questions(self) -> dict[str, str]:
         """What is asked about sub-figures, by prompt."""
@@ -76,15 +70,17 @@ def build(options: Namespace) -> dict[str, Any]:
     Problems of options, inputs and server are raised before anything is cut or asked (ValueError,
     OSError, JudgeError).
     """
-    read = read_inputs(options)
-    _claim(options.output, read.items)
-    counts: Counter[str] = Counter(prompts=len(read.items), edits=len(read.edits))
-    counts["sub_figures"] = _write_sub_figures(read.items, options.output)
+    counts: Counter[str] = Counter()
+    read = read_inputs(options, counts)
+    files.claim(options.output, read.items)
+    counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     datasets: Parts = {}
     if read.items:
         datasets |= theme_datasets(options, read, counts)
     if read.edits and not options.sets_only:
         datasets |= editing_datasets(options, read, counts)
+    if read.own:
+        datasets |= own_datasets(options, read, counts)
     counts = Counter({name: count for name, count in counts.items() if count})
     if options.sets_only and not counts["sets"]:
         raise PacoRewardError(_nothing_left("sets", counts))
@@ -94,16 +90,16 @@ def build(options: Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "asked": _record(options, read),
         "counts": dict(counts),
-        "datasets": _write_datasets(options.output, datasets, pair_prefix(read.form)),
+        "datasets": files.write_datasets(options.output, datasets, pair_prefix(read.form)),
     }
-    _write_json(options.output / "stats.json", stats)
+    files.write_json(options.output / "stats.json", stats)
     return stats
 
 
-def read_inputs(options: Namespace) -> Inputs:
+def read_inputs(options: Namespace, counts: Counter) -> Inputs:
     """Read all files, and ask the server for its model. Raises ValueError, OSError, JudgeError."""
     form = form_of(options, answer_tokens="variants")
-    question = load_question(options.question, ("theme",))
+    question = load_question(options.question or "theme", ("theme",))
     editing_questions = load_editing_questions(options.editing_question)
     items = []
     if folder := options.grids or options.sub_figures:
@@ -122,7 +118,11 @@ def read_inputs(options: Namespace) -> Inputs:
     if options.server:
         judge = client_of(options, form)
         judge.check()
-    return Inputs(items, edits, rankings, reasons, question, editing_questions, form, judge)
+    own = None
+    if options.pairs:
+        own = own_pairs.read_pairs(options.pairs, options.question, options.min_gap, counts)
+    counts.update(prompts=len(items), edits=len(edits))
+    return Inputs(items, edits, rankings, reasons, question, editing_questions, form, judge, own)
 
 
 def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
@@ -131,7 +131,7 @@ def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     Empty if only sets for people are wanted.
     """
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
-    _write_lines(options.output / "prompt_data.jsonl", prompts)
+    files.write_lines(options.output / "prompt_data.jsonl", prompts)
     rankings = read.rankings
     if rankings is None:
         sets = _candidate_sets(options, read.items, counts)
@@ -161,11 +161,7 @@ def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts
     if read.judge and unlabeled:
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
     kept, leader = clean(pairs, options, counts)
-    # Pairs that share an image, or near-duplicates of one, stay on one side of the split.
-    groups = inputs.connected([(leader[pair.first], leader[pair.second]) for pair in kept])
-    kept = [
-        replace(pair, group=kept[first].first) for pair, first in zip(kept, groups, strict=True)
-    ]
+    kept = _connected_groups(kept, leader)
     testing = groups_for_testing(kept, {}, options)
     parts = split(kept, testing, options.seed, counts)
     name = EDITING_NAME
@@ -174,6 +170,42 @@ def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts
         parts = split(pairs, testing, options.seed, counts)
         name = f"{name}_cot"
     return _named(name, parts)
+
+
+def own_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
+    """Data sets of a user's own pairs, with all of them that have a usable label.
+
+    Unlike generated pairs, similar images may have labels of their own: what makes them differ may
+    be what the judge is to learn. They only stay on one side of the split.
+    """
+    files.write_images(read.own.images, options.output)
+    leader = select.leaders(read.own.images, options.output, options.duplicate_bits)
+    pairs = select.without_repetition(select.shuffled(read.own.pairs, options.seed), counts)
+    pairs = _connected_groups(pairs, leader)
+    testing = select.groups_with_both_labels(pairs, options.test_share, options.seed)
+    if options.test_share and not testing:
+        logger.warning(
+            "no pairs for testing: too many share images, directly or through other pairs, or one "
+            "label is too rare; bring pairs of other images, or measure on another data set"
+        )
+    parts = split(pairs, testing, options.seed, counts)
+    name = options.name
+    if options.reasons:
+        pairs = [*parts[TRAIN], *parts[TEST]]
+        explained = [pair for pair in pairs if pair.reason is not None]
+        bare = [pair for pair in pairs if pair.reason is None]
+        explained += answers.write_reasons(bare, options.output, read.judge, counts)
+        parts = split(select.shuffled(explained, options.seed), testing, options.seed, counts)
+        name = f"{name}_cot"
+    return _named(name, parts)
+
+
+def _connected_groups(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
+    """The pairs with their groups: those that share an image, or near-duplicates of one, are one."""
+    groups = inputs.connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
+    return [
+        replace(pair, group=pairs[first].first) for pair, first in zip(pairs, groups, strict=True)
+    ]
 
 
 def _candidate_sets(
@@ -188,7 +220,7 @@ def _candidate_sets(
         sets += of_prompt
     counts["sets"] = len(sets)
     rows = [candidates.model_dump(exclude={"place"}) for candidates in sets]
-    _write_lines(options.output / "sets.jsonl", rows)
+    files.write_lines(options.output / "sets.jsonl", rows)
     return sets
 
 
@@ -198,7 +230,7 @@ def theme_pairs(
     """The labeled pairs of rankings, which are written to OUTPUT."""
     fields = {"folder", "ref_image", "comp_images", "rank_images"}
     rows = [ranking.model_dump(include=fields) for ranking in rankings]
-    _write_lines(options.output / "consistency_full_rank.jsonl", rows)
+    files.write_lines(options.output / "consistency_full_rank.jsonl", rows)
     labeled = []
     for ranking in rankings:
         labels = select.labels_of_ranking(
@@ -260,6 +292,8 @@ def _record(options: Namespace, read: Inputs) -> dict[str, Any]:
         questions += (read.question,)
     if read.edits:
         questions += read.editing_questions
+    if read.own:
+        questions += read.own.questions
     if options.reasons:
         questions += (load_question(answers.REASON),)
     return record(questions, read.form)
@@ -267,7 +301,7 @@ def _record(options: Namespace, read: Inputs) -> dict[str, Any]:
 
 def _nothing_left(what: str, counts: Mapping[str, int]) -> str:
     lost = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"no {what} are left ({lost}); add images or rankings, or loosen the options"
+    return f"no {what} are left ({lost}); add images or labels, or loosen the options"
 
 
 def _editing_pairs(
@@ -280,8 +314,8 @@ def _editing_pairs(
     labeled = []
     unlabeled = []
     for edit in edits:
-        first = _stored(Path(edit.source), output)
-        second = _stored(Path(edit.edited), output)
+        first = files.stored(Path(edit.source), output)
+        second = files.stored(Path(edit.edited), output)
         labels = (edit.consistency, edit.follows)
         for label, kind, question in zip(labels, EDITING, questions, strict=False):
             text = question.text(instruction=edit.instruction.strip())
@@ -291,110 +325,3 @@ def _editing_pairs(
             else:
                 labeled.append(pair)
     return labeled, unlabeled
-
-
-def _stored(file: Path, output: Path) -> str:
-    """The name of a copy of an edit's image in OUTPUT."""
-    content = file.read_bytes()
-    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    name = f"editing_images/{digest}{file.suffix.lower()}"
-    _write(output / name, content)
-    return name
-
-
-def _claim(output: Path, items: Sequence[PromptItem]) -> None:
-    """Record the inputs of the output folder: nothing that was made of others is reused.
-
-    Images count by name and content: a copy of them continues a run.
-    """
-    digests: dict[Path, str] = {}
-    stated = []
-    for item in items:
-        for name, (file, _) in item.sources.items():
-            if file not in digests:
-                digests[file] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-            stated.append([item.folder, item.prompt, name, file.name, digests[file]])
-    digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
-    note = output / "work" / "inputs.txt"
-    if note.is_file() and note.read_text() != digest:
-        raise PacoRewardError(
-            f"{output} was built from other prompts or images; choose another --output, "
-            "or delete it"
-        )
-    _write(note, digest)
-
-
-def _write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
-    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet.
-
-    Returns the number of all sub-figures.
-    """
-
-    @lru_cache(maxsize=1)  # the panels of an image follow each other
-    def cut(file: Path, rows: int, cols: int) -> list[Image.Image]:
-        return split_image(load_image(file), rows, cols)
-
-    for item in items:
-        for name, (file, panel) in item.sources.items():
-            target = output / "images" / item.folder / name
-            if target.exists():
-                continue
-            try:
-                if panel is None:
-                    content = file.read_bytes()
-                else:
-                    content = encode(cut(file, item.grid.rows, item.grid.cols)[panel])
-            except ValueError as error:
-                raise PacoRewardError(f"{item.place}: {file}: {error}") from error
-            _write(target, content)
-    return sum(len(item.sources) for item in items)
-
-
-def _write_datasets(
-    output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
-) -> dict[str, dict[str, int]]:
-    """NAME.json for each data set (ShareGPT), and dataset_info.json.
-
-    ``images`` stands before each question.
-    """
-    info = {}
-    numbers = {}
-    for name, pairs in datasets.items():
-        rows = []
-        for pair in pairs:
-            question = {"role": "user", "content": f"{images}{pair.question}"}
-            answer = {"role": "assistant", "content": pair.reason or pair.verdict}
-            rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
-        _write_json(output / f"{name}.json", rows)
-        info[name] = {
-            "file_name": f"{name}.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages", "images": "images"},
-            "tags": _TAGS,
-        }
-        yes = sum(pair.label for pair in pairs)
-        numbers[name] = {
-            "pairs": len(pairs),
-            "yes": yes,
-            "no": len(pairs) - yes,
-            "groups": len({pair.group for pair in pairs}),
-        }
-    if info:
-        _write_json(output / "dataset_info.json", info)
-    return numbers
-
-
-def _write(file: Path, content: str | bytes) -> None:
-    """Write a file that is complete or absent, however the process ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    partial.replace(file)
-
-
-def _write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    _write(file, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _write_json(file: Path, content: Any) -> None:
-    _write(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

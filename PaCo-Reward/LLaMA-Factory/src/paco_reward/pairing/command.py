@@ -8,9 +8,9 @@ from paco_judge.questions import EDITING, add_form_arguments
 from paco_reward.errors import PacoRewardError
 from paco_reward.options import positive
 
-DESCRIPTION = """Builds labeled pairs for training the judge from generated images, which people
-(--rankings) or a judge (--server) rank (docs/judge.md, "Training data"). The same command resumes a
-stopped run."""
+DESCRIPTION = """Builds labeled pairs for training the judge: from your own pairs (--pairs), or from
+generated images, which people (--rankings) or a judge (--server) rank (docs/judge.md, "Training
+data"). The same command resumes a stopped run."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,11 +21,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     folder = {"type": Path, "metavar": "FOLDER"}
     file = {"type": Path, "metavar": "FILE"}
     count = {"type": positive, "metavar": "N"}
+    add = parser.add_argument
+    add("--output", **folder, required=True, help="the data set's folder")
+    add(
+        "--pairs",
+        **file,
+        help="your own labeled pairs, .jsonl, .csv or .json: image1, image2, label (Yes or No) or "
+        "score (0 to 1), and optional theme and reason",
+    )
     images = parser.add_mutually_exclusive_group()
     ranked = parser.add_mutually_exclusive_group()
     reasons = parser.add_mutually_exclusive_group()
-    add = parser.add_argument
-    add("--output", **folder, required=True, help="the data set's folder")
     images.add_argument(
         "--grids",
         **folder,
@@ -62,12 +68,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
     add("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
-    template = {
-        "metavar": "NAME|FILE",
-        "help": "shipped template or text file (default %(default)s)",
-    }
-    add("--question", default="theme", **template)
-    add("--editing_question", nargs="+", default=list(EDITING), **template)
+    template = "shipped template or text file (default "
+    add(
+        "--question",
+        metavar="NAME|FILE",
+        help=template + "theme; pair for --pairs without a theme)",
+    )
+    add(
+        "--editing_question",
+        nargs="+",
+        default=list(EDITING),
+        metavar="NAME|FILE",
+        help=template + "%(default)s)",
+    )
     add_form_arguments(parser)
 
     add(
@@ -95,7 +108,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--min_gap",
         type=float,
         default=0.1,
-        help="smallest gap of P(Yes) between Yes and No (default %(default)s)",
+        help="smallest gap of P(Yes), or of --pairs' scores, between Yes and No "
+        "(default %(default)s)",
     )
     add(
         "--duplicate_bits",
@@ -107,7 +121,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--test_share",
         type=float,
         default=0.05,
-        help="share of the themes that go to test (default %(default)s)",
+        help="share of the themes that go to test, or of --pairs (default %(default)s)",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(
@@ -120,8 +134,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def check(options: argparse.Namespace) -> None:
     """Check what argparse does not, before anything is read or cut. Raises PacoRewardError."""
     has_images = options.grids is not None or options.sub_figures is not None
-    if not has_images and options.editing is None:
-        raise PacoRewardError("nothing to build from: give --grids, --sub_figures or --editing")
+    if options.pairs is not None:
+        others = ("grids", "sub_figures", "metadata", "rankings", "editing", "reasons_file")
+        for name in (*others, "sets_only"):
+            if getattr(options, name):
+                raise PacoRewardError(
+                    f"--pairs and --{name} make data sets of their own: run each alone"
+                )
+        if options.server and not options.reasons:
+            raise PacoRewardError("--pairs have labels: --server is only for --reasons")
+    elif not has_images and options.editing is None:
+        raise PacoRewardError(
+            "nothing to build from: give --pairs, --grids, --sub_figures or --editing"
+        )
     if has_images != (options.metadata is not None):
         raise PacoRewardError("images (--grids, --sub_figures) need --metadata, and it them")
     if has_images and not (options.rankings or options.server or options.sets_only):

@@ -31,7 +31,7 @@ class LabeledPair:
     second: str
     question: str
     label: bool
-    kind: str  # theme, editing_consistency or editing_instruction
+    kind: str  # theme, editing_consistency, editing_instruction, or pair: a user's own
     group: str  # the unit of the train/test split
     reason: str | None = None  # the whole answer, beginning with Yes or No, once it is written
 
@@ -179,6 +179,21 @@ def without_duplicates(
     return kept
 
 
+def without_repetition(pairs: Iterable[LabeledPair], counts: Counter) -> list[LabeledPair]:
+    """The pairs, each once; those that come with both labels are left out. Order is kept."""
+    by_question: dict[tuple[str, str, str], list[LabeledPair]] = {}
+    for pair in pairs:
+        by_question.setdefault((pair.first, pair.second, pair.question), []).append(pair)
+    kept = []
+    for alike in by_question.values():
+        if len({pair.label for pair in alike}) > 1:
+            counts["repeated_disputed"] += len(alike)
+        else:
+            counts["repeated"] += len(alike) - 1
+            kept.append(alike[0])
+    return kept
+
+
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
     """``share`` of the groups, rounded.
 
@@ -188,6 +203,35 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
     if share <= 0 or len(known) < 2:
         return set()
     return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
+
+
+def groups_with_both_labels(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
+    """Groups for testing that hold about ``share`` of the Yes and of the No, at least one of each.
+
+    Most of each label stays outside. The set is empty if ``share`` is 0, or if no groups do that.
+    """
+    if share <= 0:
+        return set()
+    sizes: dict[str, Counter[bool]] = {}
+    for pair in pairs:
+        sizes.setdefault(pair.group, Counter())[pair.label] += 1
+    total = Counter(pair.label for pair in pairs)
+    wanted = max(1, round(share * min(total[True], total[False])))
+    # One group of many images that are connected is only taken if small ones are not enough.
+    order = sorted(
+        sizes,
+        key=lambda group: (sizes[group].total() > 4 * wanted, order_key(seed, "split", group)),
+    )
+    testing: set[str] = set()
+    taken: Counter[bool] = Counter()
+    for group in order:
+        is_lacking = any(taken[label] < wanted and sizes[group][label] for label in (True, False))
+        after = taken + sizes[group]
+        leaves_most = all(2 * after[label] <= total[label] for label in (True, False))
+        if is_lacking and leaves_most:
+            testing.add(group)
+            taken = after
+    return testing if taken[True] and taken[False] else set()
 
 
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
