@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start judge servers and wait until they answer, from PaCo-GRPO:  bash vllm_server/launch.sh
 #
-#   VLLM_MODEL_PATHS=/models/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B VLLM_PORT=8000 bash vllm_server/launch.sh
+#   VLLM_MODEL_PATHS=/models/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B VLLM_PORT=8000 \
+#     bash vllm_server/launch.sh
 #
 #   VLLM_MODEL_PATHS       folders or hub names, separated by commas (required)
 #   VLLM_MODEL_NAMES       served names (default: the folders' names)
@@ -10,20 +11,25 @@
 #   VLLM_LABEL             name of the launch, for status.sh and stop.sh (default: default)
 #   VLLM_ENGINE            vllm, transformers or auto (default: auto = vLLM where it is installed)
 #   CUDA_VISIBLE_DEVICES   GPUs (default: one per model); empty = the CPU
-#   VLLM_TP, VLLM_REPLICAS GPUs per copy, copies of each model (default: as few GPUs and as many copies as fit)
-#   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, on GPUs with many cores up to 4)
-#   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's training); 0 = the model's own
+#   VLLM_TP, VLLM_REPLICAS GPUs per copy, copies of each model (default: as few GPUs and as many
+#                          copies as fit)
+#   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, on GPUs with
+#                          many cores up to 4)
+#   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
+#                          training); 0 = the model's own
 #   VLLM_MAX_IMAGES        images in one request (default: 16)
 #   VLLM_MAX_BODY_MB       largest request (default: 32)
 #   MAX_MODEL_LEN          longest request in tokens (default: 8192)
 #   GPU_MEMORY_UTILIZATION vLLM's share of a GPU's memory (default: 0.85)
 #   VLLM_EXTRA_ARGS        further arguments for the engine; they win
 #   VLLM_START_TIMEOUT     seconds until the models must answer (default: 1800)
-#   VLLM_PYTHON            interpreter with vLLM (default: the activated one, the PATH's, .venv-vllm)
+#   VLLM_PYTHON            interpreter with vLLM (default: the activated one, the PATH's,
+#                          .venv-vllm)
 #   PACO_RUNTIME_DIR       state and logs (default: ~/.local/state/paco-rl/HOST)
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
 choose_python psutil pydantic fastapi httpx uvicorn
-PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.launch "$@"
+export PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m vllm_server.launch "$@"

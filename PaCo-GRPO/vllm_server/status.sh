@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Show which servers run and whether they answer:  bash vllm_server/status.sh [--json]
 #
-# Exit status: 0 if all are healthy, 3 if one is not, 1 after errors. States: healthy; loading or stuck;
-# other key (VLLM_API_KEY is not the one of the launch); ended.
+# Exit status: 0 if all are healthy, 3 if one is not, 1 after errors. States: healthy; loading or
+# stuck; other key (VLLM_API_KEY is not the one of the launch); ended.
 #
 #   VLLM_API_KEY           the launch's (default: none)
 #   PACO_RUNTIME_DIR       the launch's (default: ~/.local/state/paco-rl/HOST)
@@ -11,4 +11,5 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
 choose_python psutil pydantic fastapi httpx uvicorn
-PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.status "$@"
+export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m vllm_server.status "$@"

@@ -8,4 +8,5 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
 choose_python psutil pydantic fastapi httpx uvicorn
-PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m vllm_server.status --stop "$@"
+export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m vllm_server.status --stop "$@"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Train on one machine:  bash scripts/single_node/train_flux.sh NAME [--config.a.b=value …]
 #
-# NAME is a configuration in config/grpo.py (t2is, toy_t2is, …) or a config.yaml saved by an earlier run. A name that does not
-# exist lists all of them. docs/configuration.md describes the options, as does
+# NAME is a configuration in config/grpo.py (t2is, toy_t2is, …) or a config.yaml saved by an earlier
+# run. A name that does not exist lists all of them. docs/configuration.md describes the options, as
+# does
 #   bash scripts/single_node/train_flux.sh t2is --help
 #
 # Example, on four GPUs:
@@ -15,7 +16,8 @@ source "$scripts/../../tools/python.sh"
 show_help "$0" "$@"
 
 if (($# == 0)) || [[ "$1" == -* ]]; then
-  echo "usage: bash scripts/single_node/$(basename "$0") NAME [--config.a.b=value …]; --help says more" >&2
+  echo "usage: bash scripts/single_node/$(basename "$0") NAME [--config.a.b=value …];" \
+    "--help says more" >&2
   exit 2
 fi
 name="$1"

@@ -2,16 +2,23 @@
 # One node's share of scripts/slurm/train.sh, which starts it with srun once on each node.
 #
 #   MASTER_ADDR, MASTER_PORT   where the first node is reached (set by train.sh)
-#   JUDGE_GPUS                 GPUs that the training leaves to the judge on the first node (set by train.sh)
+#   JUDGE_GPUS                 GPUs that the training leaves to the judge on the first node (set by
+#                              train.sh)
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../../tools/python.sh"
 show_help "$0" "$@"
 
-export NNODES="${SLURM_NNODES:?start this with scripts/slurm/train.sh}" NODE_RANK="$SLURM_NODEID"
+export NNODES="${SLURM_NNODES:?start this with scripts/slurm/train.sh}"
+export NODE_RANK="$SLURM_NODEID"
 if ((NODE_RANK == 0)); then
   gpus="${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
-  export CUDA_VISIBLE_DEVICES="$(tr , '\n' <<<"$gpus" | grep -vxF "${JUDGE_GPUS//,/$'\n'}" | paste -sd,)"
-  [[ -n "$CUDA_VISIBLE_DEVICES" ]] || { echo "error: the judge (JUDGE_GPUS=$JUDGE_GPUS) leaves no GPU of $gpus" >&2; exit 2; }
+  # The lines that are left when those of the judge are taken out; grep ends with 1 if none is left.
+  left="$(tr , '\n' <<<"$gpus" | grep -vxF "${JUDGE_GPUS//,/$'\n'}" | paste -sd,)" || true
+  if [[ -z "$left" ]]; then
+    echo "error: the judge (JUDGE_GPUS=$JUDGE_GPUS) leaves no GPU of $gpus" >&2
+    exit 2
+  fi
+  export CUDA_VISIBLE_DEVICES="$left"
 fi
 exec bash "$here/../multi_node/train_flux.sh" "$@"
