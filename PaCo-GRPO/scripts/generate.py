@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
 
     # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
     from paco_grpo.commands.generate import generate, prepare, read_items
+    from paco_grpo.evaluation.evaluate import EvaluationImage
     from paco_grpo.options import read_options
     from paco_grpo.training.build import USER_ERRORS
 
@@ -49,9 +50,8 @@ def main(arguments: list[str]) -> int:
         options, _ = read_options(rest)
         items = read_items(own.prompt, own.prompts_file, own.image)
         options, policy, judge = prepare(options, own, items)
-        kept = generate(
-            options, [(item, seed) for item in items for seed in own.seeds], policy, judge, own
-        )
+        images = [EvaluationImage(item, seed) for item in items for seed in own.seeds]
+        kept = generate(options, images, policy, judge, own)
     except (*USER_ERRORS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
 from paco_grpo.evaluation.benchmarks import markdown, options_for, summarize_prompts
-from paco_grpo.evaluation.evaluate import evaluate
+from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.folder import is_complete
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions
@@ -24,9 +24,9 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.build import (
     apply_speed,
+    evaluation_reward_kwargs,
     find_adapter,
     load_generator,
-    test_reward_kwargs,
 )
 from paco_grpo.training.plan import merges_lora
 
@@ -89,7 +89,7 @@ def prepare(options: RunOptions, accelerator, folder: Path, images_per_prompt: i
                 "no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins makes some"
             )
     text_length(options, items)  # warns of prompts that will be truncated
-    kwargs = test_reward_kwargs(options)
+    kwargs = evaluation_reward_kwargs(options)
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
     for reward in rewards.values():
         reward.check()
@@ -126,9 +126,8 @@ def sample_adapters(
             strategy.place(policy)
             apply_speed(options, policy)
         merge = attached and merges_lora(options, policy.device)
-        metrics = evaluate(
-            policy, items, rewards, options, strategy, folder, merge_lora=merge, keep_images=True
-        )
+        evaluation = Evaluation(policy, items, rewards, options, strategy, merge)
+        metrics = evaluation.run(folder, keep_images=True)
         if strategy.accelerator.is_main_process:
             write_atomically(folder / "metrics.json", json.dumps(metrics, indent=1))
 

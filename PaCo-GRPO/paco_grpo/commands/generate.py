@@ -11,14 +11,18 @@ import numpy as np
 import torch
 
 from paco_grpo.data.prompts import common_fields, json_lines, read_reference, text_of
-from paco_grpo.evaluation.evaluate import test_batches, test_inputs
+from paco_grpo.evaluation.evaluate import (
+    EvaluationImage,
+    evaluation_batches,
+    evaluation_latents,
+)
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import add_lora
 from paco_grpo.rewards.registry import build_rewards, write_records
-from paco_grpo.sampling.denoise import Sampling, rollout
+from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Decoder
 from paco_grpo.training.build import apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import (
@@ -116,7 +120,11 @@ def image_name(item: Item, seed: int) -> str:
 
 
 def generate(
-    options: RunOptions, wanted: list, policy: Policy, judge, own: argparse.Namespace
+    options: RunOptions,
+    wanted: list[EvaluationImage],
+    policy: Policy,
+    judge,
+    own: argparse.Namespace,
 ) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
     items = [item for item, _ in wanted]
@@ -137,10 +145,9 @@ def generate(
 
     sampling = Sampling(options.test.num_steps)
     with Decoder(policy, deliver) as decoder:
-        for batch in test_batches(policy, items, options):
-            inputs = test_inputs(policy, [wanted[i] for i in batch.numbers], batch)
-            record = rollout(policy, sampling=sampling, **inputs)
-            decoder.submit(record.clean_latents, batch)
+        for batch in evaluation_batches(policy, items, options):
+            in_batch = [wanted[i] for i in batch.numbers]
+            decoder.submit(evaluation_latents(policy, in_batch, batch, sampling), batch)
     captions = []
     if judge:
         write_records({"judge": judge}, own.output)

@@ -1,8 +1,9 @@
-"""Agreement beyond chance: panels of one image agree, while images of one prompt still differ (docs/rewards.md).
+"""Agreement beyond chance: panels of an image agree, images of a prompt differ (docs/rewards.md).
 
-For a prompt with k ≥ 4 images, ``w`` is the mean P(Yes) over pairs of panels of one image (``consistency_score``) and ``b``
-the mean P(Yes) over pairs of panels of different images (1 − ``between_images``). With W and B their means over *open*
-prompts, κ = (W − B) / (1 − B): Cohen's κ (1960), with B as the chance level.
+For a prompt with k ≥ 4 images, ``w`` is the mean P(Yes) over pairs of panels of one image
+(``consistency_score``), and ``b`` the mean P(Yes) over pairs of panels of different images
+(1 − ``between_images``). With W and B their means over *open* prompts, κ = (W − B) / (1 − B):
+Cohen's κ (1960), with B as the chance level.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import short_name
 
 LEAST_IMAGES = 4  # of a prompt
+Row = Mapping[str, Any]  # of eval_data.jsonl
 
 
 @dataclass(frozen=True)
@@ -32,52 +34,67 @@ class Agreement:
 
 def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray:
     """(W − B) / (1 − B); NaN where B is 1."""
-    within, between = np.asarray(within, np.float64), np.asarray(between, np.float64)
+    within = np.asarray(within, np.float64)
+    between = np.asarray(between, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(between < 1, (within - between) / (1 - between), np.nan)
 
 
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """The pairs among ``names``: ``consistency_score`` with ``between_images``, ``X_consistency`` with ``X_between_images``."""
+    """The pairs of rewards among ``names`` that measure w and b.
+
+    ``consistency_score`` belongs to ``between_images``, and ``X_consistency`` or
+    ``X_consistency_score`` to ``X_between_images``.
+    """
     names = set(names)
-    prefixes = sorted(
-        name.removesuffix("between_images") for name in names if name.endswith("between_images")
-    )
-    found = (
-        (w, f"{p}between_images")
-        for p in prefixes
-        for w in (f"{p}consistency_score", f"{p}consistency")
-    )
-    return [pair for pair in found if pair[0] in names]
+    suffix = "between_images"
+    prefixes = sorted(name.removesuffix(suffix) for name in names if name.endswith(suffix))
+    pairs = []
+    for prefix in prefixes:
+        for within in (f"{prefix}consistency_score", f"{prefix}consistency"):
+            if within in names:
+                pairs.append((within, f"{prefix}{suffix}"))
+    return pairs
 
 
 def of_epoch(
     scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Sequence[bool]
 ) -> dict[str, float]:
-    """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch, over its open prompts.
+    """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch.
+
+    Means over its open prompts; {} without two rewards that measure them, or without such prompts.
 
     Args:
-        scores: Short name → (samples,), NaN = missing; {} is returned unless they have the two rewards.
+        scores: Short name → (samples,), NaN = missing.
         item_ids: (samples,)
         is_open: By item id.
     """
-    for names in pairs_of(scores)[:1]:
-        rows = [
-            {"item_id": item, "rewards": {name: scores[name][i] for name in names}}
-            for i, item in enumerate(item_ids.tolist())
-            if is_open[item]
-        ]
-        found = _within_between(rows, names)
-        found = found[~np.isnan(found).any(axis=1)]
-        if len(found):
-            within, between = found.mean(axis=0)
-            values = {"within": within, "between": between, "kappa": kappa(within, between)}
-            return {f"reward/{name}": float(value) for name, value in values.items()}
-    return {}
+    pairs = pairs_of(scores)
+    if not pairs:
+        return {}
+    names = pairs[0]
+    rows = []
+    for position, item_id in enumerate(item_ids.tolist()):
+        if is_open[item_id]:
+            rewards = {name: scores[name][position] for name in names}
+            rows.append({"item_id": item_id, "rewards": rewards})
+    values = _within_between(rows, names)
+    values = values[~np.isnan(values).any(axis=1)]
+    if not len(values):
+        return {}
+    within, between = values.mean(axis=0)
+    return {
+        "reward/within": float(within),
+        "reward/between": float(between),
+        "reward/kappa": float(kappa(within, between)),
+    }
 
 
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
-    """``options`` whose test rewards are enough for κ: ``between_images`` is added beside ``consistency_score``."""
+    """``options`` whose test rewards are enough for κ.
+
+    ``between_images`` is added beside ``consistency_score``.
+    """
     if images_per_prompt < LEAST_IMAGES:
         raise ConfigError(
             f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}"
@@ -87,81 +104,100 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
     kwargs = options.train.reward_fn_kwargs | test.reward_fn_kwargs
     if not pairs_of(map(short_name, rewards)):
         if "consistency_score" not in rewards:
-            given = ", ".join(rewards)
+            names = ", ".join(rewards)
             raise ConfigError(
-                f"--images_per_prompt needs the test reward consistency_score, not only {given}"
+                f"--images_per_prompt needs the test reward consistency_score, not only {names}"
             )
         rewards["between_images"] = 1.0
         kwargs["between_images"] = kwargs.get("consistency_score", {})
-    return dataclasses.replace(
-        options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs)
-    )
+    test = dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs)
+    return dataclasses.replace(options, test=test)
 
 
-def agreement(
-    rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
-) -> dict[str, Agreement]:
+def agreement(rows: Sequence[Row], against: Sequence[Row] | None = None) -> dict[str, Agreement]:
     """Agreement of each category of prompts and of all, from an evaluation's rows.
 
     Args:
         rows: Rows of ``eval_data.jsonl``, several for each prompt.
-        against: Rows of another evaluation of the same prompts and seeds: then differences, paired by prompt.
+        against: Rows of another evaluation of the same prompts and seeds: then differences, paired
+            by prompt.
 
     Returns:
-        Category → agreement; with several pairs of rewards, for each pair "category, name of the within-image reward".
+        Category → agreement. With several pairs of rewards, for each pair "category, name of the
+        within-image reward".
     """
-    pairs, both = pairs_of(rows[0]["rewards"]), [rows] if against is None else [rows, against]
-    categories = [
-        *dict.fromkeys(row["category"] for row in rows if row["category"] is not None),
-        "all",
-    ]
-    return {
-        category if len(pairs) == 1 else f"{category}, {names[0]}": _summary(
-            [[row for row in side if category in ("all", row["category"])] for side in both], names
-        )
-        for names in pairs
-        for category in categories
-    }
+    pairs = pairs_of(rows[0]["rewards"])
+    categories = dict.fromkeys(row["category"] for row in rows if row["category"] is not None)
+    agreements = {}
+    for names in pairs:
+        for category in [*categories, "all"]:
+            sides = [_of_category(rows, category)]
+            if against is not None:
+                sides.append(_of_category(against, category))
+            key = category if len(pairs) == 1 else f"{category}, {names[0]}"
+            agreements[key] = _summary(sides, names)
+    return agreements
 
 
-def _within_between(rows: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> np.ndarray:
-    """w and b of each prompt (prompts, 2), means over its images that have the score; NaN where none has."""
-    means = by_prompt(
-        rows, names, lambda values, axis: np.ma.masked_invalid(values).mean(axis).filled(np.nan)
-    )
-    return [0, 1] + [1, -1] * means
+def _of_category(rows: Sequence[Row], category: str) -> list[Row]:
+    return [row for row in rows if category in ("all", row["category"])]
 
 
-def _summary(sides: Sequence[Sequence[Mapping[str, Any]]], names: tuple[str, str]) -> Agreement:
-    """``sides``: rows of one evaluation, or of the two whose difference is wanted."""
-    missing = sum(
-        None in (row["rewards"][name] for name in names) for side in sides for row in side
-    )
-    is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
+def _summary(sides: Sequence[Sequence[Row]], names: tuple[str, str]) -> Agreement:
+    """``sides``: rows of one evaluation, or of two whose difference is computed."""
+    missing = 0
+    for side in sides:
+        for row in side:
+            missing += None in [row["rewards"][name] for name in names]
     values = [_within_between(side, names) for side in sides]
-    difference = values[0] - values[1] if len(values) == 2 else values[0]
-    usable = is_open & ~np.isnan(np.concatenate(values, axis=1)).any(axis=1)
+    difference = values[0]
+    if len(values) == 2:
+        difference = values[0] - values[1]
+    is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
+    has_scores = ~np.isnan(np.concatenate(values, axis=1)).any(axis=1)
+    usable = is_open & has_scores
 
-    def of_draws(chosen: np.ndarray) -> np.ndarray:
-        first, *second = (kappa(*each[usable][chosen].mean(axis=1).T) for each in values)
-        return first - second[0] if second else first
+    def kappa_of(prompts: np.ndarray) -> np.ndarray:
+        """κ, or its difference, of prompts (R, n) that are numbers of usable ones: (R,)."""
+        kappas = []
+        for side in values:
+            within, between = side[usable][prompts].mean(axis=1).T
+            kappas.append(kappa(within, between))
+        return kappas[0] - kappas[1] if len(kappas) == 2 else kappas[0]
 
-    between = interval(difference[is_open, 1])
     return Agreement(
-        interval(difference[:, 0]), between, bootstrap(of_draws, int(usable.sum())), missing
+        within=interval(difference[:, 0]),
+        between=interval(difference[is_open, 1]),
+        kappa=bootstrap(kappa_of, int(usable.sum())),
+        missing=missing,
     )
+
+
+def _within_between(rows: Sequence[Row], names: tuple[str, str]) -> np.ndarray:
+    """w and b of each prompt (prompts, 2): means over its images that have the score."""
+    means = by_prompt(rows, names, _mean_of_present)
+    within = means[:, 0]
+    between = 1 - means[:, 1]
+    return np.column_stack([within, between])
+
+
+def _mean_of_present(values: np.ndarray, axis: int) -> np.ndarray:
+    """As ``np.nanmean``, but without a warning where all values are missing."""
+    return np.ma.masked_invalid(values).mean(axis).filled(np.nan)
 
 
 def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
-    """Markdown: for each category and each column (an adapter, or a difference), w, b and κ with 95 % intervals."""
+    """Markdown: w, b and κ with 95 % intervals, for each category and each column.
+
+    A column is an adapter, or the difference of two.
+    """
     rows = []
     for category in next(iter(columns.values())):
         for name, column in columns.items():
-            found = column[category]
-            values = [each or "–" for each in (found.within, found.between, found.kappa)]
-            rows.append(
-                [category, name, *values, found.kappa.prompts if found.kappa else 0, found.missing]
-            )
-    return markdown_table(
-        ["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"], rows
-    )
+            measured = column[category]
+            intervals = [measured.within, measured.between, measured.kappa]
+            num_open = measured.kappa.prompts if measured.kappa else 0
+            cells = [value or "–" for value in intervals]
+            rows.append([category, name, *cells, num_open, measured.missing])
+    head = ["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"]
+    return markdown_table(head, rows)

@@ -1,4 +1,4 @@
-"""Benchmarks: prompts, and rewards that measure their images; results over prompts, and two adapters compared."""
+"""Benchmarks: prompts and rewards that measure their images, results over prompts, comparisons."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from paco_grpo.evaluation.pictures import markdown_table
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.suggest import did_you_mean
 
-# Name → prompt set as dataset/fetch.py writes it, its kind, and the rewards that measure its images.
+# Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
 BENCHMARKS = {
     "t2is": ("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore")),
     "gedit": ("dataset/public-gedit", "geneval_image", ("consistency_for_editing",)),
@@ -21,11 +21,12 @@ _BLOCK = 2_000_000  # prompts drawn at a time, 16 MB
 
 
 def options_for(options: RunOptions, benchmark: str) -> RunOptions:
-    """``options`` with the test set and the test rewards of ``benchmark``, a name or ``name=folder``."""
+    """``options`` with the test set and rewards of ``benchmark``, a name or ``name=folder``."""
     name, _, folder = benchmark.partition("=")
     if name not in BENCHMARKS:
         raise ConfigError(
-            f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Known: {', '.join(BENCHMARKS)}"
+            f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} "
+            f"Known: {', '.join(BENCHMARKS)}"
         )
     public, kind, rewards = BENCHMARKS[name]
     other_rewards = {*options.train.reward_fn, *options.test.reward_fn}
@@ -62,9 +63,10 @@ class Interval:
 
 
 def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval | None:
-    """``statistic`` of ``count`` prompts with Efron's percentile interval; None if it is NaN or there is no prompt.
+    """``statistic`` of ``count`` prompts with Efron's percentile interval.
 
-    ``statistic`` maps numbers of prompts (R, n) to its value for each row (R,). Always the same prompts are drawn.
+    None if it is NaN or there is no prompt. ``statistic`` maps numbers of prompts (R, n) to its
+    value for each row (R,). Always the same prompts are drawn.
     """
     mean = float(statistic(np.arange(count)[None])[0]) if count else math.nan
     if math.isnan(mean):
@@ -82,7 +84,7 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Inte
 
 
 def interval(values: np.ndarray) -> Interval | None:
-    """Mean of ``values`` (prompts,) with its ``bootstrap`` interval; NaN = missing, None if all are."""
+    """Mean of ``values`` (prompts,) with its interval; NaN = missing, None if all are."""
     values = values[~np.isnan(values)]
     return bootstrap(lambda chosen: values[chosen].mean(axis=1), len(values))
 
@@ -94,9 +96,10 @@ def by_prompt(
 
     A missing score is NaN: ``np.mean`` leaves its prompt out, ``np.nanmean`` its image.
     """
-    scores: dict[int, list[list[float | None]]] = {}
+    scores: dict[int, list[list[float | None]]] = {}  # item → images → rewards
     for row in rows:
-        scores.setdefault(row["item_id"], []).append([row["rewards"][name] for name in rewards])
+        values = [row["rewards"][name] for name in rewards]
+        scores.setdefault(row["item_id"], []).append(values)
     means = [mean(np.array(values, float), axis=0) for values in scores.values()]
     return np.array(means).reshape(-1, len(rewards))
 
@@ -104,9 +107,9 @@ def by_prompt(
 def summarize_prompts(
     rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Interval | None]:
-    """Each reward's interval over prompts, or of its difference ``rows`` − ``against``, paired by prompt.
+    """Each reward's interval over prompts, or that of its difference ``rows`` − ``against``.
 
-    A prompt that lacks a score, on either side, is left out.
+    A difference is paired by prompt. A prompt that lacks a score, on either side, is left out.
     """
     names = list(rows[0]["rewards"])
     values = by_prompt(rows, names)
@@ -116,10 +119,14 @@ def summarize_prompts(
 
 
 def markdown(columns: Mapping[str, Mapping[str, Interval | None]]) -> str:
-    """Markdown, a row for each reward: mean and 95 % interval in each column, and the prompts that count."""
+    """Markdown, a row for each reward: mean and 95 % interval in each column, and the prompts."""
     rows = []
     for name in next(iter(columns.values())):
-        found = [column[name] for column in columns.values()]
-        counts = ", ".join(sorted({str(each.prompts) if each else "0" for each in found}))
-        rows.append([name, *(each or "–" for each in found), counts])
+        cells = []
+        counts = set()
+        for column in columns.values():
+            measured = column[name]
+            cells.append(measured or "–")
+            counts.add(str(measured.prompts) if measured else "0")
+        rows.append([name, *cells, ", ".join(sorted(counts))])
     return markdown_table(["reward", *columns, "prompts"], rows)

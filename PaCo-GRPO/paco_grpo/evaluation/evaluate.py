@@ -7,17 +7,18 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.atomic import write_atomically
 from paco_grpo.distributed.processes import Replicated, Stopped
-from paco_grpo.evaluation.pictures import contact_sheet, thumbnail
+from paco_grpo.evaluation.images import EvaluationFolder
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
@@ -25,13 +26,10 @@ from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, Decoder, plan_batches
 from paco_grpo.types import Item
-from paco_judge.images import UnreadableImage, read_image
 
 logger = logging.getLogger(__name__)
 
 _STREAM = 21  # first word of the noise seeds
-_SHEET_IMAGES = 36
-_REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
@@ -39,130 +37,191 @@ class EvaluationError(RuntimeError):
     """An evaluation without one image that is finite: there is nothing to score."""
 
 
+class EvaluationImage(NamedTuple):
+    """An image to draw: its prompt, and the seed of its noise."""
+
+    item: Item
+    seed: int
+
+
 def evaluation_set(
     items: Sequence[Item], num_images: int | None, seed: int
-) -> list[tuple[Item, int]]:
-    """(item, noise seed) of each image: items in order, again from the start if there are more images than items.
+) -> list[EvaluationImage]:
+    """``num_images`` images of the items in order, again from the start if there are fewer items.
 
-    A seed depends only on ``seed``, the item and how often it came before.
+    An image's seed depends only on ``seed``, its item and how often that came before.
     """
-    chosen = []
+    images = []
     for index in range(num_images or len(items)):
         repeat, position = divmod(index, len(items))
         item = items[position]
-        word = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat]).generate_state(
-            1, np.uint64
-        )[0]
-        chosen.append((item, int(word >> np.uint64(1))))
-    return chosen
+        words = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat])
+        word = words.generate_state(1, np.uint64)[0]
+        images.append(EvaluationImage(item, int(word >> np.uint64(1))))
+    return images
 
 
-def evaluate(
-    policy: Policy,
-    items: Sequence[Item],
-    rewards: Mapping[str, Reward],
-    options: RunOptions,
-    strategy: Replicated,
-    folder: Path,
-    should_stop: Callable[[], bool] = lambda: False,
-    merge_lora: bool = False,
-    keep_images: bool = False,
-) -> dict[str, float] | None:
-    """Sample and score the evaluation set with the policy's current weights; process r of P samples images r, r + P, …
+@dataclass(frozen=True)
+class Evaluation:
+    """Samples and scores the evaluation set with a policy's current weights.
 
-    Writes ``folder/00000.png …`` (if ``config.test.save_eval_images``; for an editor also a small copy of each
-    reference image, ``references/00000.png …``), ``eval_data.jsonl`` and ``sheet.png``.
-
-    Args:
-        folder: Shared by all processes.
-        should_stop: Whether this process was asked to stop; asked before each batch.
-        keep_images: A batch whose images are all in ``folder`` is not sampled again.
-
-    Returns:
-        ``eval/<name>_mean``, ``_stderr`` (ddof 1, over images that have the score), ``_missing`` (share of the images,
-        if any lack it), ``eval/num_images``, ``eval/missing_share`` and ``category/<category>/<name>_mean``; None when a process was asked to stop.
-
-    Raises:
-        ScoringError: On every process, when a reward raised.
-        EvaluationError: On every process, when no image is finite.
+    Process r of P samples the images r, r + P, …
     """
-    accelerator, test = strategy.accelerator, options.test
-    chosen = evaluation_set(
-        items, test.num_images, options.seed if test.seed is None else test.seed
-    )
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-    accelerator.wait_for_everyone()
-    with contextlib.closing(ScoreQueue(rewards, options.sample.reward_batch_size)) as queue:
-        try:
-            num_finite = _sample(
-                policy,
-                chosen,
-                options,
-                strategy,
-                folder,
-                queue,
-                should_stop,
-                merge_lora,
-                keep_images,
+
+    policy: Policy
+    items: Sequence[Item]
+    rewards: Mapping[str, Reward]
+    options: RunOptions
+    strategy: Replicated
+    merge_lora: bool = False
+
+    def run(
+        self,
+        folder: Path,
+        should_stop: Callable[[], bool] = lambda: False,
+        keep_images: bool = False,
+    ) -> dict[str, float] | None:
+        """Write images, ``eval_data.jsonl`` and ``sheet.png`` to ``folder``, and return metrics.
+
+        Args:
+            folder: Shared by all processes; see ``EvaluationFolder``.
+            should_stop: Whether this process was asked to stop; asked before each batch.
+            keep_images: A batch whose images are all in ``folder`` is not sampled again.
+
+        Returns:
+            As ``evaluation_metrics``; None when a process was asked to stop.
+
+        Raises:
+            ScoringError: On every process, when a reward raised.
+            EvaluationError: On every process, when no image is finite.
+        """
+        accelerator = self.strategy.accelerator
+        test = self.options.test
+        seed = self.options.seed if test.seed is None else test.seed
+        images = evaluation_set(self.items, test.num_images, seed)
+        pictures = EvaluationFolder(folder, test.save_eval_images)
+        if accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        accelerator.wait_for_everyone()
+        queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size)
+        with contextlib.closing(queue):
+            try:
+                num_finite = self._sample(images, pictures, queue, should_stop, keep_images)
+                scores = queue.gathered(accelerator, len(images), should_stop)
+            except Stopped:
+                return None
+        if num_finite == 0:
+            raise EvaluationError(
+                f"none of the {len(images)} evaluation images is finite: the generator is damaged"
             )
-            scores = queue.gathered(accelerator, len(chosen), should_stop)
-        except Stopped:
-            return None
-    if num_finite == 0:
-        raise EvaluationError(
-            f"none of the {len(chosen)} evaluation images is finite: the generator is damaged"
-        )
-    missing = missing_scores(scores, rewards, chosen)
-    if missing.any():
-        logger.warning(
-            "%d of %d evaluation images lack a score and are left out of its mean",
-            missing.any(axis=1).sum(),
-            len(scores),
-        )
-    names, categories = list(rewards), [item.metadata.get("category") for item, _ in chosen]
-    if accelerator.is_main_process:
-        lines = []
-        for number, ((item, seed), values) in enumerate(zip(chosen, scores.tolist(), strict=True)):
-            image, reference = _files(folder, number)
-            category = categories[number]
-            row = {
-                "file": image.name if image.is_file() else None,  # not saved, or not finite
-                "reference": f"references/{reference.name}" if reference.is_file() else None,
-                "prompt": item.prompt,
-                "item_id": item.item_id,
-                "seed": seed,
-                "idx": item.metadata.get("idx"),
-                "category": None if category is None else str(category),
-                "open": bool(item.metadata.get("open", False)),
-                "rewards": {},
-            }
-            for name, score in zip(names, values, strict=True):
-                row["rewards"][name] = None if math.isnan(score) else score
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        write_atomically(folder / "eval_data.jsonl", "".join(lines))
-    accelerator.wait_for_everyone()
-    metrics = {f"eval/{key}": value for key, value in summarize(scores, names).items()}
-    metrics["eval/missing_share"] = float(missing.any(axis=1).mean())
-    for name, share in zip(names, missing.mean(axis=0).tolist(), strict=True):
-        if share:
-            metrics[f"eval/{name}_missing"] = share
-    for category in sorted({*categories} - {None}, key=str):
-        found = summarize(scores[[other == category for other in categories]], names)
-        metrics |= {
-            f"category/{category}/{key}": value
-            for key, value in found.items()
-            if key.endswith("_mean")
-        }
-    return metrics
+        if accelerator.is_main_process:
+            _write_rows(pictures, images, scores, list(self.rewards))
+        accelerator.wait_for_everyone()
+        missing = missing_scores(scores, self.rewards, images)
+        if missing.any():
+            logger.warning(
+                "%d of %d evaluation images lack a score and are left out of its mean",
+                missing.any(axis=1).sum(),
+                len(scores),
+            )
+        categories = [image.item.metadata.get("category") for image in images]
+        return evaluation_metrics(scores, missing, list(self.rewards), categories)
+
+    def _sample(
+        self,
+        images: Sequence[EvaluationImage],
+        pictures: EvaluationFolder,
+        queue: ScoreQueue,
+        should_stop: Callable[[], bool],
+        keep_images: bool,
+    ) -> int:
+        """Sample, save and submit the images; returns how many are finite, over all processes."""
+        policy = self.policy
+        accelerator = self.strategy.accelerator
+        num_finite = 0  # of this process
+
+        def score(decoded: list[Image.Image | None], batch: Batch) -> None:
+            """Submit images to the rewards, and show them in the sheet."""
+            nonlocal num_finite
+            rows = [number // accelerator.num_processes for number in batch.numbers]
+            queue.submit(decoded, [images[number].item for number in batch.numbers], rows)
+            for number, image in zip(batch.numbers, decoded, strict=True):
+                if image is not None:
+                    num_finite += 1
+                    pictures.show(number, image, images[number].item)
+
+        def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
+            score(decoded, batch)
+            for number, image in zip(batch.numbers, decoded, strict=True):
+                if image is not None:
+                    pictures.save(number, image)
+
+        # This process's images in batches of one size. What is saved already is only scored.
+        numbers = range(accelerator.process_index, len(images), accelerator.num_processes)
+        items = [images[number].item for number in numbers]
+        batches = []
+        for plan in evaluation_batches(policy, items, self.options):
+            batch = dataclasses.replace(plan, numbers=[numbers[i] for i in plan.numbers])
+            if keep_images and all(pictures.read(number) for number in batch.numbers):
+                score([pictures.read(number) for number in batch.numbers], batch)
+            else:
+                batches.append(batch)
+
+        # Sample the others. In lockstep with other processes, some batches are dummies.
+        (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
+        sampling = Sampling(self.options.test.num_steps, merge_lora=self.merge_lora)
+        synced = self.strategy.synced_batches(batches, dummy, should_stop)
+        with Decoder(policy, deliver) as decoder:
+            for position, (batch, is_dummy) in enumerate(synced):
+                if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
+                    ahead = batches[position : position + _ENCODED_AHEAD]
+                    self._encode_ahead(images, ahead)
+                in_batch = [images[number] for number in batch.numbers]
+                latents = evaluation_latents(policy, in_batch, batch, sampling)
+                if not is_dummy:
+                    decoder.submit(latents, batch)
+        pictures.write_sheet(accelerator.is_main_process)
+        return sum(gather_object([num_finite]))
+
+    def _encode_ahead(self, images: Sequence[EvaluationImage], batches: Sequence[Batch]) -> None:
+        """Encode the prompts of several batches in one call; the policy caches the features."""
+        items = []
+        for batch in batches:
+            items += [_sized(images[number].item, batch) for number in batch.numbers]
+        if items:
+            self.policy.encode(items)
+
+
+def evaluation_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
+    """``items`` in batches of one size, at test resolution."""
+    test = options.test
+    return plan_batches(policy, items, test.resolution, options.item_size, test.batch_size)
+
+
+def evaluation_latents(
+    policy: Policy, images: Sequence[EvaluationImage], batch: Batch, sampling: Sampling
+) -> torch.Tensor:
+    """Sample the images of a batch; returns their latents (B, N, C)."""
+    items = [_sized(image.item, batch) for image in images]
+    item_ids = [item.item_id for item in items]
+    seeds = [image.seed for image in images]
+    draws = Draws(item_ids, seeds, batch.height, batch.width)
+    return rollout(policy, policy.encode(items), draws, sampling).clean_latents
+
+
+def _sized(item: Item, batch: Batch) -> Item:
+    return dataclasses.replace(item, height=batch.height, width=batch.width)
 
 
 def missing_scores(
-    scores: np.ndarray, rewards: Mapping[str, Reward], chosen: Sequence[tuple[Item, int]]
+    scores: np.ndarray, rewards: Mapping[str, Reward], images: Sequence[EvaluationImage]
 ) -> np.ndarray:
-    """Which of ``scores`` (images, rewards) are missing; a reward that compares images owes a single one nothing."""
+    """Which of ``scores`` (images, rewards) are missing.
+
+    A reward that compares the images of a prompt has no score for a prompt's only image.
+    """
     missing = np.isnan(scores)
-    item_ids = [item.item_id for item, _ in chosen]
+    item_ids = [image.item.item_id for image in images]
     counts = Counter(item_ids)
     is_alone = np.array([counts[item_id] == 1 for item_id in item_ids])
     for column, reward in enumerate(rewards.values()):
@@ -171,119 +230,77 @@ def missing_scores(
     return missing
 
 
-def _sample(
-    policy, chosen, options, strategy, folder, queue, should_stop, merge_lora, keep_images
-) -> int:
-    """Sample, save and submit the images; returns how many are finite, over all processes."""
-    accelerator, test = strategy.accelerator, options.test
-    mine = list(range(accelerator.process_index, len(chosen), accelerator.num_processes))
-    batches = test_batches(policy, [chosen[i][0] for i in mine], options)
-    batches = [
-        dataclasses.replace(batch, numbers=[mine[i] for i in batch.numbers]) for batch in batches
-    ]
-    made = [b for b in batches if keep_images and all(saved_image(folder, i) for i in b.numbers)]
-    batches = [batch for batch in batches if batch not in made]
-    position = {batch.numbers[0]: place for place, batch in enumerate(batches)}
-    thumbnails: list[tuple[int, Image.Image, Image.Image | None, str]] = []
-    finite: list[int] = []  # numbers of the images that are
-
-    def inputs(batch: Batch) -> dict[str, Any]:
-        place = position.get(batch.numbers[0])  # None for a dummy
-        if policy.offloads_text_encoders and place is not None and place % _ENCODED_AHEAD == 0:
-            ahead = batches[place : place + _ENCODED_AHEAD]
-            policy.encode(
-                [_sized(chosen[i][0], each) for each in ahead for i in each.numbers]
-            )  # the policy caches it
-        return test_inputs(policy, [chosen[i] for i in batch.numbers], batch)
-
-    def deliver(images: list[Image.Image | None], batch: Batch) -> None:
-        rows = [i // accelerator.num_processes for i in batch.numbers]
-        queue.submit(images, [chosen[i][0] for i in batch.numbers], rows)
-        for number, image in zip(batch.numbers, images, strict=True):
-            if image is None:
-                continue
-            finite.append(number)
-            item, in_sheet = chosen[number][0], number < _SHEET_IMAGES
-            reference = item.image if test.save_eval_images or in_sheet else None
-            image_file, reference_file = _files(folder, number)
-            if test.save_eval_images and batch not in made:
-                partial = image_file.with_suffix(".tmp")
-                # Level 1: a smaller file would cost more time than writing a larger one.
-                image.save(partial, format="PNG", compress_level=1)
-                partial.replace(image_file)  # whole, or not there
-            if test.save_eval_images and reference is not None:
-                reference_file.parent.mkdir(exist_ok=True)
-                small = reference.copy()
-                small.thumbnail((_REFERENCE_SIDE, _REFERENCE_SIDE))
-                small.save(reference_file)
-            if in_sheet:
-                thumbnails.append(
-                    (number, thumbnail(image), reference and thumbnail(reference), item.prompt)
-                )
-
-    for batch in made:
-        deliver([saved_image(folder, i) for i in batch.numbers], batch)
-    (dummy,) = test_batches(policy, [chosen[0][0]], options)
-    synced = strategy.synced_batches(batches, dummy, should_stop)
-    sampling = Sampling(test.num_steps, merge_lora=merge_lora)
-    with Decoder(policy, deliver) as decoder:
-        for batch, is_dummy in synced:
-            record = rollout(policy, sampling=sampling, **inputs(batch))
-            if not is_dummy:
-                decoder.submit(record.clean_latents, batch)
-    everyone = sorted(gather_object(thumbnails), key=itemgetter(0))
-    if accelerator.is_main_process and everyone:
-        _, images, references, prompts = zip(*everyone, strict=True)
-        edited = (prompts, references) if None not in references else ()
-        contact_sheet(images, *edited).save(folder / "sheet.png")
-    return len(gather_object(finite))
+def _write_rows(
+    pictures: EvaluationFolder,
+    images: Sequence[EvaluationImage],
+    scores: np.ndarray,
+    names: Sequence[str],
+) -> None:
+    """Write ``eval_data.jsonl``, a line for each image."""
+    lines = []
+    for number, (image, values) in enumerate(zip(images, scores.tolist(), strict=True)):
+        item = image.item
+        category = item.metadata.get("category")
+        row: dict[str, Any] = {
+            "file": None,  # not saved, or not finite
+            "reference": None,
+            "prompt": item.prompt,
+            "item_id": item.item_id,
+            "seed": image.seed,
+            "idx": item.metadata.get("idx"),
+            "category": None if category is None else str(category),
+            "open": bool(item.metadata.get("open", False)),
+            "rewards": {},
+        }
+        for key, file in (
+            ("file", pictures.image_file(number)),
+            ("reference", pictures.reference_file(number)),
+        ):
+            if file.is_file():
+                row[key] = file.relative_to(pictures.path).as_posix()
+        for name, score in zip(names, values, strict=True):
+            row["rewards"][name] = None if math.isnan(score) else score
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomically(pictures.path / "eval_data.jsonl", "".join(lines))
 
 
-def saved_image(folder: Path, number: int) -> Image.Image | None:
-    """Image ``number`` of an earlier evaluation in ``folder``; None if it is not there or damaged."""
-    path, _ = _files(folder, number)
-    try:
-        return read_image(path) if path.is_file() else None
-    except UnreadableImage:
-        return None
+def evaluation_metrics(
+    scores: np.ndarray,
+    missing: np.ndarray,
+    names: Sequence[str],
+    categories: Sequence[Any],
+) -> dict[str, float]:
+    """The numbers of an evaluation from ``scores`` (images, rewards), NaN where there is none.
 
-
-def _files(folder: Path, number: int) -> tuple[Path, Path]:
-    """Where image ``number`` is kept, and the copy of its reference image."""
-    return folder / f"{number:05d}.png", folder / "references" / f"{number:05d}.png"
-
-
-def test_batches(policy: Policy, items: Sequence[Item], options: RunOptions) -> list[Batch]:
-    """``items`` in batches of one size, at test resolution."""
-    return plan_batches(
-        policy, items, options.test.resolution, options.item_size, options.test.batch_size
-    )
-
-
-def test_inputs(policy: Policy, images: Sequence[tuple[Item, int]], batch: Batch) -> dict[str, Any]:
-    """What ``rollout`` needs of the (item, seed) pairs of a batch."""
-    item_ids = [item.item_id for item, _ in images]
-    seeds = [seed for _, seed in images]
-    return {
-        "conditioning": policy.encode([_sized(item, batch) for item, _ in images]),
-        "draws": Draws(item_ids, seeds, batch.height, batch.width),
+    Returns:
+        ``eval/num_images``, ``eval/missing_share`` (images that lack a score), for each reward
+        ``eval/<name>_mean``, ``_stderr`` (ddof 1) over images that have the score, and ``_missing``
+        (share of the images, if any lack it), and ``category/<category>/<name>_mean``.
+    """
+    metrics: dict[str, float] = {
+        "eval/num_images": len(scores),
+        "eval/missing_share": float(missing.any(axis=1).mean()),
     }
-
-
-def _sized(item: Item, batch: Batch) -> Item:
-    return dataclasses.replace(item, height=batch.height, width=batch.width)
+    for key, value in summarize(scores, names).items():
+        metrics[f"eval/{key}"] = value
+    for name, share in zip(names, missing.mean(axis=0).tolist(), strict=True):
+        if share:
+            metrics[f"eval/{name}_missing"] = share
+    for category in sorted({*categories} - {None}, key=str):
+        in_category = [other == category for other in categories]
+        for key, value in summarize(scores[in_category], names).items():
+            if key.endswith("_mean"):
+                metrics[f"category/{category}/{key}"] = value
+    return metrics
 
 
 def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """``NAME_mean``, ``NAME_stderr``, ``num_images``, ``missing_share``; ``scores`` (images, names), NaN = missing."""
-    metrics = {
-        "num_images": len(scores),
-        "missing_share": float(np.isnan(scores).any(axis=1).mean()),
-    }
-    for name, values in zip(names, scores.T, strict=True):
-        values = values[~np.isnan(values)]
+    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), without those missing."""
+    summary = {}
+    for name, column in zip(names, scores.T, strict=True):
+        values = column[~np.isnan(column)]
         if len(values):
-            metrics[f"{name}_mean"] = float(values.mean())
+            summary[f"{name}_mean"] = float(values.mean())
         if len(values) > 1:
-            metrics[f"{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
-    return metrics
+            summary[f"{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
+    return summary

@@ -12,7 +12,9 @@ from paco_grpo.monitoring.trackers import Tracker
 from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
-_LINE, _GAP = 14, 4
+_LINE = 14  # pixels of a line of text
+_LETTER = 6  # pixels of a letter
+_GAP = 4  # pixels between pictures
 _TRACKED_IMAGES = 8
 
 
@@ -23,17 +25,19 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
+    lines.insert(1, "|---" * len(head) + "|")
+    return "\n".join(lines) + "\n"
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
     """``image`` with its longer side at ``SHEET_CELL`` pixels, enlarged without smoothing."""
     scale = SHEET_CELL / max(image.size)
     filter_ = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-    return image.resize(
-        (max(1, round(image.width * scale)), max(1, round(image.height * scale))), filter_
-    )
+    width = max(1, round(image.width * scale))
+    height = max(1, round(image.height * scale))
+    return image.resize((width, height), filter_)
 
 
 def contact_sheet(
@@ -41,37 +45,50 @@ def contact_sheet(
     captions: Sequence[str] = (),
     references: Sequence[Image.Image] = (),
 ) -> Image.Image:
-    """Small copies of ``images`` in rows, numbered, with ``captions`` below and ``references`` on the left."""
-    pictures = 2 if references else 1
-    columns = max(1, math.ceil(math.sqrt(len(images) / pictures)))
+    """Small copies of ``images`` in rows, numbered.
+
+    ``captions`` are below them, ``references`` on their left.
+    """
+    step = SHEET_CELL + _GAP
+    line = _LINE if captions else 0
+    width = step  # of an image with its reference
+    if references:
+        width = 2 * step + 2 * _GAP
+    height = step + line
+    columns = max(1, math.ceil(math.sqrt(len(images) / (2 if references else 1))))
     rows = max(1, math.ceil(len(images) / columns))
-    step, line = SHEET_CELL + _GAP, _LINE if captions else 0
-    width = pictures * step + (2 * _GAP if references else 0)
-    sheet = Image.new("RGB", (columns * width, rows * (step + line)), "white")
+    sheet = Image.new("RGB", (columns * width, rows * height), "white")
     pen = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
-        left, top = index % columns * width, index // columns * (step + line)
-        for place, picture in enumerate([references[index], image] if references else [image]):
-            sheet.paste(thumbnail(picture), (left + place * step, top))
+        row, column = divmod(index, columns)
+        left = column * width
+        top = row * height
+        if references:
+            sheet.paste(thumbnail(references[index]), (left, top))
+            sheet.paste(thumbnail(image), (left + step, top))
+        else:
+            sheet.paste(thumbnail(image), (left, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
         if captions:
-            # longer text would run into the next cell
-            pen.text((left + 2, top + step), captions[index][: (width - 4) // 6], fill="black")
+            # Longer text would run into the next cell.
+            caption = captions[index][: (width - 4) // _LETTER]
+            pen.text((left + 2, top + step), caption, fill="black")
     return sheet
 
 
 def log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:
-    """Send an evaluation's contact sheet, and its first images with prompts and scores, to the tracker."""
+    """Send an evaluation's contact sheet and its first images to the tracker."""
     if (folder / "sheet.png").is_file():  # otherwise no image was finite
         sheet = read_image(folder / "sheet.png")
         tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
-    shown = []
+    tracked = []
     for row in read_rows(folder)[:_TRACKED_IMAGES]:
-        if row["file"] is not None:  # saved, and finite
-            scores = ", ".join(
-                f"{name} {'–' if v is None else format(v, '.3f')}"
-                for name, v in row["rewards"].items()
-            )
-            shown.append((read_image(folder / row["file"]), f"{row['prompt']} ({scores})"))
-    if shown:
-        tracker.log_images("eval/images", shown, epoch)
+        if row["file"] is None:  # not saved, or not finite
+            continue
+        scores = []
+        for name, score in row["rewards"].items():
+            scores.append(f"{name} –" if score is None else f"{name} {score:.3f}")
+        caption = f"{row['prompt']} ({', '.join(scores)})"
+        tracked.append((read_image(folder / row["file"]), caption))
+    if tracked:
+        tracker.log_images("eval/images", tracked, epoch)

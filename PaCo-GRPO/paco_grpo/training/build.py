@@ -132,7 +132,9 @@ class Run:
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
-    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and then the model."""
+    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and
+    then the model.
+    """
     objective = checks.check_run(options)
     described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
     options = dataclasses.replace(
@@ -153,7 +155,9 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def _claim_folder(
     options: RunOptions, configuration_name: str, accelerator: Accelerator
 ) -> files.RunFolder:
-    """The folder of the run, claimed by the main process, whose clock gives it a name where the options do not."""
+    """The folder of the run, claimed by the main process, whose clock gives it a name where the
+    options do not.
+    """
     parent = files.expanded(options.save_dir, "config.save_dir")
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(accelerator, lambda: name)
@@ -194,7 +198,9 @@ def _read_and_check(
 
 
 def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
-    """The run around a loaded generator: adapter, optimizer, average, sampler, and what watches over them."""
+    """The run around a loaded generator: adapter, optimizer, average, sampler, and what watches
+    over them.
+    """
     options = prepared.options
     items = prepared.items
     folder = prepared.folder.path
@@ -248,7 +254,7 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
     return run
 
 
-def test_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
+def evaluation_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
     """Name → arguments of each test reward; what ``test`` leaves out is as in training."""
     train, test = options.train, options.test
     names = test.reward_fn or train.reward_fn
@@ -282,15 +288,16 @@ def _reward_sets(
         return rewards
 
     trained = build({name: train.reward_fn_kwargs.get(name, {}) for name in train.reward_fn})
-    tested = build(test_reward_kwargs(options))
+    tested = build(evaluation_reward_kwargs(options))
     for reward in built.values():
         reward.check()
     if "between_images" in weights and not any(
         item.metadata.get("open") for item in items["train"]
     ):
         raise ConfigError(
-            f"config.train.reward_fn has between_images, but no training prompt of {options.dataset} is open; "
-            "`python dataset/fetch.py t2is --open_twins` makes open prompts"
+            "config.train.reward_fn has between_images, but no training prompt of "
+            f"{options.dataset} is open; `python dataset/fetch.py t2is --open_twins` makes open "
+            "prompts"
         )
     for rewards, split in ((trained, "train"), (tested, "test")):
         for reward in rewards.values():
@@ -326,7 +333,8 @@ def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySe
 
 
 def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
-    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the hub.
+    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the
+    hub.
 
     ``option`` is named in errors.
     """
@@ -347,7 +355,9 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
 def make_trainable(
     policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
-    """Attach the LoRA and the objective's snapshots, place the policy; returns the parameters of both by name."""
+    """Attach the LoRA and the objective's snapshots, place the policy; returns the parameters of
+    both by name.
+    """
     set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
         train = options.train

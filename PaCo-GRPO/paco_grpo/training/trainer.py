@@ -18,7 +18,8 @@ from paco_grpo.checkpoint import files
 from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.distributed.processes import Stopped, any_process, main_decides
 from paco_grpo.evaluation.agreement import of_epoch
-from paco_grpo.evaluation.evaluate import EvaluationError, evaluate, saved_image
+from paco_grpo.evaluation.evaluate import Evaluation, EvaluationError
+from paco_grpo.evaluation.images import EvaluationFolder
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics, rewards_line
@@ -299,11 +300,11 @@ class Trainer:
     def _incomplete_evaluations(self) -> list[dict[str, Any]]:
         rows = []
         for row in self.run.metrics.rows("eval"):
-            folder = self._evaluation_folder(row["epoch"])
+            folder = EvaluationFolder(self._evaluation_folder(row["epoch"]))
             num_images = int(row.get("eval/num_images", 0))
             if row.get("eval/missing_share", 0) == 0 or "eval/repeated" in row:
                 continue
-            has_images = all(saved_image(folder, number) for number in range(num_images))
+            has_images = all(folder.read(number) for number in range(num_images))
             if has_images or row["epoch"] == self.state.epoch:
                 rows.append(row)
         return rows
@@ -318,17 +319,16 @@ class Trainer:
         started = time.perf_counter()
         self._seed_everything()
         with self.state.averaged():
-            metrics = evaluate(
+            evaluation = Evaluation(
                 self.state.policy,
                 self.run.test_items,
                 self.run.rewards.test,
                 self.options,
                 self.state.strategy,
-                self._evaluation_folder(epoch),
-                self._signaled,
-                merge_lora=merges_lora(self.options, self.state.policy.device),
-                keep_images=keep_images,
+                merges_lora(self.options, self.state.policy.device),
             )
+            folder = self._evaluation_folder(epoch)
+            metrics = evaluation.run(folder, self._signaled, keep_images)
         if metrics is None:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started

@@ -9,7 +9,7 @@ from fakes import fake_judge
 from PIL import Image
 from tiny_run import load_script, rows_of, tiny_options, train
 
-from paco_grpo.evaluation.evaluate import evaluation_set, summarize
+from paco_grpo.evaluation.evaluate import evaluation_metrics, evaluation_set
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import options_to_yaml
 from paco_grpo.policies.flux import FluxPolicy
@@ -42,11 +42,21 @@ def test_evaluation_set_repeats_items_with_new_seeds():
 
 
 def test_summary_against_numpy():
-    summary = summarize(np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]]), ["a", "b"])
-    assert summary["a_mean"] == pytest.approx(4.0)
-    assert summary["a_stderr"] == pytest.approx(np.std([1, 3, 8], ddof=1) / np.sqrt(3))
-    assert (summary["b_mean"], summary["num_images"]) == (5.5, 3)
-    assert summary["missing_share"] == pytest.approx(1 / 3)
+    scores = np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]])
+    metrics = evaluation_metrics(scores, np.isnan(scores), ["a", "b"], ["c", "c", None])
+    assert metrics == pytest.approx(
+        {
+            "eval/num_images": 3,
+            "eval/missing_share": 1 / 3,
+            "eval/a_mean": 4.0,
+            "eval/a_stderr": np.std([1, 3, 8], ddof=1) / np.sqrt(3),
+            "eval/b_mean": 5.5,
+            "eval/b_stderr": 0.5,
+            "eval/b_missing": 1 / 3,
+            "category/c/a_mean": 2.0,
+            "category/c/b_mean": 5.0,
+        }
+    )
 
 
 @pytest.mark.parametrize("place", ["", "diffusers"])

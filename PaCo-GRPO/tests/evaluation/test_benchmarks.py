@@ -96,7 +96,7 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
             "--output", str(out), f"--config.test.reward_fn_kwargs={kwargs!r}",
             "--config.max_sequence_length=0",  # as long as training would make it: the benchmark has no training prompts
         ]  # fmt: skip
-        sample = evaluate.evaluate
+        sample = evaluate.Evaluation.run
         load = evaluate.load_generator
         stop = iter([False, True])
         loaded = []
@@ -105,7 +105,9 @@ def test_two_adapters_on_t2is(trained_run, tmp_path, capsys, monkeypatch):
         )
         with monkeypatch.context() as patch:
             patch.setattr(
-                evaluate, "evaluate", lambda *a, **k: sample(*a, **k) if not next(stop) else 1 / 0
+                evaluate.Evaluation,
+                "run",
+                lambda *a, **k: sample(*a, **k) if not next(stop) else 1 / 0,
             )
             with pytest.raises(ZeroDivisionError):
                 main(command)
