@@ -1,4 +1,5 @@
-"""DiffusionNFT (arXiv 2509.16117): learn on the forward process, from positive and negative implicit policies.
+"""DiffusionNFT (arXiv 2509.16117): learn on the forward process, from positive and negative
+implicit policies.
 
 | paper       | here                                    |
 |-------------|-----------------------------------------|
@@ -16,18 +17,19 @@ from paco_grpo.objectives.forward import ForwardObjective, Noised
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
-# train.decay_type → (flat, rate, hold) of the old policy
+# train.decay_type → (flat, rate, hold) of the old policy; with 0 it follows at once
 _DECAYS = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 
 
 class Nft(ForwardObjective):
     """adv_clip_max/β · (r·e⁺/w⁺ + (1 − r)·e⁻/w⁻) + KL weight · mean((v − v_ref)²) at one σ.
 
-        v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v;  x̂0± = x_t − t·v±;  e± = mean((x̂0± − x_0)²)
+        v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v
+        x̂0± = x_t − t·v±;  e± = mean((x̂0± − x_0)²)
         w± = stopgrad(mean|x̂0± − x_0|), at least 1e-5
 
-    Images are sampled with the old policy. Metrics: policy_loss, preference_mean, old_distance (mean (v − v_old)²) and,
-    with a KL weight, kl.
+    Images are sampled with the old policy. Metrics: policy_loss, preference_mean, old_distance
+    (mean (v − v_old)²) and, with a KL weight, kl.
     """
 
     def __init__(self, train: TrainOptions) -> None:
@@ -35,12 +37,10 @@ class Nft(ForwardObjective):
         self.snapshots = (Snapshot("old", self.old_decay, samples_from=0),)
 
     def old_decay(self, step: int) -> float:
-        """Decay of the old policy after ``step`` optimizer steps: min(max(step − flat, 0)·rate, hold).
-
-        ``train.decay_type`` 0: always 0. 1 (default): flat 0, rate 0.001, hold 0.5. 2: flat 75, rate 0.0075, hold 0.999.
+        """min(max(step − flat, 0)·rate, hold), the decay of the old policy after ``step`` steps of
+        the optimizer; ``train.decay_type`` chooses the numbers.
         """
-        decay_type = 1 if self.train.decay_type is None else self.train.decay_type
-        flat, rate, hold = _DECAYS[decay_type]
+        flat, rate, hold = _DECAYS[self.train.decay_type]
         return min(max(step - flat, 0) * rate, hold)
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:

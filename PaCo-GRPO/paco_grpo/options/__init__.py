@@ -11,6 +11,13 @@ from paco_grpo.options.parse import (
 from paco_grpo.options.schema import OPTIONS, RunOptions, TrainOptions
 
 __all__ = [
-    "OPTIONS", "ConfigError", "RunOptions", "TrainOptions", "config_dict", "load_options", "make_options",
-    "options_to_yaml", "read_options",
-]  # fmt: skip
+    "OPTIONS",
+    "ConfigError",
+    "RunOptions",
+    "TrainOptions",
+    "config_dict",
+    "load_options",
+    "make_options",
+    "options_to_yaml",
+    "read_options",
+]

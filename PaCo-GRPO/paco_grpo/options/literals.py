@@ -1,4 +1,4 @@
-"""Text to values. A key that is given twice is an error, and YAML's numbers are those of YAML 1.2.
+"""Text to values. A key that is given twice is an error, and numbers are read as YAML 1.2.
 
 YAML 1.1, which PyYAML implements, reads ``010`` as 8, ``1:30`` as 90, ``2026-01-02`` as a date and
 ``1e-3`` as a text.
@@ -15,7 +15,9 @@ _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _INT_PATTERN = re.compile(r"[-+]?[0-9]+$")
 _FLOAT_PATTERN = re.compile(
-    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)"
+    r"|\.(?:nan|NaN|NAN))$"
 )
 _NUMBER_STARTS = "-+.0123456789"
 

@@ -69,7 +69,7 @@ def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
 
 
 def parse_command_line(arguments: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Split ``--config SOURCE --config.key=value …`` into the source and its overrides, in order."""
+    """Split ``--config SOURCE --config.key=value …`` into the source and the overrides."""
     source = None
     overrides = []
     rest = list(arguments)

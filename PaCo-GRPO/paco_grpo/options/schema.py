@@ -35,6 +35,11 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 
 
+def _default_for_none(default: int) -> BeforeValidator:
+    """Where older files say None, the default is meant."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
 def _as_steps(value: Any) -> Any:
     if isinstance(value, bool):
         return value  # which is no list of numbers
@@ -43,10 +48,10 @@ def _as_steps(value: Any) -> Any:
 
 def _as_names(value: Any) -> Any:
     """A comma between names makes a list; in another text it belongs to a regular expression."""
-    parts = value.split(",") if isinstance(value, str) else ()
-    return (
-        parts if len(parts) > 1 and all(re.fullmatch(r"[\w.]+", part) for part in parts) else value
-    )
+    names = value.split(",") if isinstance(value, str) else ()
+    if len(names) > 1 and all(re.fullmatch(r"[\w.]+", name) for name in names):
+        return names
+    return value
 
 
 def _folder_name(name: str) -> str:
@@ -63,6 +68,7 @@ Arguments = Annotated[dict[str, JsonValue], Table]
 
 
 def option(default: Any, meaning: str) -> Any:
+    """A field with its default and, for docs/configuration.md, its meaning."""
     if isinstance(default, dict):
         return Field(default_factory=dict, description=meaning)
     return Field(default=default, description=meaning)
@@ -111,7 +117,9 @@ class SampleOptions:
     unique_sample_num_per_epoch: Amount = option(
         42, "m, prompts per epoch; raised until m·k divides evenly"
     )
-    reward_batch_size: Amount | None = option(None, "images per call of a local reward; None = 8")
+    reward_batch_size: Annotated[Amount, _default_for_none(8)] = option(
+        8, "images per call of a local reward"
+    )
     tail_steps: Amount | None = beyond_paper(
         None, "second-order steps after the last noise step; None: the schedule's"
     )
@@ -154,9 +162,9 @@ class TrainOptions:
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
     beta: NonNegative = option(0.0, "weight of the KL term against the base model")
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
-    decay_type: Annotated[Literal[0, 1, 2] | None, BeforeValidator(_no_truth_value)] = option(
-        None, "schedule of nft's old adapter; None: 1"
-    )
+    decay_type: Annotated[
+        Literal[0, 1, 2], BeforeValidator(_no_truth_value), _default_for_none(1)
+    ] = option(1, "schedule of nft's old adapter")
     awm_clip_range: NonNegative = beyond_paper(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = beyond_paper(
         1.0, "weight of awm's distance to a slow copy of the adapter"
@@ -213,7 +221,8 @@ class TrainOptions:
     )
     aggregate_fn: str | dict[str, JsonValue] | Callable[..., Any] | None = option(
         None,
-        'name, {"name": …, "arguments": {…}}, package.module:function or function; None: weighted sum',
+        'name, {"name": …, "arguments": {…}}, package.module:function or function; '
+        "None: weighted sum",
     )
 
 

@@ -1,5 +1,5 @@
-"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT,
-subfig_clipI).
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), and sub-figures
+(subfig_clipT, subfig_clipI).
 """
 
 import threading
@@ -12,8 +12,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.errors import RewardError
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.registry import Reward, RewardError
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.hub import MissingWeights, hub_options
@@ -51,8 +50,7 @@ def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
-    Subclasses define ``open``, which returns the model, and ``encode_images`` and ``encode_texts``,
-    which return features (n, C) that need not be unit vectors.
+    Subclasses define ``open``, ``encode_images`` and ``encode_texts``.
     """
 
     what = ""  # the weights
@@ -66,6 +64,18 @@ class Clip:
         self._model: torch.nn.Module | None = None
         self._texts: dict[str, torch.Tensor] = {}
         self._lock = threading.RLock()
+
+    def open(self) -> torch.nn.Module:
+        """The model."""
+        raise NotImplementedError
+
+    def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
+        """Features (n, C) of RGB images, which need not be unit vectors."""
+        raise NotImplementedError
+
+    def encode_texts(self, texts: list[str]) -> torch.Tensor:
+        """Features (n, C) of texts, which need not be unit vectors."""
+        raise NotImplementedError
 
     def load(self) -> None:
         """Load the model, if it is not loaded. Raises RewardError."""
@@ -87,11 +97,12 @@ class Clip:
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
         """(n, C) float32, ``batch_size`` images at a time."""
         self.load()
-        batches = [
-            images[start : start + batch_size] for start in range(0, len(images), batch_size)
-        ]
-        found = [self.encode_images([image.convert("RGB") for image in batch]) for batch in batches]
-        return torch.cat([normalize(features.float(), dim=-1) for features in found])
+        batches = []
+        for start in range(0, len(images), batch_size):
+            batch = [image.convert("RGB") for image in images[start : start + batch_size]]
+            features = self.encode_images(batch)
+            batches.append(normalize(features.float(), dim=-1))
+        return torch.cat(batches)
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str], batch_size: int = 1) -> torch.Tensor:
@@ -101,9 +112,8 @@ class Clip:
             new = [text for text in dict.fromkeys(texts) if text not in self._texts]
             for start in range(0, len(new), batch_size):
                 batch = new[start : start + batch_size]
-                self._texts |= zip(
-                    batch, normalize(self.encode_texts(batch).float(), dim=-1), strict=True
-                )
+                features = normalize(self.encode_texts(batch).float(), dim=-1)
+                self._texts |= zip(batch, features, strict=True)
             return torch.stack([self._texts[text] for text in texts])
 
 
@@ -136,26 +146,26 @@ class ClipScore(Clip):
         self.check = self.load
 
     def open(self) -> torch.nn.Module:
+        """As in ``Clip``."""
         from transformers import CLIPModel, CLIPProcessor
 
-        model = from_cache_or_hub(self.what, partial(from_pretrained_strict, CLIPModel, self.what))
-        self._processor = from_cache_or_hub(
-            self.processor_name, partial(CLIPProcessor.from_pretrained, self.processor_name)
-        )
+        load_model = partial(from_pretrained_strict, CLIPModel, self.what)
+        load_processor = partial(CLIPProcessor.from_pretrained, self.processor_name)
+        model = from_cache_or_hub(self.what, load_model)
+        self._processor = from_cache_or_hub(self.processor_name, load_processor)
         return model
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
-        pixels = self._processor(images=images, return_tensors="pt")["pixel_values"].to(
-            self.device, self.dtype
-        )
-        return self._model.visual_projection(
-            self._model.vision_model(pixel_values=pixels).pooler_output
-        )
+        """As in ``Clip``."""
+        inputs = self._processor(images=images, return_tensors="pt")
+        pixels = inputs["pixel_values"].to(self.device, self.dtype)
+        output = self._model.vision_model(pixel_values=pixels)
+        return self._model.visual_projection(output.pooler_output)
 
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
-        tokens = self._processor(
-            text=texts, truncation=True, max_length=77, return_tensors="pt"
-        ).to(self.device)
+        """As in ``Clip``."""
+        inputs = self._processor(text=texts, truncation=True, max_length=77, return_tensors="pt")
+        tokens = inputs.to(self.device)
         output = self._model.text_model(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
         )
@@ -164,10 +174,11 @@ class ClipScore(Clip):
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64."""
-        cosines = (
-            self.images(images, self.batch_size) * self.texts([item.prompt for item in items])
-        ).sum(dim=-1)
-        return (self._model.logit_scale.float().exp() * cosines).double().cpu().numpy() / self.scale
+        image_features = self.images(images, self.batch_size)
+        text_features = self.texts([item.prompt for item in items])
+        cosines = (image_features * text_features).sum(dim=-1)
+        scores = self._model.logit_scale.float().exp() * cosines
+        return scores.double().cpu().numpy() / self.scale
 
 
 # Human preference for an image given its prompt (Pick-a-Pic, arXiv 2305.01569).
@@ -192,6 +203,7 @@ class OpenClip(Clip):
         self.what = f"{model} ({pretrained})"
 
     def open(self) -> torch.nn.Module:
+        """As in ``Clip``."""
         import open_clip
 
         tag = open_clip.get_pretrained_cfg(self.name, self.pretrained) if self.pretrained else {}
@@ -208,10 +220,12 @@ class OpenClip(Clip):
         return model
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
+        """As in ``Clip``."""
         pixels = torch.stack([self._preprocess(image) for image in images])
         return self._model.encode_image(pixels.to(self.device, self.dtype))
 
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
+        """As in ``Clip``."""
         return self._model.encode_text(self._tokenize(texts).to(self.device))
 
 

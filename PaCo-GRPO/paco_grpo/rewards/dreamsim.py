@@ -1,6 +1,8 @@
-"""subfig_dreamsim: how similar people would find the sub-figures of a grid (DreamSim, arXiv 2306.09344).
+"""subfig_dreamsim: how similar people would find the sub-figures of a grid (DreamSim, arXiv
+2306.09344).
 
-Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own weights.
+Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own
+weights.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ def subfig_dreamsim(
 ) -> Reward:
     """1 − DreamSim distance, averaged over pairs of sub-figures.
 
-    ``dreamsim_type``: ``ensemble``, ``dino_vitb16``, ``clip_vitb32``, ``open_clip_vitb32``, … (the package's names).
+    ``dreamsim_type``: one of the package's names, such as ``ensemble``, ``dino_vitb16``,
+    ``clip_vitb32`` or ``open_clip_vitb32``.
     """
     from dreamsim import dreamsim
 
@@ -41,9 +44,8 @@ def subfig_dreamsim(
         """(n, C) float32; 1 − cosine of two rows is the package's distance."""
         model, preprocess = load()
         pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)
-        return normalize(
-            torch.cat([model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]), dim=-1
-        )
+        vectors = [model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]
+        return normalize(torch.cat(vectors), dim=-1)
 
     return mean_over_pairs("subfig_dreamsim", features)
 

@@ -1,7 +1,8 @@
-"""edit_score: the EditScore judge of edits (arXiv 2509.23909, PyPI ``editscore``), over an OpenAI-compatible server.
+"""edit_score: the EditScore judge of edits (arXiv 2509.23909, PyPI ``editscore``), over an
+OpenAI-compatible server.
 
-Prompts and parser are the package's. The requests are ours, because the package fills in a middle score where an answer
-cannot be read.
+Prompts and parser are the package's. The requests are ours, because the package fills in a middle
+score where an answer cannot be read.
 """
 
 import logging
@@ -21,12 +22,15 @@ from paco_judge.questions import RequestForm
 logger = logging.getLogger(__name__)
 
 _TOKENS = 1024  # reasons come before the scores
-_SEED, _TEMPERATURE = 42, 0.7  # as set by the package; each further pass adds 1 to the seed
+# As set by the package; each further pass adds 1 to the seed.
+_SEED = 42
+_TEMPERATURE = 0.7
 
 
 @dataclass(eq=False)
 class EditScore(ServerReward):
-    """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over passes.
+    """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over
+    passes.
 
     Args:
         score_range: Upper end of the scale that the model was trained with.
@@ -44,29 +48,29 @@ class EditScore(ServerReward):
 
         super().__post_init__()
         self._parse = parse_vlm_output_to_dict
-        context, rules = (
-            vie_prompts._context_no_delimit_reasoning_first,
-            vie_prompts._prompts_0shot_two_image_edit_rule,
-        )
+        context = vie_prompts._context_no_delimit_reasoning_first
+        rules = vie_prompts._prompts_0shot_two_image_edit_rule
         scale = vie_prompts._prompts_0shot_tie_rule_SC.replace("10", str(self.score_range))
         quality = vie_prompts._prompts_0shot_rule_PQ.replace("10", str(self.score_range))
-        self._edit_prompt, self._quality_prompt = (
-            f"{context}\n{rules}\n{scale}",
-            f"{context}\n{quality}",
-        )
+        self._edit_prompt = f"{context}\n{rules}\n{scale}"
+        self._quality_prompt = f"{context}\n{quality}"
 
     def form(self) -> RequestForm:
-        return RequestForm("<img{n}>: ")  # the labels of EditScore's training
+        """As in ``ServerReward``; images are labeled as the model was trained."""
+        return RequestForm("<img{n}>: ")
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+        """Raises ValueError: The item does not have exactly one reference image."""
         check_references(item, "edit_score")
         if item.num_images > 1:
             raise ValueError(
-                f"edit_score takes one reference image, but item {item.item_id} has {item.num_images}"
+                "edit_score takes one reference image, "
+                f"but item {item.item_id} has {item.num_images}"
             )
 
     def prove(self, items: Sequence[Item]) -> None:
+        """As in ``ServerReward``; the model must write its scores."""
         (image,) = plain_images(1)
         self.client.prove(Pair(image, None, self._quality_prompt), writes=True)
 
@@ -75,27 +79,26 @@ class EditScore(ServerReward):
         pairs = []
         for image, item in zip(images, items, strict=True):
             self.check_item(item, {})
-            pairs.append(
-                Pair(item.image, image, self._edit_prompt.replace("<instruction>", item.prompt))
-            )
+            edit_prompt = self._edit_prompt.replace("<instruction>", item.prompt)
+            pairs.append(Pair(item.image, image, edit_prompt))
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):
-            answers = self.client.generate(
-                pairs, _TOKENS, temperature=_TEMPERATURE, seed=_SEED + number
-            )
+            seed = _SEED + number
+            answers = self.client.generate(pairs, _TOKENS, temperature=_TEMPERATURE, seed=seed)
             scores.append([self._lowest(answer.text, answer.error) for answer in answers])
         edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
         return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)
 
     def _lowest(self, answer: str | None, problem: str | None) -> float:
-        """The lower of an answer's two scores, in [0, 1]; NaN if it does not hold two scores in range."""
+        """The lower of an answer's two scores, in [0, 1]; NaN if it lacks two scores in range."""
         try:
             if answer is None:
                 raise ValueError(problem)
             first, second = map(float, self._parse(answer)["score"])
-            if all(0 <= score <= self.score_range for score in (first, second)):  # not true of NaN
-                return min(first, second) / self.score_range
+            scores = (first, second)
+            if all(0 <= score <= self.score_range for score in scores):  # not true of NaN
+                return min(scores) / self.score_range
             raise ValueError(f"a score is not in 0 to {self.score_range}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("edit_score: no scores: %s: %.500r", error, answer)

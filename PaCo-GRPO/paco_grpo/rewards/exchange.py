@@ -28,7 +28,8 @@ def exchange_images(
 
     Args:
         accelerator: The processes.
-        local: Position of each image of this process → image and item. Process r of P has the positions r, r + P, …
+        local: Position of each image of this process → image and item. Process r of P has the
+            positions r, r + P, …
         total: Number of positions over all processes.
     """
     process = accelerator.process_index
@@ -61,9 +62,10 @@ def exchange_images(
 
 
 def assign_owners(groups: Sequence[Sequence[int]], processes: int) -> dict[int, int]:
-    """Position → the process that scores its group: of those with an image of it, the one with the least to do.
+    """Position → the process that scores its group.
 
-    A process with an image has the item itself, which need not survive pickling.
+    Of the processes with an image of the group, it is the one with the least to do. A process with
+    an image has the item itself, which need not survive pickling.
     """
     owner_of = {}
     load = [0] * processes

@@ -1,7 +1,9 @@
-"""imagereward: learned human preference for an image given its prompt (ImageReward, arXiv 2304.05977).
+"""imagereward: learned human preference for an image given its prompt (ImageReward, arXiv
+2304.05977).
 
 Its package pins timm 0.6.13 and an older transformers, so it runs in a separate environment
-(``bash scripts/reward_service.sh imagereward``): ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
+(``bash scripts/reward_service.sh imagereward``):
+``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from paco_grpo.rewards.registry import Reward
 def imagereward(
     model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu"
 ) -> Reward:
-    """The package's score of the whole image with the whole prompt, about standard normal over real images.
+    """The package's score of the whole image with the whole prompt.
+
+    It is about standard normal over real images.
 
     Args:
         model: Name or file of the weights, which are loaded at the first image.
@@ -27,16 +31,15 @@ def imagereward(
     import ImageReward
     import torch
 
-    load = cache(
-        lambda: ImageReward.load(model, device=str(device), download_root=cache_dir).eval()
-    )
+    @cache
+    def load() -> torch.nn.Module:
+        return ImageReward.load(model, device=str(device), download_root=cache_dir).eval()
 
     @torch.no_grad()
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        scorer = load()
         pairs = zip(images, items, strict=True)
-        return np.array(
-            [load().score(item.prompt, image.convert("RGB")) for image, item in pairs],
-            dtype=np.float64,
-        )
+        scores = [scorer.score(item.prompt, image.convert("RGB")) for image, item in pairs]
+        return np.array(scores, dtype=np.float64)
 
     return score

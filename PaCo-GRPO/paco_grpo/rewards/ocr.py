@@ -1,8 +1,9 @@
 """ocr: is the text that the prompt asks for in the image? (Flow-GRPO, arXiv 2505.05470, §5.1)
 
-The text in double quotes in the prompt is compared with what a reader finds. RapidOCR (PP-OCR on ONNX Runtime, weights in
-the package) reads in this process; PaddleOCR, with which older numbers were computed, in a separate environment
-(``bash scripts/reward_service.sh ocr``), because it needs an older numpy.
+The text in double quotes in the prompt is compared with what a reader finds. RapidOCR (PP-OCR on
+ONNX Runtime, weights in the package) reads in this process. PaddleOCR, with which older numbers
+were computed, reads in a separate environment (``bash scripts/reward_service.sh ocr``), because it
+needs an older numpy.
 """
 
 import importlib.util
@@ -35,20 +36,30 @@ def wanted_text(prompt: str) -> str:
 
 
 def text_score(wanted: str, read: str) -> float:
-    """1 − min(edit distance, len) / len in [0, 1], spaces and case ignored; 1 if ``wanted`` is contained in ``read``."""
+    """1 − min(edit distance, len) / len in [0, 1], spaces and case ignored; 1 if ``read`` contains
+    ``wanted``.
+    """
     from rapidfuzz.distance import Levenshtein
 
-    wanted, read = ("".join(text.split()).casefold() for text in (wanted, read))
+    wanted = _without_spaces_and_case(wanted)
+    read = _without_spaces_and_case(read)
     if wanted in read:
         return 1.0
     return 1.0 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
 
 
+def _without_spaces_and_case(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
 def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
-    """Text in the image against that in the prompt, read by PaddleOCR where only that is installed, else by RapidOCR.
+    """Compares the text in the image with the one in the prompt.
+
+    PaddleOCR reads it where only that is installed, else RapidOCR.
 
     Args:
-        threads: Upper limit of RapidOCR's threads (also of OpenCV's in this process). It computes on the CPU.
+        threads: Upper limit of RapidOCR's threads, and of OpenCV's in this process. It computes on
+            the CPU.
         lang: Language of PaddleOCR's recognizer. RapidOCR's reads English and Chinese.
         device: Of PaddleOCR.
     """
@@ -62,10 +73,12 @@ def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
         load = partial(_rapidocr, threads)
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        wanted, read = [wanted_text(item.prompt) for item in items], load()
-        return np.array(
-            [text_score(a, read(b.convert("RGB"))) for a, b in zip(wanted, images, strict=True)]
-        )
+        read = load()
+        scores = []
+        for image, item in zip(images, items, strict=True):
+            wanted = wanted_text(item.prompt)
+            scores.append(text_score(wanted, read(image.convert("RGB"))))
+        return np.array(scores)
 
     return score
 
@@ -79,15 +92,16 @@ def _rapidocr(threads: int) -> Reader:
     import cv2
     from rapidocr import RapidOCR
 
-    threads = min(
-        threads, os.cpu_count() or 1
-    )  # RapidOCR takes all cores where it is given more than there are
+    # RapidOCR takes all cores where it is given more than there are.
+    threads = min(threads, os.cpu_count() or 1)
     cv2.setNumThreads(threads)
-    limits = {
-        f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")
+    parameters = {
+        "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+        "EngineConfig.onnxruntime.inter_op_num_threads": threads,
+        "Global.use_cls": False,  # upright text only, as PaddleOCR below
+        "Global.log_level": "error",  # an image without text is no reason for a warning
     }
-    # Upright text only, as PaddleOCR below; an image without text is no reason for a warning.
-    engine = RapidOCR(params=limits | {"Global.use_cls": False, "Global.log_level": "error"})
+    engine = RapidOCR(params=parameters)
     return lambda image: " ".join(engine(image).txts or ())
 
 
@@ -97,6 +111,11 @@ def _paddleocr(lang: str, gpu: bool) -> Reader:
     from paddleocr import PaddleOCR
 
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
-    return lambda image: " ".join(
-        line[1][0] for page in engine.ocr(np.asarray(image), cls=False) for line in page or []
-    )
+
+    def read(image: Image.Image) -> str:
+        texts = []
+        for page in engine.ocr(np.asarray(image), cls=False):
+            texts += [line[1][0] for line in page or []]
+        return " ".join(texts)
+
+    return read

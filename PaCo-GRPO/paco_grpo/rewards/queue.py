@@ -1,4 +1,6 @@
-"""Rewards in the background: each one scores images in threads of its own while further images are sampled."""
+"""Rewards in the background: each one scores images in its own threads while further images are
+sampled.
+"""
 
 import copy
 import math
@@ -17,7 +19,6 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.exchange import exchange_images
 from paco_grpo.rewards.registry import Reward
 
-BATCH_SIZE = 8  # images per call of a reward, unless the configuration says otherwise
 _POLL_SECONDS = 0.5
 
 
@@ -36,8 +37,9 @@ class Submission(NamedTuple):
 class Lane:
     """The threads and waiting images of one reward.
 
-    A reward is called from one thread, with ``batch_size`` images at a time. One with ``parallel_calls`` > 1 gets one
-    image per call, from so many threads. One with ``compares_images`` gets all images of an item in one call.
+    A reward is called from one thread, with ``batch_size`` images at a time. One with
+    ``parallel_calls`` > 1 gets one image per call, from so many threads. One with
+    ``compares_images`` gets all images of an item in one call.
     """
 
     def __init__(self, name: str, reward: Reward, batch_size: int) -> None:
@@ -72,7 +74,8 @@ class Lane:
         self.calls[future] = [submission.row for submission in batch]
 
     def _score(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        # Copies: a reward that paints on its images, or changes an item's metadata, changes nothing for others.
+        # Copies: a reward may paint on its images or change an item's metadata, and others must not
+        # see it.
         return self.reward([image.copy() for image in images], [_copy(item) for item in items])
 
     def close(self) -> None:
@@ -83,28 +86,26 @@ class Lane:
 class ScoreQueue:
     """Collects the scores of images that are submitted batch by batch.
 
-    Rewards that compare images are called after the sampling. Items are spread over the processes for them, and only
-    ``gathered`` returns their scores.
+    Rewards that compare images are called after the sampling. Items are spread over the processes
+    for them, and only ``gathered`` returns their scores.
 
     Attributes:
         rewards: By name, in the order of the result's columns.
         wait_seconds: Time that ``results`` has waited.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], batch_size: int | None = None) -> None:
-        """``batch_size``: images per call, None = 8."""
+    def __init__(self, rewards: Mapping[str, Reward], batch_size: int = 8) -> None:
+        """``batch_size``: images per call."""
         self.rewards = dict(rewards)
         self.wait_seconds = 0.0
-        self._lanes = [
-            Lane(name, reward, batch_size or BATCH_SIZE) for name, reward in rewards.items()
-        ]
+        self._lanes = [Lane(name, reward, batch_size) for name, reward in rewards.items()]
         self._comparing = [lane for lane in self._lanes if lane.compares_images]
         self._to_compare: list[Submission] = []
 
     def submit(
         self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]
     ) -> None:
-        """Start scoring ``images``, for ``rows`` of the result. An image that is None has no score."""
+        """Start scoring ``images``, for ``rows`` of the result. One that is None has no score."""
         submissions = []
         for row, image, item in zip(rows, images, items, strict=True):
             if image is not None:
@@ -116,7 +117,10 @@ class ScoreQueue:
             self._to_compare += submissions
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
-        """Wait for everything submitted; (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
+        """Wait for everything submitted.
+
+        Returns:
+            (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
 
         Raises:
             Stopped: ``should_stop``, asked twice a second, answered True.
@@ -148,9 +152,11 @@ class ScoreQueue:
     def gathered(
         self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]
     ) -> np.ndarray:
-        """``results`` of all processes; a collective operation with the same result, or exception, everywhere.
+        """``results`` of all processes.
 
-        Process r of P submitted the images r, r + P, … of ``total`` as its rows 0, 1, …
+        This is a collective operation with the same result, or exception, everywhere. Process r of
+        P submitted the images r, r + P, … of ``total`` as its
+        rows 0, 1, …
         """
         process = accelerator.process_index
         processes = accelerator.num_processes

@@ -1,16 +1,19 @@
 """Finding rewards by name or import path.
 
-A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is NaN. A factory with a
-parameter ``device`` is given the process's device. The factory may have an attribute ``check_item``, a function (item,
-kwargs of the factory) that raises ValueError for an item that cannot be scored, called before a model is loaded. The
-callable may have
+A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``; a missing score is
+NaN. A factory with a parameter ``device`` is given the process's device. The factory may have an
+attribute ``check_item``, a function (item, kwargs of the factory) that raises ValueError for an
+item that cannot be scored, called before a model is loaded. The callable may have
 
-- ``check()``: called once before anything expensive (does the server answer? are the weights there?),
+- ``check()``: called once before anything expensive (does the server answer? are the weights
+  there?),
 - ``record``: a dictionary for the run's ``questions.json``,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
-- ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are sampled.
+- ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
+  sampled.
 
-With ``server`` among its arguments, a reward's factory is called in another process (``remote``), and not here.
+With ``server`` among its arguments, a reward's factory is called in another process (``remote``),
+and not here.
 """
 
 import functools
@@ -27,7 +30,6 @@ from PIL import Image
 
 from paco_grpo.atomic import write_atomically
 from paco_grpo.item import Item
-from paco_grpo.rewards.errors import RewardError
 from paco_grpo.suggest import did_you_mean
 
 Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
@@ -49,7 +51,12 @@ REWARDS: dict[str, str] = {
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
+_REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
 _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be built or does not keep to the interface; the message names it."""
 
 
 def short_name(name: str) -> str:
@@ -98,12 +105,15 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
-    """The factory of a registered name or ``package.module:factory``. Raises RewardError: There is none."""
+    """The factory of a registered name or ``package.module:factory``.
+
+    Raises RewardError: There is none.
+    """
     target = REWARDS.get(name, name)
     if ":" not in target:
         raise RewardError(
-            f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} Known: {', '.join(sorted(REWARDS))}; "
-            "or give your own as package.module:factory"
+            f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} "
+            f"Known: {', '.join(sorted(REWARDS))}; or give your own as package.module:factory"
         )
     module_name, _, attribute = target.partition(":")
     try:
@@ -111,14 +121,15 @@ def find_factory(name: str) -> Callable[..., Reward]:
     except ImportError as error:
         raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise RewardError(
-            f"module {module_name} has no factory {attribute!r}.{did_you_mean(attribute, vars(module))}"
-        )
+        hint = did_you_mean(attribute, vars(module))
+        raise RewardError(f"module {module_name} has no factory {attribute!r}.{hint}")
     return getattr(module, attribute)
 
 
 def _is_reported(error: Exception) -> bool:
-    """Whether the commands report it as it is: RewardError, or JudgeError, whose package need not be here."""
+    """Whether the commands report it as it is: RewardError, or JudgeError, whose package need not
+    be here.
+    """
     return isinstance(error, RuntimeError) and type(error) is not RuntimeError
 
 
@@ -127,12 +138,11 @@ class CheckedReward:
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], device: Any) -> None:
         factory = find_factory(name)
-        self.name, self.kwargs = short_name(name), kwargs
+        self.name = short_name(name)
+        self.kwargs = kwargs
         self._check_item = getattr(factory, "check_item", None)
         if "server" in kwargs and "server" not in inspect.signature(factory).parameters:
-            from paco_grpo.rewards.remote.client import RemoteReward
-
-            factory = functools.partial(RemoteReward, name)
+            factory = functools.partial(find_factory(_REMOTE), name)
         known = inspect.signature(factory).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         for keyword in kwargs:
@@ -153,19 +163,20 @@ class CheckedReward:
             ) from error
         except ImportError as error:
             raise RewardError(
-                f"reward {name!r} needs a package that is not installed: {error}; install it, or run the reward in a "
-                f"separate environment (`bash scripts/reward_service.sh {name}`) and give its address as server="
+                f"reward {name!r} needs a package that is not installed: {error}; install it, or "
+                "run the reward in a separate environment (`bash scripts/reward_service.sh "
+                f"{name}`) and give its address as server="
             ) from error
         if not callable(self.function):
-            raise RewardError(
-                f"the factory of reward {name!r} returned {type(self.function).__name__}, not a callable"
-            )
+            kind = type(self.function).__name__
+            raise RewardError(f"the factory of reward {name!r} returned {kind}, not a callable")
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
         if type(self.parallel_calls) is not int or self.parallel_calls < 1:
             raise RewardError(
-                f"reward {name!r}: parallel_calls={self.parallel_calls!r} is not a number of threads"
+                f"reward {name!r}: parallel_calls={self.parallel_calls!r} "
+                "is not a number of threads"
             )
         try:
             json.dumps(self.record)
@@ -203,13 +214,14 @@ class CheckedReward:
                 self._check_item(item, self.kwargs)
             except (ValueError, TypeError, LookupError) as error:
                 raise RewardError(
-                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: {error}"
+                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: "
+                    f"{error}"
                 ) from error
         if hasattr(self.function, "prove"):
             self.function.prove(items)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing; a None among them is missing, too.
+        """Scores (n,) float64, NaN = missing; None is missing too.
 
         Raises:
             RewardError: Another shape, values that are not real numbers, or a number too large.
@@ -229,6 +241,7 @@ class CheckedReward:
         if (np.abs(scores) > _LARGEST).any():
             worst = np.nanmax(np.abs(scores))
             raise RewardError(
-                f"reward {self.name!r} returned {worst:g}, too large for float32; a missing score is NaN"
+                f"reward {self.name!r} returned {worst:g}, too large for float32; "
+                "a missing score is NaN"
             )
         return scores

@@ -1,5 +1,7 @@
 # ruff: noqa: N999  (a published name: users run this file)
-"""Download the weights of subfig_clipT and subfig_clipI: ``python paco_grpo/rewards/subfig_clipT.py``."""
+"""Download the weights of subfig_clipT and subfig_clipI:
+``python paco_grpo/rewards/subfig_clipT.py``.
+"""
 
 import sys
 

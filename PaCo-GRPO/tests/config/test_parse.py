@@ -300,3 +300,10 @@ def test_a_saved_run_loads_to_equal_options(tmp_path):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ConfigError, match=named):
             load_options(source)
+
+
+def test_none_in_older_files_means_the_default():
+    older = {"train": {"decay_type": None}, "sample": {"reward_batch_size": None}}
+    options = make_options(older)
+    assert options.train.decay_type == 1
+    assert options.sample.reward_batch_size == 8

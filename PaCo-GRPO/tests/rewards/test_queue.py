@@ -38,12 +38,15 @@ def test_submitting_does_not_wait_and_scores_keep_their_rows():
     queue.close()
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [(2, [2, 2, 1]), (None, [5])])
-def test_images_are_collected_across_sampling_batches(batch_size, expected):
+@pytest.mark.parametrize(("arguments", "expected"), [([2], [2, 2, 1]), ([], [5])])
+def test_images_are_collected_across_sampling_batches(arguments, expected):
     sizes = []
-    queue = ScoreQueue(
-        {"r": lambda images, items: sizes.append(len(images)) or levels(images, items)}, batch_size
-    )
+
+    def score(images, items):
+        sizes.append(len(images))
+        return levels(images, items)
+
+    queue = ScoreQueue({"r": score}, *arguments)
     for row in range(5):
         submit(queue, [10 * row], start=row)
     assert queue.results(5)[:, 0].tolist() == [0, 10, 20, 30, 40] and sizes == expected

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import save_clip, save_open_clip
 
 from paco_grpo.rewards.clip import ClipScore, PickScore, open_clip_model, subfig_clipI, subfig_clipT
-from paco_grpo.rewards.errors import RewardError
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
-from paco_grpo.rewards.registry import build_rewards
+from paco_grpo.rewards.registry import RewardError, build_rewards
 from paco_grpo.types import Item
 from paco_judge.grid import split_image
 

@@ -1,1 +1,3 @@
-"""A reward in another process: ``service`` runs it, ``client`` asks it, ``wire`` is their message format."""
+"""A reward in another process: ``service`` runs it, ``client`` asks it, ``wire`` is their message
+format.
+"""

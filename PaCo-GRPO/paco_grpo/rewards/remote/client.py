@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.errors import RewardError
+from paco_grpo.rewards.registry import RewardError
 from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
 from paco_judge import transport
 from paco_judge.json_io import parse
@@ -22,8 +22,8 @@ _CHECK_TIMEOUT_S = 10.0
 class RemoteReward:
     """Sends images and items to a reward service and returns its scores.
 
-    If the service does not answer within the deadline, the scores of that request are missing. If it refuses a request,
-    or its reward raises, that is an error, as it would be in this process.
+    If the service does not answer within the deadline, the scores of that request are missing. If
+    it refuses a request, or its reward raises, that is an error, as it would be in this process.
 
     Args:
         name: The reward that the service must serve.
@@ -44,8 +44,10 @@ class RemoteReward:
             raise ValueError(
                 f"need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}"
             )
-        self.name, self.server = name, server.rstrip("/")
-        self.deadline_s, self.request_size = deadline_s, request_size
+        self.name = name
+        self.server = server.rstrip("/")
+        self.deadline_s = deadline_s
+        self.request_size = request_size
         self._headers = transport.json_headers(api_key)
 
     def check(self) -> None:
@@ -53,14 +55,16 @@ class RemoteReward:
         where = f"reward {self.name!r}: the service at {self.server}"
         try:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
-            served = parse(
-                transport.run(
-                    transport.request("GET", f"{self.server}/health", self._headers, deadline)
-                )
-            )["reward"]
+            address = f"{self.server}/health"
+            health = transport.run(transport.request("GET", address, self._headers, deadline))
+            served = parse(health)["reward"]
         except transport.NoAnswer as error:
-            start = f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, or correct server="
-            hint = "check api_key" if error.status == 401 else start
+            hint = (
+                f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, "
+                "or correct server="
+            )
+            if error.status == 401:
+                hint = "check api_key"
             raise RewardError(f"{where} does not answer: {error}; {hint}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RewardError(f"{where} is not a reward service: {error!r}") from error
@@ -72,19 +76,17 @@ class RemoteReward:
         scores = np.full(len(images), math.nan)
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
-            body, deadline = (
-                encode_request(images[part], items[part]),
-                time.monotonic() + self.deadline_s,
-            )
+            count = len(images[part])
+            body = encode_request(images[part], items[part])
+            deadline = time.monotonic() + self.deadline_s
+            address = f"{self.server}/score"
             try:
-                answer = transport.run(
-                    transport.post(f"{self.server}/score", self._headers, body, deadline)
-                )
-                scores[part] = decode_scores(answer, len(images[part]))
+                answer = transport.run(transport.post(address, self._headers, body, deadline))
+                scores[part] = decode_scores(answer, count)
             except (transport.NoAnswer, WireError) as error:
-                if isinstance(error, WireError) or error.status is not None:  # there was an answer
+                was_answered = isinstance(error, WireError) or error.status is not None
+                if was_answered:
                     raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
-                count = len(images[part])
                 logger.warning(
                     "reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error
                 )

@@ -1,10 +1,12 @@
 """A reward in a separate process and environment, over HTTP.
 
-    python -m paco_grpo.rewards.remote.service --reward imagereward --port 8101 [--kwargs '{"batch_size": 16}'] [--device cuda]
+    python -m paco_grpo.rewards.remote.service --reward imagereward --port 8101 \\
+        [--kwargs '{"batch_size": 16}'] [--device cuda]
 
-For rewards whose package conflicts with the training environment; ``scripts/reward_service.sh`` creates an environment
-for them and starts this. The run uses it with ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``.
-A ``--host`` other than the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
+For rewards whose package conflicts with the training environment; ``scripts/reward_service.sh``
+creates an environment for them and starts this. The run uses it with
+``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``. A ``--host`` other than
+the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
 """
 
 import argparse
@@ -32,28 +34,32 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def build_app(
     reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20
 ) -> Starlette:
-    """The service of one ``reward``, called on one thread. ``GET /health`` says what is served, ``POST /score`` takes
-    what ``wire`` writes; both need ``api_key``."""
-    thread, turn = ThreadPoolExecutor(1, thread_name_prefix="reward"), asyncio.Lock()
+    """The service of one ``reward``, called on one thread.
+
+    ``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes. Both need
+    ``api_key``.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+    turn = asyncio.Lock()
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "reward": name})
 
     async def post_score(request: Request) -> Response:
-        """One request at a time; of a caller who left while it waited, nothing is computed."""
+        """One request at a time; nothing is computed for a client that left while it waited."""
         body = await read_body(request, max_body_bytes)
         async with turn:
             if await request.is_disconnected():
                 raise ApiError("the caller left", 499)
+            loop = asyncio.get_running_loop()
             try:
-                scores = await asyncio.get_running_loop().run_in_executor(
+                scores = await loop.run_in_executor(
                     thread, lambda: encode_scores(reward(*decode_request(body)))
                 )
             except WireError as error:
                 raise ApiError(str(error)) from error
-            except (
-                Exception
-            ) as error:  # the run reports it and stops; not a 5xx, which clients retry
+            except Exception as error:
+                # The run reports it and stops. Not a 5xx, which clients retry.
                 logger.exception("the reward failed")
                 raise ApiError(f"{type(error).__name__}: {error}"[:1000], 422) from error
         return Response(scores, media_type="application/json")
@@ -92,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     key = os.environ.get("REWARD_SERVICE_KEY") or None
     if options.host not in LOOPBACK and key is None:
         parser.error(
-            f"--host {options.host} opens the service to others: set REWARD_SERVICE_KEY, or use 127.0.0.1"
+            f"--host {options.host} opens the service to others: "
+            "set REWARD_SERVICE_KEY, or use 127.0.0.1"
         )
     try:
         rewards = build_rewards(
@@ -101,8 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
         reward = rewards[short_name(options.reward)]
         if reward.compares_images:
             raise RewardError(
-                f"reward {options.reward!r} compares the images of a group, which requests do not keep together: use "
-                "it without server="
+                f"reward {options.reward!r} compares the images of a group, which requests do not "
+                "keep together: use it without server="
             )
         reward.check()
     except RuntimeError as error:  # RewardError, and a judge that does not answer

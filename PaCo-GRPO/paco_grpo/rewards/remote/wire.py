@@ -1,4 +1,6 @@
-"""Messages between a run and a reward service: images and items there, scores back, as JSON with base64 PNG inside."""
+"""Messages between a run and a reward service: images and items there, scores back, as JSON with
+base64 PNG inside.
+"""
 
 import base64
 import json
@@ -20,50 +22,53 @@ class WireError(ValueError):
 
 def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> bytes:
     """One request; an item of several images is sent once."""
-
-    def png(image: Image.Image) -> str:
-        return base64.b64encode(encode(image)).decode(
-            "ascii"
-        )  # lossless: remote scores equal local ones
-
     positions: dict[int, int] = {}
     entries = []
     for item in items:
         if item.item_id not in positions:
             positions[item.item_id] = len(entries)
             entry = {name: getattr(item, name) for name in _FIELDS}
-            entries.append(
-                entry
-                | {"metadata": dict(item.metadata), "images": [png(image) for image in item.images]}
-            )
-    sent = [
-        {"item": positions[item.item_id], "png": png(image)}
-        for image, item in zip(images, items, strict=True)
-    ]
+            entry["metadata"] = dict(item.metadata)
+            entry["images"] = [_to_png(image) for image in item.images]
+            entries.append(entry)
+    sent = []
+    for image, item in zip(images, items, strict=True):
+        sent.append({"item": positions[item.item_id], "png": _to_png(image)})
     return json.dumps({"items": entries, "images": sent}).encode()
+
+
+def _to_png(image: Image.Image) -> str:
+    """Lossless, so that remote scores equal local ones."""
+    return base64.b64encode(encode(image)).decode("ascii")
+
+
+def _open_png(text: str) -> Image.Image:
+    """The image, not yet decoded."""
+    return open_image(base64.b64decode(text, validate=True))
 
 
 def decode_request(body: bytes) -> tuple[list[Image.Image], list[Item]]:
     """The images, and the item of each. Raises WireError: Another form."""
     try:
         message = json.loads(body)
-        sent = [entry["images"] for entry in message["items"]] + [
-            [entry["png"] for entry in message["images"]]
-        ]
-        opened = [
-            [open_image(base64.b64decode(text, validate=True)) for text in group] for group in sent
-        ]
-        pixels = sum(image.width * image.height for group in opened for image in group)
-        if pixels > MAX_PIXELS:  # before anything is decoded
-            raise ValueError(f"the images have {pixels} pixels together; at most {MAX_PIXELS}")
-        *references, images = ([to_rgb(image) for image in group] for group in opened)
+        images = [_open_png(entry["png"]) for entry in message["images"]]
+        references = []  # of each item
+        opened = list(images)
+        for entry in message["items"]:
+            references.append([_open_png(text) for text in entry["images"]])
+            opened += references[-1]
+        num_pixels = sum(image.width * image.height for image in opened)
+        if num_pixels > MAX_PIXELS:  # before anything is decoded
+            raise ValueError(f"the images have {num_pixels} pixels together; at most {MAX_PIXELS}")
         items = []
-        for entry, shown in zip(message["items"], references, strict=True):
+        for entry, of_item in zip(message["items"], references, strict=True):
             fields = {name: entry[name] for name in (*_FIELDS, "metadata")}
-            items.append(Item(**fields, references=tuple(shown)))
-        return images, [items[entry["item"]] for entry in message["images"]]
+            items.append(Item(**fields, references=tuple(to_rgb(image) for image in of_item)))
+        item_of_image = [items[entry["item"]] for entry in message["images"]]
+        return [to_rgb(image) for image in images], item_of_image
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
-        text = f"the body must hold 'items' and 'images' as {__name__} writes them: {type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        text = f"the body must hold 'items' and 'images' as {__name__} writes them: {reason}"
         raise WireError(text[:500]) from error
 
 
@@ -76,13 +81,11 @@ def encode_scores(scores: Sequence[float]) -> bytes:
 def decode_scores(body: bytes, count: int) -> list[float]:
     """``count`` scores, missing as NaN. Raises WireError."""
     try:
-        scores = [
-            math.nan if score is None else float(score) for score in json.loads(body)["scores"]
-        ]
+        values = json.loads(body)["scores"]
+        scores = [math.nan if value is None else float(value) for value in values]
         if len(scores) != count:
             raise ValueError(f"expected {count} scores, got {len(scores)}")
         return scores
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise WireError(
-            f"the answer must hold 'scores': {type(error).__name__}: {error}"[:500]
-        ) from error
+        text = f"the answer must hold 'scores': {type(error).__name__}: {error}"
+        raise WireError(text[:500]) from error
