@@ -1,11 +1,14 @@
-"""Does this machine's GPU compute what the CPU computes, how fast, and in how much memory? Ten minutes, no download.
+"""Does this machine's GPU compute what the CPU computes, how fast, and in how much memory?
 
-    python benchmarks/check_gpu.py                                     # run it first on a new machine
-    python benchmarks/check_gpu.py --judge http://127.0.0.1:8000       # with a running judge
+It takes ten minutes and downloads nothing.
 
-The most important first, until the minutes are over: an epoch of every family on tiny weights against the CPU's; the judge;
-FLUX.1-dev at full size with random weights; compiled blocks, attention backends and nf4; two GPUs; other models at full
-size. A failure does not end the rest. Without a GPU, the tiny models run on the CPU alone.
+    python benchmarks/check_gpu.py                                # run it first on a new machine
+    python benchmarks/check_gpu.py --judge http://127.0.0.1:8000  # with a running judge
+
+The most important comes first, until the minutes are over: an epoch of every family on tiny weights
+against the CPU's; the judge; FLUX.1-dev at full size with random weights; compiled blocks,
+attention backends and nf4; two GPUs; other models at full size. A failure does not end the rest.
+Without a GPU, the tiny models run on the CPU alone.
 
 Exit status: 0 = nothing failed, 1 = something did, 2 = a wrong option.
 """
@@ -29,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("sample_per_s", "train_per_s", "epoch_per_s", "peak_gib", "predicted_gib", "first_ratio")
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    arguments = parser().parse_args(given)
+    arguments = parser().parse_args(words)
     deadline = time.monotonic() + 60 * arguments.minutes
     import logging
 
@@ -43,7 +46,7 @@ def main(given: Sequence[str] | None = None) -> int:
     from gpu_checks.toy import all_families
 
     logging.disable(logging.WARNING)  # tiny models cut every prompt
-    torch.set_num_threads(1)  # which tiny models need no more of, and others share the cores
+    torch.set_num_threads(1)  # tiny models need no more, and others share the cores
     families = arguments.families or all_families()
     if unknown := set(families) - set(all_families()):
         print(f"error: no family {unknown}; known: {', '.join(all_families())}", file=sys.stderr)
@@ -130,7 +133,8 @@ def markdown_rows(report: dict[str, Any]) -> list[str]:
             rows.append(f"| {card} | `{result['name']}` | {' | '.join(cells)} |")
     if not rows:
         return []
-    head = "| card | configuration | sampled/s | trained/s | images/s | peak GiB | estimated | first ratio |"
+    names = "sampled/s | trained/s | images/s | peak GiB | estimated | first ratio"
+    head = f"| card | configuration | {names} |"
     return [head, "|---|---|--:|--:|--:|--:|--:|--:|", *rows]
 
 

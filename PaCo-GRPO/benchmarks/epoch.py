@@ -1,11 +1,13 @@
 """Time of each phase of an epoch, throughput, memory, and a profiler trace.
 
-    python benchmarks/epoch.py --config config/grpo.py:toy_t2is                          # any configuration and its model
-    python benchmarks/epoch.py --config config/grpo.py:t2is_80gb --random_weights        # FLUX.1-dev's size, no download
+    # any configuration and its model
+    python benchmarks/epoch.py --config config/grpo.py:toy_t2is
+    # FLUX.1-dev's size, no download
+    python benchmarks/epoch.py --config config/grpo.py:t2is_80gb --random_weights
 
-The trainer's own epochs run on the configuration's data. Without ``--rewards``, the reward is the size of the JPEG file, so
-that no judge is needed. ``--repeats`` epochs follow one that warms up; numbers are medians. Several processes: start it
-with torchrun.
+The trainer's own epochs run on the configuration's data. Without ``--rewards``, the reward is the
+size of the JPEG file, so that no judge is needed. ``--repeats`` epochs follow one that warms up,
+and numbers are medians. For several processes start it with torchrun.
 """
 
 import argparse
@@ -28,9 +30,9 @@ PHASES = ("sample", "reward_wait", "train", "epoch")
 PARTS = ("transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "vae.decoder")
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 refused, 3 the GPU's memory is too small."""
-    arguments, rest = parser().parse_known_args(given)
+    arguments, rest = parser().parse_known_args(words)
     import torch
 
     from paco_grpo.options import read_options
@@ -41,7 +43,7 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="paco-benchmark-") as folder:
             options, name = read_options([*rest, *changes(arguments, folder)])
-            found = measure(arguments, options, name, folder)
+            report = measure(arguments, options, name, folder)
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,23 +53,35 @@ def main(given: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 3
-    if found is not None:
+    if report is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"{table(found)}\n{arguments.output}")
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(table(report))
+        print(arguments.output)
     return 0
 
 
 def changes(arguments: argparse.Namespace, folder: str) -> list[str]:
     """Options of a run that only trains."""
-    given: dict[str, Any] = {
-        "save_dir": f"{folder}/runs", "run_name": "run", "logging_platform": "none", "save_freq": 0, "eval_freq": 0,
-        "health.probe_images": 0, "num_epochs": 1_000_000, "max_train_minutes": None,
-    }  # fmt: skip
+    values: dict[str, Any] = {
+        "save_dir": f"{folder}/runs",
+        "run_name": "run",
+        "logging_platform": "none",
+        "save_freq": 0,
+        "eval_freq": 0,
+        "health.probe_images": 0,
+        "num_epochs": 1_000_000,
+        "max_train_minutes": None,
+    }
     if not arguments.rewards:
-        given |= {"train.reward_fn": {"jpeg_compressibility": 1.0}, "train.reward_fn_kwargs": {}}
-        given |= {"train.aggregate_fn": None, "test.reward_fn": {}, "test.reward_fn_kwargs": {}}
-    return [f"--config.{name}={value}" for name, value in given.items()]
+        values |= {
+            "train.reward_fn": {"jpeg_compressibility": 1.0},
+            "train.reward_fn_kwargs": {},
+            "train.aggregate_fn": None,
+            "test.reward_fn": {},
+            "test.reward_fn_kwargs": {},
+        }
+    return [f"--config.{name}={value}" for name, value in values.items()]
 
 
 def measure(
@@ -84,7 +98,9 @@ def measure(
         options, loading = random_model(options, Path(folder))
     with loading:
         run = build_run(options, name)
-    trainer, device = Trainer(run), run.accelerator.device
+    trainer = Trainer(run)
+    device = run.accelerator.device
+    is_main_process = run.accelerator.is_main_process
     calls: Counter[str] = Counter()
     handles = count_calls(run.state.policy.pipeline, calls)
     epochs = []
@@ -92,37 +108,54 @@ def measure(
         calls.clear()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        cpu = time.process_time()
+        cpu_before = time.process_time()
         trainer.epoch()
-        row = run.metrics.rows("train")[-1] if run.accelerator.is_main_process else {}
-        found = {f"{phase}_s": row.get(f"time/{phase}_s") for phase in PHASES}
-        found |= {"cpu_s": time.process_time() - cpu, "images": dict(calls), "metrics": row}
-        found["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        cpu_s = time.process_time() - cpu_before
+        metrics = run.metrics.rows("train")[-1] if is_main_process else {}
+        figures = {f"{phase}_s": metrics.get(f"time/{phase}_s") for phase in PHASES}
+        figures |= {"cpu_s": cpu_s, "images": dict(calls), "metrics": metrics}
+        figures["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if device.type == "cuda":
-            found["peak_gpu_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        epochs += [found] if index else []
+            figures["peak_gpu_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        if index > 0:  # the first epoch warms up
+            epochs.append(figures)
     for handle in handles:
         handle.remove()
-    trace = arguments.output.with_suffix(".trace.json.gz")
-    operations = profile(trainer.epoch, device, trace) if arguments.profile else []
-    samples, main_process = run.plan.samples, run.accelerator.is_main_process
+    operations = []
+    if arguments.profile:
+        trace = arguments.output.with_suffix(".trace.json.gz")
+        operations = profile(trainer.epoch, device, trace)
+    samples = run.plan.samples
     run.close()
-    if not main_process:
+    if not is_main_process:
         return None
     names = [name for name in epochs[0] if name not in ("images", "metrics")]
-    medians = {name: statistics.median(each[name] for each in epochs) for name in names}
+    medians = {name: statistics.median(figures[name] for figures in epochs) for name in names}
     return {
-        "command": " ".join(sys.argv), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "name": name,
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]},
+        "command": " ".join(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "name": name,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "processes": run.accelerator.num_processes, "samples": samples, "images_per_second": samples / medians["epoch_s"],
-        "medians": medians, "images": epochs[-1]["images"], "epochs": epochs, "operations": operations,
-    }  # fmt: skip
+        "processes": run.accelerator.num_processes,
+        "samples": samples,
+        "images_per_second": samples / medians["epoch_s"],
+        "medians": medians,
+        "images": epochs[-1]["images"],
+        "epochs": epochs,
+        "operations": operations,
+    }
 
 
 def random_model(options: Any, folder: Path) -> tuple[Any, Any]:
-    """``options`` with a folder of the same architecture, and the context that fills it with random weights."""
+    """``options`` with a folder of the same architecture, and the context for loading it.
+
+    The context fills the model with random weights.
+    """
     from paco_grpo.architectures import KNOWN, random_weights, write
 
     model = options.pretrained.model
@@ -152,52 +185,61 @@ def count_calls(pipeline: Any, calls: Counter[str]) -> list[Any]:
 def profile(
     epoch: Callable[[], Any], device: Any, trace: Path, rows: int = 20
 ) -> list[dict[str, Any]]:
-    """One more epoch under torch.profiler: the operations that take most, in milliseconds; ``trace`` is for Chrome."""
+    """One more epoch under torch.profiler: the operations that take most, in milliseconds.
+
+    ``trace`` is a file for Chrome.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU]
+    time_column = "self_cpu_time_total"
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        time_column = "self_device_time_total"
     trace.parent.mkdir(parents=True, exist_ok=True)
-    with profiled(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    ) as profiler:
+    with profiled(activities=activities) as profiler:
         epoch()
     profiler.export_chrome_trace(str(trace))
-    took = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, took))[:rows]
-    return [
-        {"name": event.key, "calls": event.count, "ms": getattr(event, took) / 1000}
-        for event in events
-    ]
+    operations = []
+    for event in profiler.key_averages():
+        milliseconds = getattr(event, time_column) / 1000
+        operations.append({"name": event.key, "calls": event.count, "ms": milliseconds})
+    operations.sort(key=lambda operation: operation["ms"], reverse=True)
+    return operations[:rows]
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     """The report as text."""
-    what = f"{found['name']}: {found['samples']} images on {found['processes']} process(es)"
-    lines = [f"{what}, {found['images_per_second']:.2f} a second"]
-    lines += [f"{name:<14} {value:>10.2f}" for name, value in found["medians"].items()]
-    lines += [f"{number:>8} through {part}" for part, number in found["images"].items()]
-    lines += [
-        f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}"
-        for row in found["operations"]
-    ]
+    what = f"{report['name']}: {report['samples']} images on {report['processes']} process(es)"
+    lines = [f"{what}, {report['images_per_second']:.2f} a second"]
+    for name, value in report["medians"].items():
+        lines.append(f"{name:<14} {value:>10.2f}")
+    for part, number in report["images"].items():
+        lines.append(f"{number:>8} through {part}")
+    for row in report["operations"]:
+        lines.append(f"{row['ms']:>10.1f} ms {row['calls']:>7} x {row['name'][:80]}")
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of this program; all others are options of the run."""
     style = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
-    made.add_argument(
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=style, allow_abbrev=False
+    )
+    options.add_argument(
         "--random_weights", action="store_true", help="the real architecture with random weights"
     )
-    made.add_argument(
+    options.add_argument(
         "--rewards", action="store_true", help="score with the configuration's own rewards"
     )
-    made.add_argument("--repeats", type=int, default=3, help="measured epochs")
-    made.add_argument("--profile", action="store_true", help="one more epoch under torch.profiler")
-    made.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
-    return made
+    options.add_argument("--repeats", type=int, default=3, help="measured epochs")
+    options.add_argument(
+        "--profile", action="store_true", help="one more epoch under torch.profiler"
+    )
+    options.add_argument("--output", type=Path, default=Path("benchmarks/results/epoch.json"))
+    return options
 
 
 if __name__ == "__main__":

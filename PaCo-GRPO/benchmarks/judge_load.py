@@ -1,22 +1,24 @@
 """Pairs per second and latency of judge servers against the number of questions in flight.
 
-    python benchmarks/judge_load.py --target transformers=http://127.0.0.1:8000 --model PaCo-Reward-7B
+    python benchmarks/judge_load.py --target transformers=http://127.0.0.1:8000 \\
+        --model PaCo-Reward-7B
 
     # what the gateway costs: the same engine directly and through it
-    python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 --target gateway=http://127.0.0.1:8000 \\
-        --model PaCo-Reward-7B --concurrency 1 16 64
+    python benchmarks/judge_load.py --target vllm=http://127.0.0.1:8001 \\
+        --target gateway=http://127.0.0.1:8000 --model PaCo-Reward-7B --concurrency 1 16 64
 
     # two settings of one server, one after the other: the second table has the rows of both
     VLLM_API_SERVERS=1 bash vllm_server/launch.sh
-    python benchmarks/judge_load.py --target 1-api-server=http://127.0.0.1:8000 --output benchmarks/results/one.json
+    python benchmarks/judge_load.py --target 1-api-server=http://127.0.0.1:8000 \\
+        --output benchmarks/results/one.json
     bash vllm_server/stop.sh; VLLM_API_SERVERS=4 bash vllm_server/launch.sh
-    python benchmarks/judge_load.py --target 4-api-servers=http://127.0.0.1:8000 --against benchmarks/results/one.json
+    python benchmarks/judge_load.py --target 4-api-servers=http://127.0.0.1:8000 \\
+        --against benchmarks/results/one.json
 
 It asks what a training epoch asks: all pairs of the panels of 2x2 grids, one token, top 20
-log-probabilities.
-Within a round every server is asked once, in random order; figures are medians over rounds. Every
-round uses new pictures
-(servers cache), requests are built before the clock starts, and the first round only warms up.
+log-probabilities. Within a round every server is asked once, in random order, and figures are
+medians over rounds. Every round uses new pictures because servers cache. Requests are built before
+the clock starts, and the first round only warms up.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""Real architectures with random weights: an epoch's speed, memory beside scripts/estimate.py, the first ratio."""
+"""Real architectures with random weights.
+
+They show an epoch's speed, its memory beside what scripts/estimate.py predicts, and the first
+ratio.
+"""
 
 import functools
 import os
@@ -20,15 +24,22 @@ SMALL = {"sample.unique_sample_num_per_epoch": 2, "sample.num_images_per_prompt"
 FEWER = SMALL | {"sample.num_images_per_prompt": 4}
 # The most important first: configuration → options of a small epoch, and seconds at most.
 MODELS = {
-    "t2is": (SMALL, 150), "t2is_80gb": (SMALL, 200), "t2is_qwen": (FEWER, 150), "kontext_editing": (FEWER, 150),
+    "t2is": (SMALL, 150),
+    "t2is_80gb": (SMALL, 200),
+    "t2is_qwen": (FEWER, 150),
+    "kontext_editing": (FEWER, 150),
     "qwen_editing": (FEWER, 150),
-}  # fmt: skip
-# exp(1e-3) moves a ratio by a thousandth; above that, rollout and training compute different things.
+}
+# exp(1e-3) moves a ratio by a thousandth. Above that, rollout and training compute different
+# things.
 RATIO_LIMIT = 1e-3
 
 
 class FullSize:
-    """Small epochs of the named configurations, and what estimate.py predicts for them meanwhile."""
+    """Small epochs of the named configurations.
+
+    What estimate.py predicts for them is computed meanwhile.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,8 +76,13 @@ class FullSize:
                 return
             command = [sys.executable, str(ROOT / "scripts" / "estimate.py"), *self.options(name)]
             self._predicting = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )  # fmt: skip
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             output, _ = self._predicting.communicate()
             peak = re.search(r"peak ([\d.]+) GiB", output)
             if peak:
@@ -76,8 +92,8 @@ class FullSize:
         """An epoch after one that warms up."""
         folder = self.folder / name
         folder.mkdir()
-        given = [*self.options(name), "--random_weights", "--repeats", "1"]
-        arguments, rest = epoch.parser().parse_known_args(given)
+        words = [*self.options(name), "--random_weights", "--repeats", "1"]
+        arguments, rest = epoch.parser().parse_known_args(words)
         options, _ = read_options([*rest, *epoch.changes(arguments, str(folder))])
         report = epoch.measure(arguments, options, name, str(folder))
         figures = figures_of(report)
@@ -95,7 +111,8 @@ class FullSize:
 
 def figures_of(report: dict[str, Any]) -> dict[str, Any]:
     """Images a second of each phase, memory, and the deviation of the first ratio from 1."""
-    medians, samples = report["medians"], report["samples"]
+    medians = report["medians"]
+    samples = report["samples"]
     metrics = report["epochs"][-1]["metrics"]
     return {
         "images": samples,

@@ -50,7 +50,10 @@ def two_gpu_steps(folder: Path) -> list[Step]:
 
 
 def ask_judge(url: str, model: str) -> dict[str, float]:
-    """Pairs a second at 64 in flight; P(Yes) of an image with itself is above that of two different ones."""
+    """Pairs a second at 64 in flight, and P(Yes) of two pairs.
+
+    Raises Deviates: P(Yes) of an image with itself is not above that of two different images.
+    """
     import judge_load
     from paco_judge import Judge
 
@@ -65,7 +68,8 @@ def ask_judge(url: str, model: str) -> dict[str, float]:
     rounds = judge_load.run(argparse.Namespace(**settings), {"judge": url})
     (row,) = judge_load.summary(rounds)
     judge = Judge(url, model)
-    first, other = picture(0, 256, 256), Image.new("RGB", (256, 256), "blue")
+    first = picture(0, 256, 256)
+    other = Image.new("RGB", (256, 256), "blue")
     same, different = judge.score([first, first], [first, other], theme=THEME)
     figures = {
         "pairs_per_s": row["pairs_per_second"],

@@ -21,14 +21,19 @@ from paco_grpo.policies.speed import ATTENTION_BACKENDS
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
-# With a tiny epsilon, Adam's first step is the gradient's sign, and rounding near 0 shows at full size.
+# With a tiny epsilon, Adam's first step is the gradient's sign, and rounding near 0 shows at full
+# size.
 COMPARABLE = {
-    "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2, "allow_tf32": False, "test__num_images": 2,
-}  # fmt: skip
+    "train__adam_epsilon": 1e-2,
+    "train__learning_rate": 1e-2,
+    "allow_tf32": False,
+    "test__num_images": 2,
+}
 BF16 = {"mixed_precision": "bf16"}
 LESS_MEMORY = {"speed__offload_vae": True, "enable_gradient_checkpointing": True}
 # Largest distance of an adapter's update from the CPU's in float32, as a share of that update.
-FLOAT32_LIMIT, BF16_LIMIT = 0.01, 0.3
+FLOAT32_LIMIT = 0.01
+BF16_LIMIT = 0.3
 
 
 class ToyRuns:
