@@ -476,12 +476,12 @@ def for_80gb(config: ConfigDict) -> None:
 
 
 def fast(config: ConfigDict) -> None:
-    """Four second-order steps after the last noise step: other images are scored (docs/scaling.md)."""
+    """Four second-order steps after the last noise step change the images (docs/scaling.md)."""
     config.sample.tail_steps = 4
 
 
 def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32) -> None:
-    """What papers of objectives share: groups, the deviation over all images, a LoRA on attention."""
+    """What papers on objectives share: groups, global deviation, a LoRA on attention."""
     config.sample.num_images_per_prompt = images
     config.sample.unique_sample_num_per_epoch = prompts
     config.sample.global_std = True
@@ -491,7 +491,7 @@ def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32
 
 
 def nft(config: ConfigDict) -> None:
-    """DiffusionNFT (arXiv 2509.16117), its multi-reward settings: all steps but the last, β = 0.1."""
+    """DiffusionNFT (arXiv 2509.16117), multi-reward settings: all steps but the last, β = 0.1."""
     paper_settings(config, images=24, prompts=48)
     config.sample.noise_level = 0.0
     config.train.loss_type = "nft"
@@ -504,7 +504,7 @@ def nft(config: ConfigDict) -> None:
 
 
 def awm(config: ConfigDict) -> None:
-    """Advantage Weighted Matching (arXiv 2509.25050), with its weight of the KL for text rendering."""
+    """Advantage Weighted Matching (arXiv 2509.25050), with its KL weight for text rendering."""
     paper_settings(config, images=24, prompts=72)
     config.sample.noise_level = 0.0
     config.train.loss_type = "awm"
@@ -514,7 +514,7 @@ def awm(config: ConfigDict) -> None:
 
 
 def dgpo(config: ConfigDict) -> None:
-    """DGPO (arXiv 2510.08425), its mode with a frozen reference: σ of the first 70 % of the steps."""
+    """DGPO (arXiv 2510.08425) with a frozen reference: σ of the first 70 % of the steps."""
     paper_settings(config, images=24, prompts=24, rank=64)
     config.sample.noise_level = 0.0
     config.train.loss_type = "dgpo"

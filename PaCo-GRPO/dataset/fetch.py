@@ -2,8 +2,9 @@
 
     python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N] [--open_twins]
 
-NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as published, if it was
-downloaded before. Nothing outside it is read. The output is written completely or not at all.
+NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as
+published, if it was downloaded before. Nothing outside it is read. The output is written completely
+or not at all.
 """
 
 import argparse
@@ -38,9 +39,9 @@ _TEST_SHARE = 0.1  # of sets without a test split
 def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> None:
     """T2IS prompts: JSON lines with ``prompt``, ``theme``, ``criteria`` … → ``geneval``.
 
-    A set in one file is divided by theme, so that train and test share none. Files named by split, as those of the
-    published trainer, stay as they are. With ``open_twins`` each prompt is there twice: with ``"open": false``, and as
-    ``open_twin`` makes it.
+    A set in one file is divided by theme, so that train and test share none. Files named by split,
+    as the published trainer's, stay as they are. With ``open_twins`` each prompt is there
+    twice: with ``"open": false``, and as ``open_twin`` makes it.
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
@@ -79,9 +80,11 @@ def _with_open_twins(rows: Iterable[dict]) -> list[dict]:
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A T2IS row without the description of what all panels share, nor the criteria of identity, which it states.
+    """A T2IS row without the description of what all panels share, nor the criteria of identity,
+    which it states.
 
-    It follows the theme's period without a space (dataset/README.md). A prompt without one has no twin: None.
+    It follows the theme's period without a space (dataset/README.md). A prompt without one has no
+    twin: None.
     """
     prompt = str(row["prompt"])
     head = split_prompt(prompt).theme
@@ -98,7 +101,7 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """GEdit-Bench, as published in Parquet files → ``geneval_image``, all of it as the test split."""
+    """GEdit-Bench, as published in Parquet files → ``geneval_image``, all in the test split."""
     rows = []
     (out / "images").mkdir()
     for row in _parquet_rows(_files(source, "*.parquet")):
@@ -127,8 +130,8 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
 def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """ShareGPT-4o-Image, editing half (``input_prompt``, ``input_image``) → ``arrow_editing``.
 
-    Rows with several input images are left out. Images are files next to the JSON file, or in its tar archives. No picture
-    is in both splits.
+    Rows with several input images are left out. Images are files next to the JSON file, or in its
+    tar archives. No picture is in both splits.
     """
     schema = pa.schema(
         {"prompt": pa.string(), "image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
@@ -184,7 +187,8 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
 def _inside(folder: Path, file: Path) -> Path:
     """``file``, which must lie in ``folder`` when links and ``..`` are followed. Raises DataError.
 
-    The hub's cache is the one exception: the files of a snapshot are links into the ``blobs`` beside it.
+    The hub's cache is the one exception: the files of a snapshot are links into the ``blobs``
+    beside it.
     """
     allowed = [folder.resolve()]
     if folder.parent.name == "snapshots":
@@ -197,7 +201,9 @@ def _inside(folder: Path, file: Path) -> Path:
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and in one split."""
+    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and
+    in one split.
+    """
     seen: set[str] = set()
 
     def new_captions(split: str) -> Iterator[str]:
@@ -212,7 +218,9 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
 
 
 def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in double quotes."""
+    """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in
+    double quotes.
+    """
     for split in ("train", "test"):
         text = text_of(_inside(source, source / f"{split}.txt"))
         lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -235,7 +243,10 @@ def _parquet_rows(
 
 
 def _json_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    return [row for file in files for _, row in json_lines(file)]
+    rows = []
+    for file in files:
+        rows += [row for _, row in json_lines(file)]
+    return rows
 
 
 def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -255,6 +266,8 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class PublicSet:
+    """A published prompt set, and how it becomes one of ours."""
+
     kind: str  # config.prompt_fn of the result
     convert: Callable[..., None]  # (folder as published, folder for our files, options)
     place: str  # a data set on the Hugging Face hub, or the address of a folder
@@ -374,7 +387,8 @@ def main(arguments: list[str]) -> int:
         return 1
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
     print(
-        f"{output}: {listed} items; use it with --config.dataset={output} --config.prompt_fn={public.kind}"
+        f"{output}: {listed} items; "
+        f"use it with --config.dataset={output} --config.prompt_fn={public.kind}"
     )
     return 0
 

@@ -33,9 +33,8 @@ from paco_grpo.policies import POLICIES, Policy, PolicySettings
 class Tokens:
     """A tokenizer that needs no download."""
 
-    special: tuple[
-        str, ...
-    ]  # tokens with the ids 0, 1, …; the first one pads; "<unk>" is among them
+    # Tokens with the ids 0, 1, …; the first one pads; "<unk>" is among them.
+    special: tuple[str, ...]
     template: str = "$A"  # special tokens around the text
     length: int = 131072
     chat_template: str = ""
@@ -54,112 +53,178 @@ class Architecture:
 _SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
 _CLIP_TOKENS = Tokens(_SPECIAL, "<s> $A </s>", 77)
 _T5_TOKENS = Tokens(_SPECIAL, "$A </s>", 512)
-_QWEN_TOKENS = Tokens((
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>", "<unk>",
-))  # fmt: skip
-_QWEN_CHAT = dataclasses.replace(_QWEN_TOKENS, chat_template=(
-    "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}<|im_start|>"
-))  # fmt: skip
+_QWEN_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<unk>",
+)
+_QWEN_TOKENS = Tokens(_QWEN_SPECIAL)
+_QWEN_CHAT = Tokens(
+    _QWEN_SPECIAL,
+    chat_template="{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>"
+    "{% endfor %}<|im_start|>",
+)
+_MISTRAL_TOKENS = Tokens(
+    (*_SPECIAL, "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    chat_template="<s>{% for message in messages %}{{ message.content[0].text }} {% endfor %}",
+    processor="pixtral",
+)
 
-_CLIP_L = {  # ViT-L/14, the text half
-    "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "pad_token_id": 0, "eos_token_id": 1,
+# The text half of ViT-L/14.
+_CLIP_L = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
     "bos_token_id": 3,
-}  # fmt: skip
-_CLIP_G = _CLIP_L | {  # ViT-bigG/14, the text half
-    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
-    "projection_dim": 1280, "hidden_act": "gelu",
-}  # fmt: skip
-_T5_XXL = ("T5EncoderModel", {  # T5 1.1, the encoder
-    "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu",
-    "dropout_rate": 0.0, "decoder_start_token_id": 0,
-})  # fmt: skip
-_QWEN2_5_VL_7B = ("Qwen2_5_VLForConditionalGeneration", {  # ids of the special tokens: places in _QWEN_TOKENS
-    "vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 6, "video_token_id": 7,
-    "text_config": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
-    },
-    "vision_config": {"hidden_size": 1280},
-})  # fmt: skip
-_QWEN3_4B = {
-    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8,
-    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_QWEN3_8B = _QWEN3_4B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
 }
-_FLUX_VAE = ("AutoencoderKL", {  # also of Stable Diffusion 3.5 but for the scaling
-    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16, "use_quant_conv": False,
-    "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159,
-})  # fmt: skip
+# The text half of ViT-bigG/14.
+_CLIP_G = _CLIP_L | {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+    "hidden_act": "gelu",
+}
+# The encoder of T5 1.1.
+_T5_XXL = (
+    "T5EncoderModel",
+    {
+        "d_model": 4096,
+        "d_ff": 10240,
+        "num_layers": 24,
+        "num_heads": 64,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+)
+# The ids of special tokens are places in _QWEN_SPECIAL.
+_QWEN2_5_VL_7B = (
+    "Qwen2_5_VLForConditionalGeneration",
+    {
+        "vision_start_token_id": 3,
+        "vision_end_token_id": 4,
+        "image_token_id": 6,
+        "video_token_id": 7,
+        "text_config": {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000000.0,
+                "mrope_section": [16, 24, 24],
+            },
+        },
+        "vision_config": {"hidden_size": 1280},
+    },
+)
+_QWEN3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_QWEN3_8B = _QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+# Also of Stable Diffusion 3.5, except for the scaling.
+_FLUX_VAE = (
+    "AutoencoderKL",
+    {
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 16,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    },
+)
 
 
 def _flux1(pipeline: str) -> Architecture:
-    return Architecture(
-        pipeline,
-        {
-            "transformer": ("FluxTransformer2DModel", {"guidance_embeds": True}),
-            "text_encoder": ("CLIPTextModel", _CLIP_L), "text_encoder_2": _T5_XXL, "vae": _FLUX_VAE,
-        },
-        {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _T5_TOKENS},
-    )  # fmt: skip
+    modules = {
+        "transformer": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+        "text_encoder": ("CLIPTextModel", _CLIP_L),
+        "text_encoder_2": _T5_XXL,
+        "vae": _FLUX_VAE,
+    }
+    return Architecture(pipeline, modules, {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _T5_TOKENS})
 
 
 def _qwen_image(pipeline: str, **transformer: Any) -> Architecture:
+    modules = {
+        "transformer": ("QwenImageTransformer2DModel", transformer),
+        "text_encoder": _QWEN2_5_VL_7B,
+        "vae": ("AutoencoderKLQwenImage", {}),
+    }
     tokenizers = {"tokenizer": _QWEN_TOKENS}
     if "Edit" in pipeline:
         tokenizers["processor"] = dataclasses.replace(_QWEN_TOKENS, processor="qwen2_vl")
-    return Architecture(
-        pipeline,
-        {
-            "transformer": ("QwenImageTransformer2DModel", transformer), "text_encoder": _QWEN2_5_VL_7B,
-            "vae": ("AutoencoderKLQwenImage", {}),
-        },
-        tokenizers,
-    )  # fmt: skip
+    return Architecture(pipeline, modules, tokenizers)
 
 
 def _flux2(
-    pipeline: str, transformer: dict[str, Any], text: tuple[str, dict], tokens: Tokens
+    pipeline: str, transformer: dict[str, Any], text_encoder: tuple[str, dict], tokens: Tokens
 ) -> Architecture:
-    vae = ("AutoencoderKLFlux2", {})
     modules = {
         "transformer": ("Flux2Transformer2DModel", transformer),
-        "text_encoder": text,
-        "vae": vae,
+        "text_encoder": text_encoder,
+        "vae": ("AutoencoderKLFlux2", {}),
     }
     return Architecture(pipeline, modules, {"tokenizer": tokens})
 
 
-def _klein(double: int, single: int, heads: int, qwen3: dict[str, Any]) -> Architecture:
+def _klein(transformer: dict[str, int], qwen3: dict[str, Any]) -> Architecture:
     """FLUX.2 Klein, not distilled."""
-    transformer = {
-        "num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
-        "joint_attention_dim": 3 * qwen3["hidden_size"], "guidance_embeds": False,
-    }  # fmt: skip
+    transformer = transformer | {
+        "joint_attention_dim": 3 * qwen3["hidden_size"],
+        "guidance_embeds": False,
+    }
     return _flux2("Flux2KleinPipeline", transformer, ("Qwen3ForCausalLM", qwen3), _QWEN_CHAT)
 
 
 def _sd35(layers: int, positions: int, dual: int) -> Architecture:
     """Stable Diffusion 3.5; the first ``dual`` blocks have a second attention."""
-    return Architecture(
-        "StableDiffusion3Pipeline",
-        {
-            "transformer": ("SD3Transformer2DModel", {
-                "num_layers": layers, "num_attention_heads": layers, "caption_projection_dim": 64 * layers,
-                "pos_embed_max_size": positions, "dual_attention_layers": list(range(dual)), "qk_norm": "rms_norm",
-            }),
-            "text_encoder": ("CLIPTextModelWithProjection", _CLIP_L | {"projection_dim": 768}),
-            "text_encoder_2": ("CLIPTextModelWithProjection", _CLIP_G), "text_encoder_3": _T5_XXL,
-            "vae": _FLUX_VAE,
-        },
-        {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _CLIP_TOKENS, "tokenizer_3": _T5_TOKENS},
-    )  # fmt: skip
+    transformer = {
+        "num_layers": layers,
+        "num_attention_heads": layers,
+        "caption_projection_dim": 64 * layers,
+        "pos_embed_max_size": positions,
+        "dual_attention_layers": list(range(dual)),
+        "qk_norm": "rms_norm",
+    }
+    modules = {
+        "transformer": ("SD3Transformer2DModel", transformer),
+        "text_encoder": ("CLIPTextModelWithProjection", _CLIP_L | {"projection_dim": 768}),
+        "text_encoder_2": ("CLIPTextModelWithProjection", _CLIP_G),
+        "text_encoder_3": _T5_XXL,
+        "vae": _FLUX_VAE,
+    }
+    tokenizers = {
+        "tokenizer": _CLIP_TOKENS,
+        "tokenizer_2": _CLIP_TOKENS,
+        "tokenizer_3": _T5_TOKENS,
+    }
+    return Architecture("StableDiffusion3Pipeline", modules, tokenizers)
 
 
 _FLUX2_DEV = _flux2(
@@ -167,45 +232,58 @@ _FLUX2_DEV = _flux2(
     {},
     # Mistral-Small-3.2-24B
     ("Mistral3ForConditionalGeneration", {"image_token_index": 4, "tie_word_embeddings": False}),
-    Tokens(
-        (*_SPECIAL, "[IMG]", "[IMG_BREAK]", "[IMG_END]"), processor="pixtral",
-        chat_template="<s>{% for message in messages %}{{ message.content[0].text }} {% endfor %}",
-    ),
-)  # fmt: skip
+    _MISTRAL_TOKENS,
+)
 _Z_IMAGE = Architecture(
     "ZImagePipeline",
     {
-        "transformer": ("ZImageTransformer2DModel", {}), "vae": _FLUX_VAE,
-        "text_encoder": ("Qwen3Model", {k: v for k, v in _QWEN3_4B.items() if k != "tie_word_embeddings"}),
+        "transformer": ("ZImageTransformer2DModel", {}),
+        "text_encoder": ("Qwen3Model", _QWEN3_4B),
+        "vae": _FLUX_VAE,
     },
     {"tokenizer": _QWEN_CHAT},
-)  # fmt: skip
+)
 
 
-def _qwen3_vl(
-    hidden: int, intermediate: int, tied: bool, depth: int, width: int, mlp: int, deepstack: list
-) -> Any:
-    """``depth``, ``width`` and ``mlp`` are the vision tower's; features of its blocks ``deepstack``
-    reach the text.
-    """
+def _qwen3_vl(tied: bool, text: dict[str, int], vision: dict[str, Any]) -> tuple[str, dict]:
+    """``tied``: the embeddings are the output layer too."""
+    text_config = text | {
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    vision_config = vision | {"out_hidden_size": text["hidden_size"]}
     return "Qwen3VLForConditionalGeneration", {
         "tie_word_embeddings": tied,
-        "text_config": {
-            "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128,
-        },
-        "vision_config": {
-            "depth": depth, "hidden_size": width, "intermediate_size": mlp, "out_hidden_size": hidden,
-            "deepstack_visual_indexes": deepstack,
-        },
-    }  # fmt: skip
+        "text_config": text_config,
+        "vision_config": vision_config,
+    }
 
 
 # Judges: hub name -> class, and values of its configuration.
 JUDGES = {
     "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN2_5_VL_7B,
-    "Qwen/Qwen3-VL-4B-Instruct": _qwen3_vl(2560, 9728, True, 24, 1024, 4096, [5, 11, 17]),
-    "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(4096, 12288, False, 27, 1152, 4304, [8, 16, 24]),
+    "Qwen/Qwen3-VL-4B-Instruct": _qwen3_vl(
+        True,
+        {"hidden_size": 2560, "intermediate_size": 9728},
+        {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(
+        False,
+        {"hidden_size": 4096, "intermediate_size": 12288},
+        {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
 }
 # Generators: hub name -> architecture.
 KNOWN = {
@@ -221,8 +299,14 @@ KNOWN = {
     "Tongyi-MAI/Z-Image": _Z_IMAGE,
     "Tongyi-MAI/Z-Image-Turbo": _Z_IMAGE,
     "black-forest-labs/FLUX.2-dev": _FLUX2_DEV,
-    "black-forest-labs/FLUX.2-klein-base-4B": _klein(5, 20, 24, _QWEN3_4B),
-    "black-forest-labs/FLUX.2-klein-base-9B": _klein(8, 24, 32, _QWEN3_8B),
+    "black-forest-labs/FLUX.2-klein-base-4B": _klein(
+        {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24},
+        _QWEN3_4B | {"tie_word_embeddings": True},
+    ),
+    "black-forest-labs/FLUX.2-klein-base-9B": _klein(
+        {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32},
+        _QWEN3_8B | {"tie_word_embeddings": False},
+    ),
 }
 
 
@@ -239,8 +323,11 @@ def pipeline_of(
     Raises:
         ConfigError: ``model`` is neither.
     """
-    if known := KNOWN.get(model):
-        modules = {name: _module(*module, dtype, device) for name, module in known.modules.items()}
+    if model in KNOWN:
+        known = KNOWN[model]
+        modules = {}
+        for name, (class_name, config) in known.modules.items():
+            modules[name] = _module(class_name, config, dtype, device)
         tokenizers = {name: _tokenizer(tokens) for name, tokens in known.tokenizers.items()}
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)  # its values do not matter to shapes
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
@@ -250,19 +337,18 @@ def pipeline_of(
             f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
         )
     modules = {}
-    for part, entry in DiffusionPipeline.load_config(folder).items():
-        kind = (
-            getattr(importlib.import_module(entry[0]), entry[1])
-            if isinstance(entry, list) and entry[0]
-            else object
-        )
-        if issubclass(kind, nn.Module):
-            loaded = (
-                kind.load_config
-                if hasattr(kind, "load_config")
-                else kind.config_class.from_pretrained
-            )
-            modules[part] = _module(entry[1], loaded(folder / part), dtype, device)
+    for name, entry in DiffusionPipeline.load_config(folder).items():
+        if not isinstance(entry, list) or not entry[0]:
+            continue  # a value, or a part that this pipeline does not have
+        library, class_name = entry
+        part_class = getattr(importlib.import_module(library), class_name)
+        if not issubclass(part_class, nn.Module):
+            continue
+        if hasattr(part_class, "load_config"):
+            config = part_class.load_config(folder / name)
+        else:
+            config = part_class.config_class.from_pretrained(folder / name)
+        modules[name] = _module(class_name, config, dtype, device)
     return DiffusionPipeline.from_pretrained(folder, **modules)
 
 
@@ -289,50 +375,68 @@ def _module(
     torch.set_default_dtype(torch.float32 if class_name.startswith("Autoencoder") else dtype)
     try:
         with torch.device(device):
-            if kind := getattr(diffusers, class_name, None):
-                return kind.from_config(config)
-            kind = getattr(transformers, class_name)
-            return kind(kind.config_class(**config) if isinstance(config, dict) else config)
+            if hasattr(diffusers, class_name):
+                return getattr(diffusers, class_name).from_config(config)
+            module_class = getattr(transformers, class_name)
+            if isinstance(config, dict):
+                config = module_class.config_class(**config)
+            return module_class(config)
     finally:
         torch.set_default_dtype(before)
 
 
 def _tokenizer(tokens: Tokens) -> Any:
     """Gives about as many tokens as the real one; every piece of text is ``<unk>``."""
-    tokenizer = Tokenizer(
-        WordLevel({token: i for i, token in enumerate(tokens.special)}, unk_token="<unk>")
-    )
-    # about 1.5 pieces per word with punctuation, close to what real tokenizers need for English
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex(r"\w{1,8}|[^\w\s]"), behavior="removed", invert=True
-    )
-    around = [(token, i) for i, token in enumerate(tokens.special) if token in tokens.template]
+    vocabulary = {token: i for i, token in enumerate(tokens.special)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    # About 1.5 pieces per word with punctuation, close to what real tokenizers need for English.
+    pieces = Regex(r"\w{1,8}|[^\w\s]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="removed", invert=True)
+    around = [(token, i) for token, i in vocabulary.items() if token in tokens.template]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=tokens.template, special_tokens=around
     )
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=tokens.special[0], unk_token="<unk>", model_max_length=tokens.length,
-        additional_special_tokens=list(tokens.special), chat_template=tokens.chat_template or None,
-    )  # fmt: skip
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=tokens.special[0],
+        unk_token="<unk>",
+        model_max_length=tokens.length,
+        additional_special_tokens=list(tokens.special),
+        chat_template=tokens.chat_template or None,
+    )
     if tokens.processor == "pixtral":
         images = transformers.PixtralImageProcessor()
-        return transformers.PixtralProcessor(images, made, chat_template=tokens.chat_template)
+        return transformers.PixtralProcessor(
+            images, fast_tokenizer, chat_template=tokens.chat_template
+        )
     if tokens.processor == "qwen2_vl":
-        images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
-        return transformers.Qwen2VLProcessor(images, made, videos, chat_template="")
-    return made
+        images = transformers.Qwen2VLImageProcessor()
+        videos = transformers.Qwen2VLVideoProcessor()
+        return transformers.Qwen2VLProcessor(images, fast_tokenizer, videos, chat_template="")
+    return fast_tokenizer
 
 
 def write(model: str, folder: Path) -> Path:
-    """Write a folder of the known ``model`` with everything but weights (for ``random_weights``)."""
+    """Write a folder of the known ``model`` with all but weights (for ``random_weights``)."""
     pipeline = pipeline_of(model, torch.float32)
     for name, part in pipeline.components.items():
         if hasattr(part, "save_config"):  # diffusers' modules and schedulers
             part.save_config(folder / name)
+        elif isinstance(part, nn.Module):
+            part.config.save_pretrained(folder / name)
         elif part is not None:
-            (part.config if isinstance(part, nn.Module) else part).save_pretrained(folder / name)
+            part.save_pretrained(folder / name)
     pipeline.save_config(folder)
     return folder
+
+
+def _fill_randomly(module: nn.Module) -> None:
+    """Weights with which activations neither vanish nor overflow in bfloat16."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, 0.02)
+        else:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 @contextmanager
@@ -344,16 +448,9 @@ def random_weights(model: str) -> Iterator[None]:
 
     def from_pretrained(path: Path, settings: PolicySettings) -> Policy:
         pipeline = pipeline_of(model, settings.dtype, PartialState().device)
-        for module in pipeline.components.values():
-            for name, parameter in (
-                module.named_parameters() if isinstance(module, nn.Module) else ()
-            ):
-                if parameter.ndim > 1:
-                    parameter.data.normal_(
-                        0.0, 0.02
-                    )  # activations neither vanish nor overflow in bfloat16
-                else:
-                    parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                _fill_randomly(part)
         return policy(pipeline, settings)
 
     with mock.patch.object(policy, "from_pretrained", from_pretrained):

@@ -1,4 +1,6 @@
-"""What gateway, CPU engine and reward service share: errors in OpenAI's format, the API key, the limit of a body."""
+"""What gateway, CPU engine and reward service share: errors in OpenAI's format, the API key, the
+limit of a body.
+"""
 
 import hmac
 from collections.abc import Collection
@@ -8,20 +10,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-# uvicorn.run's arguments in all three servers. Callers keep their connections between two batches of questions.
+# uvicorn.run's arguments in all three servers. Callers keep their connections between two batches
+# of questions.
 SERVER_SETTINGS = {
-    "ws": "none", "access_log": False, "proxy_headers": False, "server_header": False, "timeout_keep_alive": 75,
-}  # fmt: skip
+    "ws": "none",
+    "access_log": False,
+    "proxy_headers": False,
+    "server_header": False,
+    "timeout_keep_alive": 75,
+}
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed. ``param``: the field at fault; ``code``: OpenAI's, machine-readable."""
+    """A request that is refused or has failed.
+
+    ``param``: the field at fault; ``code``: OpenAI's, machine-readable.
+    """
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
-    ):
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     def response(self) -> Response:
         """The error as OpenAI writes it."""
@@ -44,15 +56,20 @@ EXCEPTION_HANDLERS = {ApiError: _refuse, HTTPException: _unknown_route}
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """A request's body. Raises ApiError as soon as it is known to have more than ``limit`` bytes."""
+    """A request's body.
+
+    Raises ApiError as soon as it is known to have more than ``limit`` bytes.
+    """
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > limit:
-                message = f"the body has more than {limit} bytes; send less at once (request_size), or raise the limit"
                 raise ApiError(
-                    f"{message} (VLLM_MAX_BODY_MB, --max-body-mb)", 413, code="request_too_large"
+                    f"the body has more than {limit} bytes; send less at once (request_size), or "
+                    "raise the limit (VLLM_MAX_BODY_MB, --max-body-mb)",
+                    413,
+                    code="request_too_large",
                 )
     except ClientDisconnect as error:
         raise ApiError("the caller left before the body was complete", 499) from error
@@ -60,15 +77,19 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class KeyGuard:
-    """ASGI middleware: every path except ``open_paths`` needs ``Authorization: Bearer <key>``, unknown paths too."""
+    """ASGI middleware: every path except ``open_paths`` needs ``Authorization: Bearer <key>``,
+    unknown paths too.
+    """
 
     def __init__(self, app, key: str, open_paths: Collection[str] = ("/health",)):
-        self._app, self._key, self._open_paths = app, f"Bearer {key}".encode(), open_paths
+        self._app = app
+        self._authorization = f"Bearer {key}".encode()
+        self._open_paths = open_paths
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._key):
+            authorization = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(authorization, self._authorization):
                 error = ApiError(
                     "a valid API key is needed: Authorization: Bearer …",
                     401,

@@ -1,4 +1,7 @@
-"""Hashes that tell whether something is what it was. Any package may import this; it imports nothing of ours."""
+"""Hashes that tell whether something is what it was.
+
+Any package may import this; it imports nothing of ours.
+"""
 
 import hashlib
 import json

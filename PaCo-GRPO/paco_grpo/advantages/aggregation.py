@@ -1,8 +1,9 @@
 """How several rewards become one number per sample (docs/method.md §5; PaCo-RL, arXiv 2512.04784).
 
-An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key: np.ndarray (n,)}``. It
-returns one such mapping, which is group-normalized unless the function carries ``returns_advantages = True``. A dict
-``stats`` of numbers on the function is logged after each call.
+An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key:
+np.ndarray (n,)}``. It returns one such mapping, which is group-normalized unless the function
+carries ``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after
+each call.
 """
 
 import dataclasses
@@ -28,7 +29,9 @@ STD_FLOOR = 1e-6
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); ``std`` defaults to the values' own (population) standard deviation."""
+    """(values − mean) / max(std, 1e-6); ``std`` defaults to the values' own (population) standard
+    deviation.
+    """
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
@@ -36,9 +39,11 @@ def weighted_sum(
     reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards
 ) -> dict[str, np.ndarray]:
     """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
-    if missing := [name for name in grouped_rewards if name not in reward_weights]:
+    missing = [name for name in grouped_rewards if name not in reward_weights]
+    if missing:
         raise ValueError(
-            f"reward_weights has no weight for {', '.join(missing)} (it has {', '.join(reward_weights)})"
+            f"reward_weights has no weight for {', '.join(missing)} "
+            f"(it has {', '.join(reward_weights)})"
         )
     return _per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
 
@@ -55,35 +60,44 @@ def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, n
 
 @dataclass(eq=False)
 class product_aggregate_fn:
-    """Π_r r^weight_r, for rewards ≥ 0: an image that one reward calls worthless is not saved by the others."""
+    """Π_r r^weight_r, for rewards ≥ 0: a reward near 0 cannot be outweighed by the others."""
 
     reward_weights: Mapping[str, float]  # exponents ≥ 0
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        return _per_group(
-            lambda r: np.prod([r[n] ** self.reward_weights[n] for n in r], axis=0),
-            grouped_rewards,
-            least=0,
-        )
+        """The product of each group."""
+
+        def product(rewards: dict[str, np.ndarray]) -> np.ndarray:
+            powers = [values ** self.reward_weights[name] for name, values in rewards.items()]
+            return np.prod(powers, axis=0)
+
+        return _per_group(product, grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
 class log_tame_aggregate_fn:
-    """Weighted sum in which a reward becomes log(1 + r) first if its coefficient of variation std/|mean| over the batch
-    exceeds the threshold. ``stats``: ``cv/<name>``, each coefficient, and ``log_tamed/<name>``, 0 or 1."""
+    """Weighted sum in which rewards that vary a lot become log(1 + r) first.
+
+    They are those whose coefficient of variation, std/|mean| over the batch, exceeds the threshold.
+    ``stats``: ``cv/<name>``, each coefficient, and ``log_tamed/<name>``, 0 or 1.
+    """
 
     threshold: str | float = "mean"  # ≥ 0, or 'mean' or 'median' of the rewards' coefficients
     reward_weights: Mapping[str, float] | None = None  # None = all 1
     stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        number = isinstance(self.threshold, int | float)
-        if not (self.threshold >= 0 if number else self.threshold in ("mean", "median")):
+        if isinstance(self.threshold, int | float):
+            is_valid = self.threshold >= 0
+        else:
+            is_valid = self.threshold in ("mean", "median")
+        if not is_valid:
             raise ValueError(
                 f"threshold = {self.threshold!r} must be 'mean', 'median' or a number ≥ 0"
             )
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
+        """The weighted sum of each group; ``stats`` is set."""
         variations = {}
         for name, groups in grouped_rewards.items():
             variations[name] = _coefficient_of_variation(_concatenate(groups))
@@ -124,21 +138,25 @@ def _log_tamed(name: str, groups: GroupedRewards) -> dict[str, np.ndarray]:
 
 @dataclass(eq=False)
 class weighted_advantage_sum_aggregate_fn:
-    """Normalize each reward within its groups first, then Σ_r weight_r · A_r. The result is advantages already."""
+    """Normalize each reward within its groups first, then Σ_r weight_r · A_r.
+
+    The result is advantages already.
+    """
 
     reward_weights: Mapping[str, float]
     global_std: bool = False  # divide by the reward's std over everything instead of over the group
-    batch_std: bool = False  # divide the sums by their std over everything (GDPO, arXiv 2601.05242); their mean is 0
+    # Divide the sums by their std over everything (GDPO, arXiv 2601.05242); their mean is 0.
+    batch_std: bool = False
     returns_advantages: ClassVar[bool] = True
 
     def __call__(self, **grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
-        normalized = {}
+        """The advantages of each group."""
+        normalized: dict[str, dict[str, np.ndarray]] = {}
         for name, groups in grouped_rewards.items():
             std = float(_concatenate(groups).std()) if self.global_std else None
-            normalized[name] = {
-                key: normalize(np.asarray(values, np.float64), std)
-                for key, values in groups.items()
-            }
+            normalized[name] = {}
+            for key, values in groups.items():
+                normalized[name][key] = normalize(np.asarray(values, np.float64), std)
         total = weighted_sum(self.reward_weights, **normalized)
         if self.batch_std:
             std = max(float(_concatenate(total).std()), STD_FLOOR)
@@ -178,18 +196,18 @@ def _find(
 ) -> AggregateFn | None:
     if spec is None or callable(spec):
         return spec
-    name, arguments = spec, {}
+    name = spec
+    arguments: dict[str, Any] = {}
     if _is_table(spec):
-        name, arguments = spec.get("name"), dict(spec.get("arguments", {}))
+        name = spec.get("name")
+        arguments = dict(spec.get("arguments", {}))
     place, _, function = str(name).rpartition(":")
     try:
         if name in FACTORIES:
             factory = FACTORIES[name]
-            defaults = {"reward_weights": reward_weights, "global_std": global_std}
-            known = _arguments(factory)
-            defaults = {
-                argument: value for argument, value in defaults.items() if argument in known
-            }
+            of_run = {"reward_weights": reward_weights, "global_std": global_std}
+            taken = _arguments(factory)
+            defaults = {argument: of_run[argument] for argument in of_run if argument in taken}
             return factory(**defaults | arguments)
         if arguments:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
@@ -207,11 +225,12 @@ def _find(
 
 
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
-    """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it again.
+    """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it
+    again.
 
-    A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``. Another function:
-    ``package.module:function``, or ``/absolute/file.py:function`` if its file cannot be imported by name. Raises
-    ValueError for a lambda or a function inside a function.
+    A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``.
+    Another function: ``package.module:function``, or ``/absolute/file.py:function`` if its file
+    cannot be imported by name. Raises ValueError for a lambda or a function inside a function.
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
@@ -236,8 +255,9 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     if inspect.isfunction(aggregate_fn) and name.isidentifier():
         return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
     raise ValueError(
-        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find again: give a function "
-        "at the top level of the configuration file or of an importable module"
+        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find "
+        "again: give a function at the top level of the configuration file or of an importable "
+        "module"
     )
 
 
@@ -254,12 +274,16 @@ def _per_group(
     grouped: Mapping[str, GroupedRewards],
     least: float = -np.inf,
 ) -> dict[str, np.ndarray]:
-    """``function`` of each group's ``{reward: (n,) float64}``. Raises ValueError where a reward is below ``least``."""
+    """``function`` of each group's ``{reward: (n,) float64}``.
+
+    Raises ValueError where a reward is below ``least``.
+    """
     for name, groups in grouped.items():
         smallest = _concatenate(groups).min()
         if smallest < least:
             raise ValueError(
-                f"reward {name!r} reaches {smallest:g}, but this aggregation needs rewards ≥ {least:g}"
+                f"reward {name!r} reaches {smallest:g}, "
+                f"but this aggregation needs rewards ≥ {least:g}"
             )
     totals = {}
     for key in next(iter(grouped.values())):

@@ -1,4 +1,6 @@
-"""Two published ways to keep the images of a prompt apart, by unit features (``train.diversity_features``)."""
+"""Two published ways to keep the images of a prompt apart, by unit features
+(``train.diversity_features``).
+"""
 
 from collections.abc import Sequence
 
@@ -8,14 +10,16 @@ from scipy.special import logsumexp
 
 
 def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """−log p of each image under a kernel density over the other images of its group (arXiv 2605.12112, PEC).
+    """−log p of each image under a kernel density over the other images of its group (arXiv
+    2605.12112, PEC).
 
-    p̂(fᵢ) = mean over j ≠ i of exp(−‖fᵢ − fⱼ‖² / 2h²), without the kernel's constant. h is the median distance of two images
-    of one group, over all groups, so that a group that has collapsed gets a smaller bonus than the others. The paper leaves
-    the bandwidth open; the median is our choice.
+    p̂(fᵢ) = mean over j ≠ i of exp(−‖fᵢ − fⱼ‖² / 2h²), without the kernel's constant. h is the
+    median distance of two images of one group, over all groups, so that a group that has collapsed
+    gets a smaller bonus than the others. The paper leaves the bandwidth open; the median is our
+    choice.
 
-    ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each. Returns (n,) float64; 0
-    for images in no group, and everywhere if all distances are 0.
+    ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each.
+    Returns (n,) float64; 0 for images in no group, and everywhere if all distances are 0.
     """
     squared = []
     pairs = [np.zeros(0)]
@@ -39,8 +43,8 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
 def nearest_neighbor_factors(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
     """Cosine distance of each image to its nearest neighbor in the group, over the group's mean.
 
-    GARDO (arXiv 2512.24138) multiplies positive advantages by it. Arguments as above; (n,) float64, mean 1 within a group,
-    1 for images in no group and where all distances are 0.
+    GARDO (arXiv 2512.24138) multiplies positive advantages by it. Arguments as above; (n,) float64,
+    mean 1 within a group, 1 for images in no group and where all distances are 0.
     """
     factors = np.ones(len(features))
     for members in groups:

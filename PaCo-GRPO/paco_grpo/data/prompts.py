@@ -1,4 +1,6 @@
-"""Prompt sets: files become items, checked line by line; errors name file, line and field (docs/method.md §2)."""
+"""Prompt sets: files become items, checked line by line; errors name file, line and field
+(docs/method.md §2).
+"""
 
 import math
 import os
@@ -36,7 +38,8 @@ def text_of(path: Path) -> str:
 def _require(path: Path) -> None:
     if not path.is_file():
         raise DataError(
-            f"prompt file {path} does not exist; config.dataset names its folder, config.prompt_fn its kind"
+            f"prompt file {path} does not exist; config.dataset names its folder, "
+            "config.prompt_fn its kind"
         )
 
 
@@ -53,17 +56,21 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:
     """Fields ``prompt``, ``height`` and ``width`` (pixels, both or none) of a row.
 
-    Raises DataError also if ``category``, by which an evaluation groups its scores, is a list or an object.
+    Raises DataError also if ``category``, by which an evaluation groups its scores, is a list or an
+    object.
     """
-    prompt, height, width, category = (
-        row.get(name) for name in ("prompt", "height", "width", "category")
-    )
+    prompt = row.get("prompt")
+    height = row.get("height")
+    width = row.get("width")
+    category = row.get("category")
     if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
         raise DataError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
     for side, value in (("height", height), ("width", width)):
-        if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST_SIDE):
+        is_size = type(value) is int and 1 <= value <= _LARGEST_SIDE
+        if value is not None and not is_size:
             raise DataError(
-                f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, got {value!r}"
+                f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, "
+                f"got {value!r}"
             )
     if (height is None) != (width is None):
         raise DataError(f"{where}: fields 'height' and 'width' must be given together")
@@ -73,17 +80,19 @@ def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, 
 
 
 def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
-    """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``. Raises DataError."""
+    """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``.
+
+    Raises DataError.
+    """
     folder = Path(dataset)
     if not folder.is_dir():
-        public = folder.name.startswith("public-")
-        hint = (
-            f"; fetch it with `python dataset/fetch.py {folder.name.removeprefix('public-')}`"
-            if public
-            else ""
-        )
+        hint = ""
+        if folder.name.startswith("public-"):
+            public_name = folder.name.removeprefix("public-")
+            hint = f"; fetch it with `python dataset/fetch.py {public_name}`"
         raise DataError(
-            f"prompt set {str(dataset)!r} (config.dataset) is no folder (looked from {Path.cwd()}){hint}"
+            f"prompt set {str(dataset)!r} (config.dataset) is no folder "
+            f"(looked from {Path.cwd()}){hint}"
         )
     items = KINDS[kind](folder, split)
     if not items:
@@ -97,12 +106,7 @@ def _geneval(folder: Path, split: str) -> list[Item]:
         name = f"{where} (item {row.get('idx', len(items))!r})"
         prompt, height, width = common_fields(row, name)
         criteria = row.get("criteria")
-        named = criteria.values() if isinstance(criteria, dict) else [criteria]
-        good = (
-            isinstance(each, dict) and all(isinstance(text, str | None) for text in each.values())
-            for each in named
-        )
-        if criteria is not None and not all(good):
+        if criteria is not None and not _are_criteria(criteria):
             raise DataError(
                 f"{name}: field 'criteria' must look like {{dimension: {{name: text}}}}"
             )
@@ -114,9 +118,22 @@ def _geneval(folder: Path, split: str) -> list[Item]:
     return items
 
 
+def _are_criteria(value: Any) -> bool:
+    """Whether it is ``{dimension: {name: text}}``; a text may be None."""
+    if not isinstance(value, dict):
+        return False
+    for texts in value.values():
+        if not isinstance(texts, dict):
+            return False
+        if not all(isinstance(text, str | None) for text in texts.values()):
+            return False
+    return True
+
+
 def _text(folder: Path, split: str) -> list[Item]:
-    stripped = map(str.strip, text_of(folder / f"{split}.txt").splitlines())
-    return [Item(item_id=number, prompt=line) for number, line in enumerate(filter(None, stripped))]
+    lines_of_file = text_of(folder / f"{split}.txt").splitlines()
+    prompts = [line.strip() for line in lines_of_file if line.strip()]
+    return [Item(item_id=number, prompt=prompt) for number, prompt in enumerate(prompts)]
 
 
 def _geneval_image(folder: Path, split: str) -> list[Item]:
@@ -127,13 +144,13 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
         names = row.get("images", [row.get("image")])
         if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
             raise DataError(
-                f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'"
+                f"{where}: field 'images' must be a list of paths from {folder}, "
+                "in place of 'image'"
             )
         references = []
         for name in names:
-            if not isinstance(name, str) or not os.path.isfile(
-                folder / name
-            ):  # names may be too long for a file
+            # os.path, because a text that is too long for a name is no error there.
+            if not isinstance(name, str) or not os.path.isfile(folder / name):
                 raise DataError(
                     f"{where}: field {field!r} must name a file in {folder}, got {name!r}"
                 )
@@ -144,25 +161,33 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
-    """Columns that are texts or numbers go into an item's metadata. The images are never all in memory."""
-    path = next(
-        (p for p in (folder / f"{split}.arrow", folder / f"{split}.parquet") if p.is_file()), None
-    )
-    if path is None:
+    """Columns that are texts or numbers go into an item's metadata.
+
+    The images are never all in memory.
+    """
+    path = folder / f"{split}.arrow"
+    if not path.is_file():
+        path = folder / f"{split}.parquet"
+    if not path.is_file():
         raise DataError(
-            f"neither {split}.arrow nor {split}.parquet is in {folder} (config.dataset, config.prompt_fn)"
+            f"neither {split}.arrow nor {split}.parquet is in {folder} "
+            "(config.dataset, config.prompt_fn)"
         )
     items = []
     try:
         schema, pieces = _open_table(path)
         column = "images" if "images" in schema.names and "image" not in schema.names else "image"
-        if missing := {"prompt", column} - set(schema.names):
+        missing = {"prompt", column} - set(schema.names)
+        if missing:
             raise DataError(
                 f"{path}: column {max(missing)!r} is missing; it has {', '.join(schema.names)}"
             )
-        plain = [f.name for f in schema if not (types.is_nested(f.type) or types.is_binary(f.type))]
+        plain_columns = []
+        for field in schema:
+            if not types.is_nested(field.type) and not types.is_binary(field.type):
+                plain_columns.append(field.name)
         for read in pieces:
-            rows = read(plain).to_pylist()
+            rows = read(plain_columns).to_pylist()
             counts = [1] * len(rows)
             if column == "images":
                 counts = compute.list_value_length(read([column]).column(0)).to_pylist()
@@ -172,11 +197,10 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
                 what = f"{where}: field {column!r}"
                 if not count:
                     raise DataError(f"{what} has no image")
-                references = tuple(
-                    partial(_image_of_row, read, column, row, number, what)
-                    for number in range(count)
-                )
-                items.append(Item(len(items), prompt, height, width, metadata, references))
+                references = []
+                for number in range(count):
+                    references.append(partial(_image_of_row, read, column, row, number, what))
+                items.append(Item(len(items), prompt, height, width, metadata, tuple(references)))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} cannot be read: {str(error).splitlines()[0]}; copy or download it again"
@@ -185,14 +209,17 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
 
 
 def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
-    """The schema of an Arrow or Parquet file, and for each of its pieces a function: columns → table."""
+    """The schema of an Arrow or Parquet file, and for each of its pieces a function: columns →
+    table.
+    """
     source = pyarrow.memory_map(str(path))
     if path.suffix == ".parquet":
         mapped = source.read_buffer()
         file = pyarrow.parquet.ParquetFile(mapped)
 
         def read(number: int, columns: list[str]) -> Any:
-            # Its own reader each time: rewards read images in several threads, and a ParquetFile is not safe for that.
+            # Its own reader each time: rewards read images in several threads, and a ParquetFile is
+            # not safe for that.
             return pyarrow.parquet.ParquetFile(mapped, metadata=file.metadata).read_row_group(
                 number, columns
             )
@@ -234,7 +261,8 @@ KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
 
 
 def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
-    """Height and width in pixels at which an item is generated, before rounding to the model's multiple.
+    """Height and width in pixels at which an item is generated, before rounding to the model's
+    multiple.
 
     ``mode``: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
     """
@@ -248,4 +276,7 @@ def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
 
 def round_to_multiple(size: tuple[int, int], multiple: int) -> tuple[int, int]:
     """Both sides rounded to the nearest multiple, at least one multiple each."""
-    return tuple(max(multiple, round(side / multiple) * multiple) for side in size)  # type: ignore[return-value]
+    height, width = size
+    rounded_height = max(multiple, round(height / multiple) * multiple)
+    rounded_width = max(multiple, round(width / multiple) * multiple)
+    return rounded_height, rounded_width

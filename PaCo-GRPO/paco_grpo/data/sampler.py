@@ -1,6 +1,8 @@
-"""Which prompts an epoch uses, in which order, and with which seeds: k repeats of m prompts, shuffled.
+"""Which prompts an epoch uses, in which order, and with which seeds: k repeats of m prompts,
+shuffled.
 
-It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, … of one global order.
+It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, … of one
+global order.
 """
 
 from dataclasses import dataclass
@@ -29,10 +31,11 @@ class EpochSamples:
 
 
 class GroupSampler:
-    """Samples m prompts per epoch without replacement within a pass over the data set, k images each.
+    """Samples m prompts per epoch without replacement within a pass over the data set, k images
+    each.
 
-    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k images).
-    ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
+    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k
+    images). ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Objectives: each is a class with the loss of one training step (``base``), named by ``config.train.loss_type``."""
+"""Objectives: each is a class with the loss of one training step (``base``), named by
+``config.train.loss_type``.
+"""
 
 from paco_grpo.objectives.base import (
     OBJECTIVES,

@@ -5,8 +5,8 @@
             log_prob = step.transition(policy).log_prob(step.noise.next_latents)
             return LossOutput(-step.advantages * log_prob, {"log_prob_mean": log_prob})
 
-The trainer (``training/update.py``) calls ``loss`` for one step of the schedule at a time and backpropagates at once, so
-only one step's activations exist at a time.
+The trainer (``training/update.py``) calls ``loss`` for one step of the schedule at a time and
+backpropagates at once, so only one step's activations exist at a time.
 """
 
 import importlib
@@ -31,7 +31,8 @@ class LossOutput(NamedTuple):
     """What ``Objective.loss`` returns."""
 
     loss: torch.Tensor  # (B,) float32, per sample
-    # Name → (B,), logged as the mean over samples and steps. Of names that end in _max, the largest value is logged.
+    # Name → (B,), logged as the mean over samples and steps. Of names that end in _max, the largest
+    # value is logged.
     metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -100,7 +101,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A frozen copy of the LoRA that follows the trained one: copy ← decay·copy + (1 − decay)·trained."""
+    """A frozen copy of the LoRA that follows the trained one.
+
+    copy ← decay·copy + (1 − decay)·trained
+    """
 
     name: str  # of the adapter and its file; not default, trainable, ema, optimizer or start
     decay: Callable[[int], float]  # optimizer steps so far → decay in [0, 1]
@@ -112,8 +116,8 @@ class Objective:
     """A loss and what it needs; one instance per run. Subclasses define ``loss``.
 
     Attributes:
-        needs_noise_steps: The loss recomputes recorded noise steps. False: clean latents suffice, and sampling without
-            noise is allowed.
+        needs_noise_steps: The loss recomputes recorded noise steps. False: clean latents suffice,
+            and sampling without noise is allowed.
         gradient_steps: Optimizer steps an epoch where ``train.gradient_step_per_epoch`` is None.
         whole_groups: The samples of a group are never split over optimizer steps.
         train: ``options.train``.
@@ -133,20 +137,26 @@ class Objective:
         """Problems, each beginning with the option to change; called before weights are loaded."""
         sample = options.sample
         train = options.train
+        name = f"train.loss_type={train.loss_type!r}"
         if not sample.noise_steps:
-            yield f"sample.noise_steps is empty, but train.loss_type={train.loss_type!r} trains on them"
+            yield f"sample.noise_steps is empty, but {name} trains on them"
         if sample.noise_level == 0:
-            yield f"sample.noise_level=0, but train.loss_type={train.loss_type!r} trains on noise steps"
+            yield f"sample.noise_level=0, but {name} trains on noise steps"
         for index in train.timesteps or ():
             if index not in sample.noise_steps:
                 yield f"train.timesteps has step {index}, which is not among sample.noise_steps"
         if train.timesteps is not None and sample.num_noise_steps is not None:
-            yield "train.timesteps cannot be combined with sample.num_noise_steps: trained steps are those sampled"
+            yield (
+                "train.timesteps cannot be combined with sample.num_noise_steps: "
+                "the sampled noise steps are trained"
+            )
 
     def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
-        """Positions of the schedule to train on: the noise steps, or those of them in ``train.timesteps``.
+        """Positions of the schedule to train on: the noise steps, if they are in
+        ``train.timesteps``.
 
-        ``rng`` is seeded by run and epoch alone, so all processes and a resumed run train on the same steps.
+        ``rng`` is seeded by run and epoch alone, so all processes and a resumed run train on the
+        same steps.
         """
         recorded = [noise_step.index for noise_step in rollout.noise_steps]
         if self.train.timesteps is None:
@@ -156,8 +166,8 @@ class Objective:
     def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:
         """Called before each optimizer step with all its micro-batches on this process.
 
-        Every process calls it with equally many micro-batches where a forward is a collective operation. An objective
-        that compares samples computes ``MicroBatch.group_weights`` here.
+        Every process calls it with equally many micro-batches where a forward is a collective
+        operation. An objective that compares samples computes ``MicroBatch.group_weights`` here.
         """
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
@@ -165,17 +175,21 @@ class Objective:
         raise NotImplementedError
 
     def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
-        """How far (B,) a noise step is from the recorded one before the first update, in units of what is allowed.
+        """How far (B,) a noise step is from the recorded one before the first update, in units of
+        what is allowed.
 
-        Above a mean of 1, ``train.old_log_prob='auto'`` recomputes old values. Here: |ratio − 1| over a quarter of the
-        clip range.
+        Above a mean of 1, ``train.old_log_prob='auto'`` recomputes old values. Here it is
+        |ratio − 1| over a quarter of the clip range.
         """
         log_prob = step.transition(policy).log_prob(step.noise.next_latents)
         ratio = (log_prob - step.noise.log_prob).exp()
         return (ratio - 1).abs() / (self.train.clip_range / 4)
 
     def sampling_snapshot(self, step: int) -> str | None:
-        """Name of the snapshot that rollouts use after ``step`` optimizer steps; None = the trained weights."""
+        """Name of the snapshot that rollouts use after ``step`` optimizer steps.
+
+        None = the trained weights.
+        """
         for snapshot in self.snapshots:
             if snapshot.samples_from is not None and step >= snapshot.samples_from:
                 return snapshot.name
@@ -200,8 +214,8 @@ OBJECTIVES: dict[str, str] = {
 def get_objective(name: str) -> type[Objective]:
     """The class of the objective called ``name``, or of ``package.module:name``.
 
-    That may also be a function (step, policy, ``options.train``) → ``LossOutput``, which becomes the ``loss`` of a class
-    with the default attributes.
+    That may also be a function (step, policy, ``options.train``) → ``LossOutput``, which becomes
+    the ``loss`` of a class with the default attributes.
 
     Raises:
         ValueError: The name is unknown, or cannot be imported.

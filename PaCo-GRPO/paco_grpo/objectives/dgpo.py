@@ -1,4 +1,5 @@
-"""Direct Group Preference Optimization (arXiv 2510.08425): the good images of a group against the bad ones.
+"""Direct Group Preference Optimization (arXiv 2510.08425): the good images of a group against the
+bad ones.
 
 | paper                  | here                                                     |
 |------------------------|----------------------------------------------------------|
@@ -8,8 +9,9 @@
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
-The loss of a group, (1/β)·softplus(s) with s = (β/K)·Σ A_i·(e_i − e_i(ref)), has the gradient mean of sigmoid(s)·A_i·∇e_i.
-So ``prepare`` computes sigmoid(s)·A_i without gradient, and ``loss`` trains sample by sample.
+The loss of a group, (1/β)·softplus(s) with s = (β/K)·Σ A_i·(e_i − e_i(ref)), has the gradient mean
+of sigmoid(s)·A_i·∇e_i. So ``prepare`` computes sigmoid(s)·A_i without gradient, and ``loss`` trains
+sample by sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,9 +38,11 @@ class _SampleChange(NamedTuple):
 
 
 class Dgpo(ForwardObjective):
-    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε in A's direction.
+    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε
+    in A's direction.
 
-    Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance; with a KL weight, kl.
+    Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance;
+    with a KL weight, kl.
     """
 
     default_sigmas = 4
@@ -54,11 +58,14 @@ class Dgpo(ForwardObjective):
         """As in ``Objective``."""
         yield from super().check(options)
         if not options.use_lora:
-            yield "use_lora=False cannot be used with train.loss_type='dgpo': its reference is the model without its adapter"
+            yield (
+                "use_lora=False cannot be used with train.loss_type='dgpo': "
+                "its reference is the model without its adapter"
+            )
         if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
             yield (
-                "train.loss_type='dgpo' compares images of one prompt: it needs per_prompt_stat_tracking=True "
-                "and at least 2 sample.num_images_per_prompt"
+                "train.loss_type='dgpo' compares images of one prompt: it needs "
+                "per_prompt_stat_tracking=True and at least 2 sample.num_images_per_prompt"
             )
 
     def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:

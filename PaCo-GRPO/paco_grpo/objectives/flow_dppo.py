@@ -1,4 +1,5 @@
-"""Flow-DPPO (arXiv 2606.11025): the clip of PPO replaced by the divergence itself, which is known between Gaussians.
+"""Flow-DPPO (arXiv 2606.11025): the clip of PPO replaced by the divergence itself, which is known
+between Gaussians.
 
 | paper (eq. 14, 18) | here                                                 |
 |--------------------|------------------------------------------------------|
@@ -21,10 +22,12 @@ from paco_grpo.sampling.sde import Transition
 class FlowDppo(Objective):
     """−A·ratio, or 0 where D ≥ τ and the ratio has moved in the direction of A, + β·KL.
 
-    The ratio compares Gaussian densities, for Flow-CPS too, although its recorded log-probability has no normalizer.
+    The ratio compares Gaussian densities, for Flow-CPS too, although its recorded log-probability
+    has no normalizer.
 
-    Metrics: divergence_mean, divergence_max, beyond_share (D ≥ τ), masked_positive and masked_negative (masked samples by
-    the sign of A), ratio_mean, ratio_deviation, policy_loss and, with β ≠ 0, kl.
+    Metrics: divergence_mean, divergence_max, beyond_share (D ≥ τ), masked_positive and
+    masked_negative (masked samples by the sign of A), ratio_mean, ratio_deviation, policy_loss and,
+    with β ≠ 0, kl.
     """
 
     @classmethod
@@ -37,7 +40,7 @@ class FlowDppo(Objective):
             trained_steps = sample.noise_steps
         last = sample.num_steps - 1
         if sample.cps and last in trained_steps:
-            yield f"sample.noise_steps: Flow-CPS adds no noise at the last step {last}; leave it out"
+            yield f"sample.noise_steps: Flow-CPS adds no noise at the last step, {last}: omit it"
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         """As in the class."""

@@ -1,4 +1,6 @@
-"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and velocities at x_σ."""
+"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and
+velocities at x_σ.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -22,7 +24,8 @@ class ForwardObjective(Objective):
     """Trains on noised clean latents at sampled σ; sampling needs no noise steps.
 
     Attributes:
-        default_sigmas: σ an epoch where ``train.num_sigmas`` is None; None = one for each noise step of the rollout.
+        default_sigmas: σ an epoch where ``train.num_sigmas`` is None; None = one for each noise
+            step of the rollout.
     """
 
     needs_noise_steps = False
@@ -53,13 +56,17 @@ class ForwardObjective(Objective):
         count = train.num_sigmas or cls.default_sigmas
         if count is None:
             if not (sample.noise_steps and sample.noise_level):
-                yield "train.timesteps and train.num_sigmas are None and sampling has no noise step: set one of them"
+                yield (
+                    "train.timesteps and train.num_sigmas are None and sampling has no noise step: "
+                    "set one of them"
+                )
             return
         first, end = _sigma_range(sample.num_steps, train.sigma_fraction, train.sigma_one)
         if count > end - first:
             yield (
-                f"train.num_sigmas={count} is more than the {max(0, end - first)} steps to sample from "
-                f"(sample.num_steps={sample.num_steps}, train.sigma_fraction={train.sigma_fraction:g}, "
+                f"train.num_sigmas={count} is more than the {max(0, end - first)} steps to sample "
+                f"from (sample.num_steps={sample.num_steps}, "
+                f"train.sigma_fraction={train.sigma_fraction:g}, "
                 f"train.sigma_one={train.sigma_one})"
             )
 
@@ -67,7 +74,8 @@ class ForwardObjective(Objective):
 class Noised:
     """x_σ = (1 − σ)·x_0 + σ·ε of a step's samples, with fresh ε.
 
-    Velocities are conditional: with true CFG, guidance is part of sampling and not of what is learned.
+    Velocities are conditional: with true CFG, guidance is part of sampling and not of what is
+    learned.
 
     Attributes:
         latents: x_σ (B, N, C) float32.
@@ -122,7 +130,8 @@ def sample_sigmas(
 ) -> list[int]:
     """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
 
-    The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else 1.
+    The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else
+    1.
     """
     first, end = _sigma_range(num_steps, fraction, with_one)
     bounds = [first + i * (end - first) // count for i in range(count + 1)]

@@ -1,4 +1,5 @@
-"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step, so that clipping acts equally at every noise level.
+"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step, so that clipping acts equally at
+every noise level.
 
 | paper           | here                                |
 |-----------------|-------------------------------------|
@@ -18,8 +19,8 @@ from paco_grpo.policies.base import Policy
 class GuardGrpo(Objective):
     """Clipped policy loss of the guarded ratio, divided by −dt, + β·KL.
 
-    Everything is per sample (the published code averages b, s and dt over the batch). μ_old is the recorded mean.
-    Metrics as in :class:`paco_grpo.objectives.ppo.Ppo`, plus guard_bias.
+    Everything is per sample (the published code averages b, s and dt over the batch). μ_old is the
+    recorded mean. Metrics as in :class:`paco_grpo.objectives.ppo.Ppo`, plus guard_bias.
     """
 
     @classmethod
@@ -27,7 +28,10 @@ class GuardGrpo(Objective):
         """As in ``Objective``."""
         yield from super().check(options)
         if options.sample.cps:
-            yield "sample.cps=True cannot be used with train.loss_type='guard_grpo': its correction is Flow-SDE's"
+            yield (
+                "sample.cps=True cannot be used with train.loss_type='guard_grpo': "
+                "its correction is Flow-SDE's"
+            )
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         """As in the class."""

@@ -18,7 +18,8 @@ from paco_grpo.policies.base import Policy
 class Ppo(Objective):
     """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL.
 
-    Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with β ≠ 0, kl.
+    Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with
+    β ≠ 0, kl.
     """
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:

@@ -39,10 +39,11 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text that either version of YAML would read as a number."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    start: [entry for entry in entries if entry[0] not in (_INT, _FLOAT, _TIMESTAMP)]
-    for start, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {}
+for _start, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Loader.yaml_implicit_resolvers[_start] = [
+        (tag, pattern) for tag, pattern in _resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)
+    ]
 _Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node)))
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(_INT, _INT_PATTERN, list(_NUMBER_STARTS))

@@ -380,8 +380,9 @@ def _drop_arguments_of_replaced_rewards(
             if any(name == path or name.startswith(f"{path}.") for name, _ in overrides):
                 continue
             del arguments[reward]
-            logger.info("config.%s is dropped: %s was replaced and is no reward of this run",
-                        path, reward)  # fmt: skip
+            logger.info(
+                "config.%s is dropped: %s was replaced and is no reward of this run", path, reward
+            )
 
 
 # --- saving --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
 
 import hashlib
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +58,8 @@ def lora_targets_with(
 
     See docs/method.md §6.
     """
-    return _ATTENTION_TARGETS + tuple(
-        f"{name}.{layer}" for name in feed_forwards for layer in layers
-    )
+    names = itertools.product(feed_forwards, layers)
+    return _ATTENTION_TARGETS + tuple(f"{name}.{layer}" for name, layer in names)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +195,8 @@ class DiffusersPolicy(Policy):
     def _encode_texts(
         self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
     ) -> dict[str, torch.Tensor | None]:
-        """The fields of ``TextConditioning``; ``seen`` are the images that each text's encoder sees.
+        """The fields of ``TextConditioning``; ``seen`` are the images that each text's encoder
+        sees.
 
         Each (text, images) goes through the encoders alone: in a batch, the last bits would depend
         on the other texts.

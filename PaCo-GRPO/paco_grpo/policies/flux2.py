@@ -38,9 +38,11 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     largest_reference = _MEGAPIXEL
     card_reference = "reference = ImageOps.fit(reference, (width, height), Image.LANCZOS)"
     # The output layer is ``attn.to_out`` in single blocks and ``attn.to_out.0`` in double blocks.
-    lora_targets = lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")) + (
-        "attn.to_qkv_mlp_proj", "attn.to_out",
-    )  # fmt: skip
+    lora_targets = (
+        *lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")),
+        "attn.to_qkv_mlp_proj",
+        "attn.to_out",
+    )
 
     @classmethod
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

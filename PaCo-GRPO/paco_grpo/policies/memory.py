@@ -1,5 +1,6 @@
 """The same model in less memory: offloaded encoders, cached inputs, a base in 4 bits."""
 
+import itertools
 import logging
 import threading
 from collections import OrderedDict
@@ -22,11 +23,10 @@ class Offloaded:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
-        tensors = {
-            id(tensor): tensor
-            for module in modules
-            for tensor in (*module.parameters(), *module.buffers())
-        }
+        tensors: dict[int, torch.Tensor] = {}
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensors[id(tensor)] = tensor
         self._originals = [(tensor, tensor.data.cpu()) for tensor in tensors.values()]
         self._users = 0
         self._lock = threading.Lock()  # of the number of users and the copies
@@ -65,7 +65,8 @@ def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> 
 
     Activations and the optimizer need the rest.
     """
-    num_bytes = sum(tensor.nbytes for module in modules for tensor in module.parameters())
+    parameters = itertools.chain.from_iterable(module.parameters() for module in modules)
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
     free, total = torch.cuda.mem_get_info(device)
     fits = free - num_bytes >= total / 2
     logger.info(

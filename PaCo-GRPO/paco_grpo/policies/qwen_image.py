@@ -76,15 +76,13 @@ class QwenImagePolicy(TrueCfgPolicy):
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u·|c|/|u| with u = n + scale·(c − n), per token."""
         combined = super()._combined(conditional, negative)
-        return combined * (
-            conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
-        )
+        norm = conditional.norm(dim=-1, keepdim=True)
+        combined_norm = combined.norm(dim=-1, keepdim=True)
+        return combined * (norm / combined_norm)
 
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Pixels of standardized latents (B, C, 1, h, w) of a one-frame video."""
         vae = self.pipeline.vae
-        mean, std = (
-            torch.tensor(values, device=unpacked.device, dtype=unpacked.dtype).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean = unpacked.new_tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+        std = unpacked.new_tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
         return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]

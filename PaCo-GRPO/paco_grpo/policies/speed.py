@@ -15,10 +15,20 @@ from paco_grpo.suggest import did_you_mean
 # wrapper of a locally built FlashAttention 3 (_flash_3) registers no gradient (the hub's does).
 # *_hub names download a kernel.
 ATTENTION_BACKENDS = (
-    "native", "_native_cudnn", "_native_flash", "_native_efficient", "_native_math", "flex",
-    "flash", "flash_varlen", "flash_hub", "flash_varlen_hub", "_flash_3_hub",
-    "_flash_3_varlen_hub", "xformers",
-)  # fmt: skip
+    "native",
+    "_native_cudnn",
+    "_native_flash",
+    "_native_efficient",
+    "_native_math",
+    "flex",
+    "flash",
+    "flash_varlen",
+    "flash_hub",
+    "flash_varlen_hub",
+    "_flash_3_hub",
+    "_flash_3_varlen_hub",
+    "xformers",
+)
 
 # Compiled variants of one block: adapter (current, old, off, merged) x gradient or not x batch of
 # one or more x mask or not. Beyond dynamo's default of 8, variants would run uncompiled with a

@@ -46,15 +46,20 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
         """CLIP's 77 tokens before T5's, and both CLIPs' pooled vectors."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            text, None, None, device=self._encoder_device, do_classifier_free_guidance=False,
+            text,
+            None,
+            None,
+            device=self._encoder_device,
+            do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
-        )  # fmt: skip
+        )
         return embeds[0], pooled[0]
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         embeds, _, pooled = inputs.text
+        latents = self._unpack(inputs.latents, inputs.height, inputs.width)
         velocity = self.transformer(
-            hidden_states=self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype),
+            hidden_states=latents.to(self.dtype),
             timestep=1000 * inputs.sigma,
             encoder_hidden_states=embeds,
             pooled_projections=pooled,

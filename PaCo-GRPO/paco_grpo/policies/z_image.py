@@ -23,8 +23,13 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     default_negative = ""
     least_scale = 0.0
     lora_targets = (
-        *(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+        "attention.to_q",
+        "attention.to_k",
+        "attention.to_v",
+        "attention.to_out.0",
+        "feed_forward.w1",
+        "feed_forward.w2",
+        "feed_forward.w3",
     )
 
     @classmethod
@@ -44,19 +49,22 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
     def _encode_text(self, text: str) -> tuple[torch.Tensor]:
         """Without padding; the pipeline writes into the list that it gets."""
         (embeds,), _ = self.pipeline.encode_prompt(
-            [text], device=self._encoder_device, do_classifier_free_guidance=False,
+            [text],
+            device=self._encoder_device,
+            do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
-        )  # fmt: skip
+        )
         return (embeds,)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         embeds, mask, _ = inputs.text
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
+        texts = [row[:length] for row, length in zip(embeds, lengths, strict=True)]
         latents = self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype)
         clean = self.transformer(
             list(latents.unsqueeze(2).unbind()),  # videos of one frame
             1 - inputs.sigma,  # the transformer's time ends at the image, and it multiplies by 1000
-            [row[:length] for row, length in zip(embeds, lengths, strict=True)],
+            texts,
             return_dict=False,
         )[0]
         return -self._pack(torch.stack(clean)[:, :, 0])  # it predicts x_0 − noise

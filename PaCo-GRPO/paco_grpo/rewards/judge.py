@@ -220,7 +220,10 @@ class ConsistencyScore(JudgeReward):
             parts = np.split(p_yes.reshape(len(couples), len(texts)), ends, axis=1)
             return np.mean([part.mean(axis=1) for part in parts], axis=0)
 
-        return [Pair(a, b, text) for a, b in couples for text in texts], of_pairs
+        questions = []
+        for image, other_image in couples:
+            questions += [Pair(image, other_image, text) for text in texts]
+        return questions, of_pairs
 
 
 @dataclass(eq=False)

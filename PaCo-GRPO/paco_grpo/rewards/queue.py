@@ -129,7 +129,9 @@ class ScoreQueue:
         started = time.perf_counter()
         for lane in self._lanes:
             lane.flush()
-        name_of = {future: lane.name for lane in self._lanes for future in lane.calls}
+        name_of = {}
+        for lane in self._lanes:
+            name_of |= dict.fromkeys(lane.calls, lane.name)
         pending = set(name_of)
         while pending:
             if should_stop():

@@ -49,11 +49,11 @@ def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]
     groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         groups.setdefault(key, []).append(index)
-    return [
-        group[i : i + batch_size]
-        for group in groups.values()
-        for i in range(0, len(group), batch_size)
-    ]
+    batches = []
+    for group in groups.values():
+        for start in range(0, len(group), batch_size):
+            batches.append(group[start : start + batch_size])
+    return batches
 
 
 def plan_batches(

@@ -1,1 +1,3 @@
-"""The training loop and what belongs to a run: configuration, evaluation, checkpoints, EMA, tracking."""
+"""The training loop and what belongs to a run: configuration, evaluation, checkpoints, EMA,
+tracking.
+"""

@@ -132,9 +132,7 @@ class Run:
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
-    """Check, then build: options, folder, prompts, rewards (does the judge answer?), tracker, and
-    then the model.
-    """
+    """Check the options, claim the folder, read prompts and ask the rewards; then load the model."""
     objective = checks.check_run(options)
     described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
     options = dataclasses.replace(
@@ -155,8 +153,9 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def _claim_folder(
     options: RunOptions, configuration_name: str, accelerator: Accelerator
 ) -> files.RunFolder:
-    """The folder of the run, claimed by the main process, whose clock gives it a name where the
-    options do not.
+    """The folder of the run, claimed by the main process.
+
+    Without ``config.run_name``, the main process's clock names it.
     """
     parent = files.expanded(options.save_dir, "config.save_dir")
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -198,9 +197,7 @@ def _read_and_check(
 
 
 def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
-    """The run around a loaded generator: adapter, optimizer, average, sampler, and what watches
-    over them.
-    """
+    """The run around a loaded generator: adapter, optimizer, average, sampler and monitoring."""
     options = prepared.options
     items = prepared.items
     folder = prepared.folder.path
@@ -256,12 +253,9 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
 
 def evaluation_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
     """Name → arguments of each test reward; what ``test`` leaves out is as in training."""
-    train, test = options.train, options.test
-    names = test.reward_fn or train.reward_fn
-    return {
-        name: test.reward_fn_kwargs.get(name, train.reward_fn_kwargs.get(name, {}))
-        for name in names
-    }
+    names = options.test.reward_fn or options.train.reward_fn
+    arguments = options.train.reward_fn_kwargs | options.test.reward_fn_kwargs
+    return {name: arguments.get(name, {}) for name in names}
 
 
 def _reward_sets(
@@ -355,8 +349,10 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
 def make_trainable(
     policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
-    """Attach the LoRA and the objective's snapshots, place the policy; returns the parameters of
-    both by name.
+    """Attach the LoRA and the objective's snapshots, and place the policy.
+
+    Returns:
+        The trained parameters by name, and each snapshot's.
     """
     set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
@@ -372,17 +368,19 @@ def make_trainable(
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
     named = list(policy.transformer.named_parameters())
-    snapshots = {
-        s.name: {n: p for n, p in named if f".{s.name}." in n} for s in objective.snapshots
-    }
-    return {n: p for n, p in named if p.requires_grad}, snapshots
+    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+    snapshots = {}
+    for snapshot in objective.snapshots:
+        adapter = f".{snapshot.name}."
+        of_snapshot = {name: parameter for name, parameter in named if adapter in name}
+        snapshots[snapshot.name] = of_snapshot
+    return trainable, snapshots
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    betas = train.adam_beta1, train.adam_beta2
     kwargs = {
         "lr": train.learning_rate,
-        "betas": betas,
+        "betas": (train.adam_beta1, train.adam_beta2),
         "weight_decay": train.adam_weight_decay,
         "eps": train.adam_epsilon,
     }

@@ -30,7 +30,8 @@ MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
 
 def raise_if_any(problems: Iterable[str]) -> None:
     """Raise a ``ConfigError`` with a line for each problem, which begins with the option's name."""
-    if lines := [f"config.{problem}" for problem in problems]:
+    lines = [f"config.{problem}" for problem in problems]
+    if lines:
         raise ConfigError("\n".join(lines))
 
 
@@ -73,7 +74,9 @@ def check_run(options: RunOptions) -> Objective:
 
 def questionable(options: RunOptions, objective: Objective) -> list[str]:
     """A line for what is possible and probably not meant, beginning with an option's name."""
-    sample, train, test = options.sample, options.train, options.test
+    sample = options.sample
+    train = options.train
+    test = options.test
     warnings = []
     if sample.num_images_per_prompt == 1 and options.per_prompt_stat_tracking:
         warnings.append(
@@ -106,63 +109,52 @@ def contradictions(options: RunOptions) -> list[str]:
     """A line for each contradiction, beginning with an option's name."""
     sample = options.sample
     train = options.train
-    kind = options.pretrained.quantize
-    steps = sample.noise_steps
-    group = sample.num_images_per_prompt
-    latents = sample.latents_per_prompt
-    images = group * sample.unique_sample_num_per_epoch
-    last = sample.num_steps - 1
-    rules = (
-        (not options.dataset, "dataset is empty; give the folder of the prompt set"),
-        (
-            not any(train.reward_fn.values()),
+    problems = []
+    if not options.dataset:
+        problems.append("dataset is empty; give the folder of the prompt set")
+    if not any(train.reward_fn.values()):
+        problems.append(
             "train.reward_fn gives no reward a weight, such as "
-            + "--config.train.reward_fn.jpeg_compressibility=1",
-        ),
-        (
-            images > MOST_IMAGES,
+            "--config.train.reward_fn.jpeg_compressibility=1"
+        )
+    group = sample.num_images_per_prompt
+    images = group * sample.unique_sample_num_per_epoch
+    if images > MOST_IMAGES:
+        problems.append(
             f"sample.num_images_per_prompt={group} times sample.unique_sample_num_per_epoch"
-            + f"={images // group} are {images:,} images an epoch, more than {MOST_IMAGES:,}",
-        ),
-        (
-            max(steps, default=0) > last,
-            f"sample.noise_steps={steps}: with sample.num_steps={last + 1}, steps are 0 to {last}",
-        ),
-        (
-            (sample.num_noise_steps or 0) > len(steps),
-            "sample.num_noise_steps is more than sample.noise_steps has",
-        ),
-        (
-            train.timesteps == (),
-            "train.timesteps is empty; None trains on every noise step",
-        ),
-        (
-            group % latents,
-            f"sample.latents_per_prompt={latents} does not divide the {group} images of a group",
-        ),
-        (
-            train.reference == "start" and train.lora_path is None,
-            "train.reference='start' needs train.lora_path",
-        ),
-        (
-            train.lora_path is not None and not options.use_lora,
-            "train.lora_path needs use_lora=True",
-        ),
-        (
-            train.beta > 0 and not options.use_lora,
+            f"={images // group} are {images:,} images an epoch, more than {MOST_IMAGES:,}"
+        )
+    if group % sample.latents_per_prompt:
+        problems.append(
+            f"sample.latents_per_prompt={sample.latents_per_prompt} does not divide the {group} "
+            "images of a group"
+        )
+    last = sample.num_steps - 1
+    if max(sample.noise_steps, default=0) > last:
+        problems.append(
+            f"sample.noise_steps={sample.noise_steps}: with sample.num_steps={sample.num_steps}, "
+            f"steps are 0 to {last}"
+        )
+    if sample.num_noise_steps is not None and sample.num_noise_steps > len(sample.noise_steps):
+        problems.append("sample.num_noise_steps is more than sample.noise_steps has")
+    if train.timesteps == ():
+        problems.append("train.timesteps is empty; None trains on every noise step")
+    if train.reference == "start" and train.lora_path is None:
+        problems.append("train.reference='start' needs train.lora_path")
+    if train.lora_path is not None and not options.use_lora:
+        problems.append("train.lora_path needs use_lora=True")
+    if train.beta > 0 and not options.use_lora:
+        problems.append(
             "use_lora=False cannot be used with train.beta > 0: "
-            + "the reference is the model without its adapter",
-        ),
-        (
-            kind and not options.use_lora,
-            "pretrained.quantize needs use_lora=True: quantized weights cannot be trained",
-        ),
-        (
-            kind and options.speed.compile,
-            "speed.compile is not supported with pretrained.quantize",
-        ),
-    )
-    problems = [problem for applies, problem in rules if applies]
+            "the reference is the model without its adapter"
+        )
+    is_quantized = options.pretrained.quantize is not None
+    if is_quantized and not options.use_lora:
+        problems.append(
+            "pretrained.quantize needs use_lora=True: quantized weights cannot be trained"
+        )
+    if is_quantized and options.speed.compile:
+        problems.append("speed.compile is not supported with pretrained.quantize")
     rewards = {**train.reward_fn, **options.test.reward_fn}
     for split in ("train", "test"):
         for name in getattr(options, split).reward_fn_kwargs:
@@ -264,9 +256,7 @@ def with_text_length(options: RunOptions) -> RunOptions:
     """``options`` with the text length of their run, where ``config.max_sequence_length`` is 0."""
     if options.max_sequence_length:
         return options
-    items = [
-        item
-        for split in ("train", "test")
-        for item in load_prompts(options.dataset, split, options.prompt_fn)
-    ]
+    items = []
+    for split in ("train", "test"):
+        items += load_prompts(options.dataset, split, options.prompt_fn)
     return dataclasses.replace(options, max_sequence_length=text_length(options, items))

@@ -24,23 +24,42 @@ logger = logging.getLogger(__name__)
 
 # A checkpoint continues what these made; with other values its weights mean something else.
 _BOUND = (
-    "pretrained.model", "pretrained.image_positions", "use_lora", "train.loss_type", "train.lora_rank", "train.lora_alpha",
-    "train.lora_targets", "train.lora_path", "train.reference",
-)  # fmt: skip
+    "pretrained.model",
+    "pretrained.image_positions",
+    "use_lora",
+    "train.loss_type",
+    "train.lora_rank",
+    "train.lora_alpha",
+    "train.lora_targets",
+    "train.lora_path",
+    "train.reference",
+)
 # Options that may differ without a message; the text length may be derived.
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
 # Options that change no image and no score of an evaluation, so that its images can be scored
 # again.
 _WITHOUT_EFFECT_ON_EVALUATIONS = (
-    *_UNIMPORTANT, "project_name", "save_dir", "save_freq", "eval_freq", "num_checkpoint_limit", "num_epochs",
-    "max_train_minutes", "logging_platform", "enable_mem_log", "train.max_missing_reward_fraction",
-    "train.stop_on_collapse", "train.reward_fn_kwargs", "test.reward_fn_kwargs",
-)  # fmt: skip
+    *_UNIMPORTANT,
+    "project_name",
+    "save_dir",
+    "save_freq",
+    "eval_freq",
+    "num_checkpoint_limit",
+    "num_epochs",
+    "max_train_minutes",
+    "logging_platform",
+    "enable_mem_log",
+    "train.max_missing_reward_fraction",
+    "train.stop_on_collapse",
+    "train.reward_fn_kwargs",
+    "test.reward_fn_kwargs",
+)
+# What is hashed → the option that names it.
 _HASHES = {
     "prompts": "dataset",
     "items": "dataset",
     "weights": "pretrained.model",
-}  # → their option
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +76,8 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
     """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained
     with.
 
-    Every option that differs from the saved configuration is logged; those of ``_BOUND``, other
-    training prompts and other weights in the model's folder are refused unless
+    Every option that differs from the saved configuration is logged. Other values of ``_BOUND``,
+    other training prompts and other weights in the model's folder are refused unless
     ``config.resume_changed`` is set.
 
     Raises:
@@ -137,9 +156,9 @@ def _refuse_lost_checkpoints(
     was_due = epochs > options.save_freq > 0
     if epochs and (was_due or not checkpoints.is_dir()):
         raise ConfigError(
-            f"{folder / 'metrics.jsonl'} has {epochs} epochs, but {checkpoints} holds no checkpoint: "
-            "put it back to resume. To start from the beginning, choose another --config.run_name "
-            "or remove metrics.jsonl"
+            f"{folder / 'metrics.jsonl'} has {epochs} epochs, but {checkpoints} holds no "
+            "checkpoint: put it back to resume. To start from the beginning, choose another "
+            "--config.run_name or remove metrics.jsonl"
         )
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ConfigError(f"{checkpoints} is not a folder; remove it")
@@ -151,8 +170,8 @@ def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: 
     missing = [number for number in range(1, epoch + 1) if number not in trained]
     if missing:
         logger.warning(
-            "%s lacks %d of the %d epochs before the checkpoint, from epoch %d on: signs of collapse "
-            "are compared with the epochs that are left",
+            "%s lacks %d of the %d epochs before the checkpoint, from epoch %d on: signs of "
+            "collapse are compared with the remaining epochs",
             path,
             len(missing),
             epoch,
@@ -161,9 +180,7 @@ def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: 
 
 
 def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Log the options that differ from those of the run in ``earlier``, refuse some; returns their
-    names.
-    """
+    """Log the options that differ from the run in ``earlier``, refuse some, return their names."""
     changed = _changed_options(options, earlier / "config.yaml")
     bound = [text for name, text in changed.items() if name in _BOUND]
     plan = _saved_plan(earlier / "plan.json")

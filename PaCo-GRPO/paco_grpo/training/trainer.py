@@ -1,6 +1,4 @@
-"""The loop: sample groups of images, score them in the background, turn scores into advantages,
-update.
-"""
+"""The loop: sample groups of images, score them in the background, compute advantages, update."""
 
 import contextlib
 import logging
@@ -95,22 +93,22 @@ class Trainer:
         logger.info("finished after %d epochs: %s", self.state.epoch, self.run.folder)
 
     def epoch(self) -> None:
-        """Sample, score and update once, and log it; saving and evaluating are left to ``fit``."""
+        """Sample, score and update once, and log it; ``fit`` saves and evaluates."""
         self._begin()
         queue = ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
-            self._prepare(rollouts)  # needs no scores, so it runs while the last images are scored
+            # This needs no scores, so it is done while the last images are scored.
+            self._recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
         result = self._advantages(scores, rollouts)
         losses = self._update(rollouts, result)
         observed = self._observe(rollouts, scores)
         self._end()
-        self._log_epoch(
-            epoch_metrics(
-                scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log
-            )
+        metrics = epoch_metrics(
+            scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log
         )
+        self._log_epoch(metrics)
 
     def _begin(self) -> None:
         self.epochs_begun += 1
@@ -162,9 +160,9 @@ class Trainer:
                 self._scores(queue)  # raises what the reward raised
             raise
 
-    def _prepare(self, rollouts: Rollouts) -> None:
+    def _recompute_old_log_probs(self, rollouts: Rollouts) -> None:
         with self._timed("train"):
-            self.run.updater.prepare(rollouts)
+            self.run.updater.recompute_old_log_probs(rollouts)
 
     def _scores(self, queue: ScoreQueue) -> dict[str, np.ndarray]:
         """Scores of all N images of the epoch by global position, (N,) each; NaN = missing."""
@@ -409,8 +407,8 @@ class Trainer:
             self._stop(f"a reward failed after {self.state.epoch} finished epochs ({error})")
         except EvaluationError as error:
             self._stop(
-                f"after epoch {self.state.epoch}, {error}. Its weights are not saved now; an earlier "
-                "checkpoint may be better",
+                f"after epoch {self.state.epoch}, {error}. Its weights are not saved now; an "
+                "earlier checkpoint may be better",
                 save=False,
             )
         except NonFiniteError as error:

@@ -32,7 +32,10 @@ _MAX = "_max"  # metrics with this suffix are reduced by max instead of mean
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite, before the optimizer step, or (``weights_changed``) a weight after it."""
+    """A loss or gradient is not finite before the optimizer step, or a weight after it.
+
+    ``weights_changed`` tells which.
+    """
 
     def __init__(self, message: str, weights_changed: bool = False) -> None:
         super().__init__(message)
@@ -42,7 +45,8 @@ class NonFiniteError(RuntimeError):
 class Meter:
     """Metrics of one optimizer step on this process, as 0-dim float64 tensors on the device.
 
-    The sums over processes of what is added are means over all samples and steps, since the weights add up to 1.
+    Weights add up to 1 over all processes. The sum of a metric's totals over the processes is
+    therefore its mean over all samples and steps.
     """
 
     def __init__(self) -> None:
@@ -89,14 +93,15 @@ class Updater:
         """Train on one epoch's samples; returns metrics over the epoch, equal on every process.
 
         Args:
-            rollouts: What this process sampled, after ``prepare``.
+            rollouts: What this process sampled, after ``recompute_old_log_probs``.
             advantages: (N,) over all processes, by global position.
             kept: (N,) bool; the others are left out, the loss is divided by the global number kept.
             epoch: For random streams.
-            should_stop: Asked before each micro-batch of the first optimizer step; later the epoch is finished.
+            should_stop: Asked before each micro-batch of the first optimizer step; later the epoch
+                is finished.
         """
         policy = self.state.policy
-        records: list[dict[str, float]] = []
+        records: list[dict[str, float]] = []  # of each optimizer step
         for inner_epoch in range(self.options.train.num_inner_epochs):
             epoch_pass = EpochPass(rollouts, advantages, epoch, inner_epoch)
             for chunk in self._chunks(rollouts.item_ids, epoch, inner_epoch):
@@ -106,6 +111,7 @@ class Updater:
                 micro_batches = self._micro_batches(epoch_pass, kept_positions)
                 self.objective.prepare(micro_batches, policy)
                 meter = Meter()
+                # Gradients add up over the micro-batches, and over the steps of the schedule.
                 may_stop = None if records else should_stop
                 for micro_batch in self.state.strategy.unless_stopped(micro_batches, may_stop):
                     for step in micro_batch.steps:
@@ -118,8 +124,8 @@ class Updater:
         self._follow(every_step=False)
         return _epoch_metrics(records)
 
-    def prepare(self, rollouts: Rollouts) -> None:
-        """Recompute old log-probabilities in place where low precision makes the first ratio differ from 1."""
+    def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
+        """Recompute old log-probabilities in place if low precision makes the first ratio not 1."""
         state = self.state
         mode = self.options.train.old_log_prob
         if not self.objective.needs_noise_steps or mode == "rollout":
@@ -146,7 +152,9 @@ class Updater:
                 )
 
     def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether log-probabilities recomputed for the samples ``numbers`` are off by more than the objective's limit."""
+        """Whether the log-probabilities of the samples ``numbers``, recomputed, are off by more than
+        the objective's limit.
+        """
         policy = self.state.policy
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
@@ -160,8 +168,8 @@ class Updater:
         too_large = any_process(self.state.strategy.accelerator, too_large)
         if too_large:
             logger.warning(
-                "old log-probabilities are recomputed before each update (config.train.old_log_prob): "
-                "those of the first samples are off by %.1e times the limit",
+                "old log-probabilities are recomputed before each update "
+                "(config.train.old_log_prob): the first samples' are off by %.1e times the limit",
                 deviation,
             )
         return too_large
@@ -169,7 +177,8 @@ class Updater:
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
 
-        The epoch's order is shuffled; the first pass takes it as it is, so that every process has an equal share.
+        The sampler has shuffled the epoch. The first pass takes its order, so that every process has
+        an equal share.
         """
         order = np.arange(len(item_ids))
         if inner_epoch > 0:
@@ -184,7 +193,8 @@ class Updater:
     def _micro_batches(self, epoch_pass: EpochPass, positions: np.ndarray) -> list[MicroBatch]:
         """This process's samples among the global ``positions``.
 
-        Where a forward is a collective operation, dummies make the number of micro-batches the same on every process.
+        Where a forward is a collective operation, dummies make the number of micro-batches the same
+        on every process.
         """
         rollouts = epoch_pass.rollouts
         number_of = {
@@ -207,9 +217,10 @@ class Updater:
         return micro_batches
 
     def _steps(self, epoch_pass: EpochPass, numbers: np.ndarray, weight: float) -> list[Step]:
-        """The training steps of the samples ``numbers``; each inner epoch draws σ and noise again, as in DGPO.
+        """The training steps of the samples ``numbers``.
 
-        ``weight`` of a sample is divided over its steps.
+        Each inner epoch draws σ and noise again, as in DGPO. The ``weight`` of a sample is divided
+        over its steps.
         """
         train = self.options.train
         rollouts = epoch_pass.rollouts
@@ -234,7 +245,11 @@ class Updater:
         ]
 
     def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
-        """Step, unless the gradient is not finite; returns this process's metrics and the norm of the gradient."""
+        """Step, unless the gradient is not finite.
+
+        Returns:
+            This process's part of the metrics, and the norm of the gradient.
+        """
         state = self.state
         strategy = state.strategy
         parameters = list(state.parameters.values())
@@ -248,8 +263,9 @@ class Updater:
             loss = metrics.get("loss", 0.0)
             what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise NonFiniteError(
-                f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights are unchanged. "
-                "Lower config.train.learning_rate, or look at the rewards of this epoch."
+                f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights "
+                "are unchanged. Lower config.train.learning_rate, or look at the rewards of this "
+                "epoch."
             )
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
@@ -267,15 +283,20 @@ class Updater:
                 lora.blend_snapshot(self.state.policy, snapshot.name, decay)
 
     def _check_weights(self) -> None:
-        """Raise unless all weights are finite: moments of the optimizer can spoil them after a finite gradient."""
+        """Raise unless all weights are finite: the optimizer's moments can spoil them although the
+        gradient was finite.
+        """
         flags = []
         for parameter in self.state.parameters.values():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             flags.append(local.isfinite().all())
         finite = torch.stack(flags).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
-            message = f"trained weights are not finite after optimizer step {self.state.step}; this epoch is not saved"
-            raise NonFiniteError(message, weights_changed=True)
+            raise NonFiniteError(
+                f"trained weights are not finite after optimizer step {self.state.step}; this "
+                "epoch is not saved",
+                weights_changed=True,
+            )
 
 
 def _epoch_metrics(records: Sequence[Mapping[str, float]]) -> dict[str, float]:

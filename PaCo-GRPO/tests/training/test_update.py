@@ -35,7 +35,7 @@ def test_a_resumed_run_recomputes_old_values_if_it_is_told_to(tiny_flux_dir, tmp
         )
         rollouts.samples[number] = dataclasses.replace(sample, noise_steps=[wrong])
     run.state.recompute_old = False
-    run.updater.prepare(rollouts)
+    run.updater.recompute_old_log_probs(rollouts)
     prepared = [sample.noise_steps[0].log_prob.item() for sample in rollouts.samples]
     expected = np.array(recorded) + (0 if mode == "recompute" else 1)
     np.testing.assert_allclose(prepared, expected, atol=1e-6)
