@@ -92,6 +92,7 @@ def interrupted(trainer) -> int:
 
 
 def resume_command(trainer) -> str:
+    """What continues the run, in words."""
     run_name = trainer.options.run_name
     return f"the same command with --config.run_name={run_name} --config.resume_from=latest"
 
