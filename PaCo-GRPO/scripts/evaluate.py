@@ -1,15 +1,23 @@
-"""Evaluate an adapter, or the base model, as a training run does, or on benchmarks; compare two adapters.
+"""Evaluate an adapter or the base model as a training run does, or on benchmarks; compare two adapters.
 
-python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [--adapter DIR] [--output DIR]
-    --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
+python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [OPTION …]
+    --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for
+                    the base model
     --against DIR   another adapter, or `base`: same prompts and seeds, differences paired by prompt
-    --benchmarks t2is,gedit[=FOLDER]   instead of the configuration's test set and rewards. t2is: consistency_score,
-                    subfig_clipT and pickscore on T2IS prompts; gedit: the editing questions on GEdit-Bench's edits. The
-                    sets are made by dataset/fetch.py, the judge is the configuration's (vllm_server/launch.sh)
-    --images_per_prompt K   at least 4: also κ, agreement beyond chance (docs/rewards.md), from K noises for each prompt
-    --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in DIR/against
-    --verify DIR    only load the file of the checkpoint DIR in plain diffusers and compare one image with the trainer's
-The same command continues where it stopped: images that are there are kept, and what is complete is not scored again.
+    --benchmarks t2is,gedit[=FOLDER]
+                    instead of the configuration's test set and rewards. t2is: consistency_score,
+                    subfig_clipT and pickscore on T2IS prompts. gedit: the editing questions on
+                    GEdit-Bench's edits. dataset/fetch.py makes the sets, the judge is the
+                    configuration's (vllm_server/launch.sh)
+    --images_per_prompt K
+                    at least 4: also κ, agreement beyond chance (docs/rewards.md), from K noises for
+                    each prompt
+    --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in
+                    DIR/against
+    --verify DIR    only load the file of the checkpoint DIR in plain diffusers, and compare one
+                    image with the trainer's
+The same command continues where it stopped: images that are there are kept, and what is complete is
+not scored again.
 On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
 """
 
@@ -21,7 +29,10 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 0 done, 1 ``--verify`` found a difference, 2 refused, 3 a reward failed."""
+    """Run the command; returns the exit status.
+
+    0 done, 1 ``--verify`` found a difference, 2 refused, 3 a reward failed.
+    """
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
@@ -32,7 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--benchmarks", default="")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
-    own, rest = parser.parse_known_args(arguments)
+    command, rest = parser.parse_known_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
@@ -40,7 +51,7 @@ def main(arguments: list[str]) -> int:
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
-    # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
+    # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.evaluate import evaluate_all
     from paco_grpo.commands.verify import verify
     from paco_grpo.evaluation.evaluate import EvaluationError
@@ -51,11 +62,12 @@ def main(arguments: list[str]) -> int:
 
     try:
         require_promised_gpu(os.environ)
-        if own.verify:
-            verification = verify(read_options(rest)[0], own.verify)
+        options, _ = read_options(rest)
+        if command.verify:
+            verification = verify(options, command.verify)
             print(verification)
             return 0 if verification.passed else 1
-        shown = evaluate_all(read_options(rest)[0], own)
+        tables = evaluate_all(options, command)
     except ScoringError as error:
         print(f"error: a reward failed: {error}", file=sys.stderr)
         return 3
@@ -66,7 +78,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if is_main:
-        print(f"{shown}images, scores and sheets are in {own.output}")
+        print(f"{tables}images, scores and sheets are in {command.output}")
     return 0
 
 

@@ -1,14 +1,17 @@
 """Make images with a trained adapter, at any resolution, with the same sampler as the evaluation.
 
-python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] --adapter DIR --prompt TEXT [--prompt TEXT …]
-    --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for the base model
-    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its folder)
+python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] [OPTION …]
+    --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it
+                         out for the base model
+    --prompt TEXT        what to draw; may be repeated
+    --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its
+                         folder)
     --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
     --overwrite          write over images of an earlier command in the same folder
-    --panels             also write each panel of a grid as its own file
+    --panels             also write each panel of a grid as its command file
     --output DIR         default: generated
 Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
 """
@@ -37,10 +40,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--panels", action="store_true")
     parser.add_argument("--overwrite", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("generated"))
-    own, rest = parser.parse_known_args(arguments)
+    command, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
-    # PyTorch and diffusers take seconds to import, so --help and wrong arguments do not wait for them.
+    # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.generate import generate, prepare, read_items
     from paco_grpo.evaluation.evaluate import EvaluationImage
     from paco_grpo.options import read_options
@@ -48,14 +51,14 @@ def main(arguments: list[str]) -> int:
 
     try:
         options, _ = read_options(rest)
-        items = read_items(own.prompt, own.prompts_file, own.image)
-        options, policy, judge = prepare(options, own, items)
-        images = [EvaluationImage(item, seed) for item in items for seed in own.seeds]
-        kept = generate(options, images, policy, judge, own)
+        items = read_items(command.prompt, command.prompts_file, command.image)
+        options, policy, judge = prepare(options, command, items)
+        images = [EvaluationImage(item, seed) for item in items for seed in command.seeds]
+        kept = generate(options, images, policy, judge, command)
     except (*USER_ERRORS, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{kept} images and sheet.png in {own.output}")
+    print(f"{kept} images and sheet.png in {command.output}")
     return 0
 
 

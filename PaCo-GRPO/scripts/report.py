@@ -7,8 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from paco_grpo.report import write_report
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if there is nothing to report on."""
@@ -23,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run_dir = options.run_dir
     out = options.out or run_dir / "report.html"
+
+    # PyTorch takes seconds to import: --help and wrong arguments do not wait for it.
+    from paco_grpo.report import write_report
+
     try:
         write_report(run_dir, out, options.judge, options.stage_seconds, options.title)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:

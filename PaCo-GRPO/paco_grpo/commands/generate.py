@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from paco_grpo.data.prompts import common_fields, json_lines, read_reference, text_of
 from paco_grpo.evaluation.evaluate import (
@@ -21,9 +22,9 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import add_lora
-from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import Decoder
+from paco_grpo.sampling.images import Batch, Decoder
 from paco_grpo.training.build import apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import (
     check_items,
@@ -38,16 +39,17 @@ from paco_judge.grid import parse_layout, split_image
 def read_items(prompts: list[str], file: Path | None, images: list[Path]) -> list[Item]:
     """Items of prompts given one by one and in a file, with the images they edit."""
     rows: list[tuple[str, dict]] = [("--prompt", {"prompt": prompt}) for prompt in prompts]
-    if file is not None:
-        lines = json_lines(file) if file.suffix == ".jsonl" else None
-        rows += lines or [
-            (str(file), {"prompt": line}) for line in text_of(file).splitlines() if line.strip()
-        ]
+    if file is not None and file.suffix == ".jsonl":
+        rows += json_lines(file)
+    elif file is not None:
+        lines = text_of(file).splitlines()
+        rows += [(str(file), {"prompt": line}) for line in lines if line.strip()]
     if not rows:
         raise ConfigError("nothing to generate: give --prompt TEXT or --prompts-file FILE")
     if len(images) > 1 and len(images) != len(rows):
         raise ConfigError(
-            f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for each"
+            f"--image is given {len(images)} times for {len(rows)} prompts; give it once, or for "
+            "each"
         )
     items = []
     for number, (where, row) in enumerate(rows):
@@ -72,28 +74,25 @@ def _reference_names(row: dict, where: str) -> list[str]:
     return names
 
 
-def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> tuple:
-    """Check, and load the model with its adapter: options with the text length that applies, policy, judge or None."""
+def prepare(
+    options: RunOptions, command: argparse.Namespace, items: list[Item]
+) -> tuple[RunOptions, Policy, Reward | None]:
+    """Check, and load the model with its adapter.
+
+    Returns options with the text length that applies, the policy, and the judge if there is one.
+    """
     require_promised_gpu(os.environ)
     check_items(options, {"given": items})
-    adapter = find_adapter(own.adapter, "--adapter") if own.adapter else None
+    adapter = find_adapter(command.adapter, "--adapter") if command.adapter else None
+    if command.best is not None and (command.best < 1 or not command.judge):
+        raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
     judge = None
-    if own.best is not None and (own.best < 1 or not own.judge):
-        raise ConfigError(f"--best {own.best} must be at least 1 and needs --judge URL")
-    if own.judge is not None:  # the configuration's own for this kind of model, but at this address
-        name = "consistency_for_editing" if items[0].num_images else "consistency_score"
-        kwargs = options.train.reward_fn_kwargs.get(name, {}) | {
-            "base_url": own.judge,
-            "host": None,
-            "port": None,
-        }
-        (judge,) = build_rewards({name: 1.0}, {name: kwargs}).values()
-        judge.check_items(items)
-        judge.check()
+    if command.judge is not None:
+        judge = _judge(options, command.judge, items)
     options = with_text_length(options)
     text_length(options, items)  # warns of prompts that will be truncated
-    check_writable(own.output, option="--output")
-    refuse_earlier_images(own, items)
+    check_writable(command.output, option="--output")
+    refuse_earlier_images(command, items)
     policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if adapter:
         add_lora(policy, lora_path=adapter)
@@ -101,13 +100,24 @@ def prepare(options: RunOptions, own: argparse.Namespace, items: list[Item]) -> 
     return options, policy, judge
 
 
-def refuse_earlier_images(own: argparse.Namespace, items: list[Item]) -> None:
+def _judge(options: RunOptions, url: str, items: list[Item]) -> Reward:
+    """The configuration's judge for these items, but at ``url``; it has answered."""
+    name = "consistency_for_editing" if items[0].num_images else "consistency_score"
+    kwargs = dict(options.train.reward_fn_kwargs.get(name, {}))
+    kwargs |= {"base_url": url, "host": None, "port": None}
+    judge = build_rewards({name: 1.0}, {name: kwargs})[name]
+    judge.check_items(items)
+    judge.check()
+    return judge
+
+
+def refuse_earlier_images(command: argparse.Namespace, items: list[Item]) -> None:
     """Refuse to write over the images of another command, unless ``--overwrite`` is given."""
-    if own.overwrite:
+    if command.overwrite:
         return
     for item in items:
-        for seed in own.seeds:
-            path = own.output / image_name(item, seed)
+        for seed in command.seeds:
+            path = command.output / image_name(item, seed)
             if path.exists():
                 raise ConfigError(
                     f"{path} is there already: choose another --output, or give --overwrite"
@@ -121,58 +131,92 @@ def image_name(item: Item, seed: int) -> str:
 
 def generate(
     options: RunOptions,
-    wanted: list[EvaluationImage],
+    images: list[EvaluationImage],
     policy: Policy,
-    judge,
-    own: argparse.Namespace,
+    judge: Reward | None,
+    command: argparse.Namespace,
 ) -> int:
-    """Write images, a sheet and, with a judge, scores.jsonl (a missing score is null); returns the number kept."""
-    items = [item for item, _ in wanted]
+    """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
+    items = [image.item for image in images]
     rows = []
-    for item, seed in wanted:
+    for item, seed in images:
         name = image_name(item, seed)
         rows.append({"file": name, "prompt": item.prompt, "seed": seed, "kept": True})
-    images: list = [None] * len(wanted)
+    files = [command.output / row["file"] for row in rows]
+    pictures = _sample(options, policy, images, files)
+    captions = []
+    if judge is not None:
+        write_records({"judge": judge}, command.output)
+        scores = judge(pictures, items)
+        if command.best is not None:
+            _keep_best(rows, items, scores, command.best)
+        for row, score in zip(rows, scores.tolist(), strict=True):
+            # A missing score is null.
+            row["judge"] = None if math.isnan(score) else score
+            caption = "judge –" if math.isnan(score) else f"judge {score:.3f}"
+            is_best = command.best is not None and row["kept"]
+            captions.append(f"best {caption}" if is_best else caption)
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (command.output / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
+    for row, file, item, picture in zip(rows, files, items, pictures, strict=True):
+        if not row["kept"]:
+            file.unlink()
+        elif command.panels:
+            _write_panels(file, item, picture)
+    _write_sheet(command.output / "sheet.png", items, pictures, captions)
+    return sum(row["kept"] for row in rows)
 
-    def deliver(decoded: list, batch) -> None:
-        for i, image in zip(batch.numbers, decoded, strict=True):
-            if image is None:
+
+def _sample(
+    options: RunOptions, policy: Policy, images: list[EvaluationImage], files: list[Path]
+) -> list[Image.Image]:
+    """Sample the images and write them to ``files``."""
+    pictures: list = [None] * len(images)
+
+    def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
+        for number, picture in zip(batch.numbers, decoded, strict=True):
+            if picture is None:
                 raise ConfigError(
-                    f"{rows[i]['file']} is not finite: look at the weights and config.mixed_precision"
+                    f"{files[number].name} is not finite: look at the weights and "
+                    "config.mixed_precision"
                 )
-            image.save(own.output / rows[i]["file"], compress_level=1)
-            images[i] = image
+            picture.save(files[number], compress_level=1)
+            pictures[number] = picture
 
     sampling = Sampling(options.test.num_steps)
+    items = [image.item for image in images]
     with Decoder(policy, deliver) as decoder:
         for batch in evaluation_batches(policy, items, options):
-            in_batch = [wanted[i] for i in batch.numbers]
+            in_batch = [images[number] for number in batch.numbers]
             decoder.submit(evaluation_latents(policy, in_batch, batch, sampling), batch)
-    captions = []
-    if judge:
-        write_records({"judge": judge}, own.output)
-        scores, better = judge(images, items), Counter()
-        for i in np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable"):
-            better[items[i].item_id] += 1
-            rows[i]["kept"] = own.best is None or better[items[i].item_id] <= own.best
-        for row, score in zip(rows, scores.tolist(), strict=True):
-            row["judge"] = None if math.isnan(score) else score
-            shown = "–" if math.isnan(score) else f"{score:.3f}"
-            captions.append(f"{'best ' * (own.best is not None and row['kept'])}judge {shown}")
-        (own.output / "scores.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
-    for row, item, image in zip(rows, items, images, strict=True):
-        path = own.output / row["file"]
-        if not row["kept"]:
-            path.unlink()
-        elif own.panels and math.prod(layout := parse_layout(item.prompt)) > 1:
-            for number, panel in enumerate(split_image(image, *layout), 1):
-                panel.save(path.with_stem(f"{path.stem}_panel{number}"))
-    # An item without a reference image gets a blank place beside those that have one.
-    references = [
-        item.image or image.resize((1, 1)) for item, image in zip(items, images, strict=True)
-    ]
-    edits = any(item.image is not None for item in items)
-    contact_sheet(images, captions, references if edits else ()).save(own.output / "sheet.png")
-    return sum(row["kept"] for row in rows)
+    return pictures
+
+
+def _keep_best(rows: list[dict], items: list[Item], scores: np.ndarray, best: int) -> None:
+    """Mark as ``kept`` the ``best`` images of each prompt; missing scores come last."""
+    ranks: Counter[int] = Counter()
+    descending = np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable")
+    for position in descending:
+        item_id = items[position].item_id
+        ranks[item_id] += 1
+        rows[position]["kept"] = ranks[item_id] <= best
+
+
+def _write_panels(file: Path, item: Item, picture: Image.Image) -> None:
+    """Write each panel of a grid beside it."""
+    layout = parse_layout(item.prompt)
+    if math.prod(layout) == 1:
+        return
+    for number, panel in enumerate(split_image(picture, *layout), 1):
+        panel.save(file.with_stem(f"{file.stem}_panel{number}"))
+
+
+def _write_sheet(
+    file: Path, items: list[Item], pictures: list[Image.Image], captions: list[str]
+) -> None:
+    references = []
+    if any(item.image is not None for item in items):
+        for item, picture in zip(items, pictures, strict=True):
+            # An item without a reference image gets a blank place beside those that have one.
+            references.append(item.image or picture.resize((1, 1)))
+    contact_sheet(pictures, captions, references).save(file)
