@@ -36,8 +36,9 @@ class CheckpointError(RuntimeError):
 
 
 def expanded(place: str | Path, option: str) -> Path:
-    """``place`` with its ``~``, as an absolute path; a ``ConfigError`` that names ``option`` if it
-    cannot be one.
+    """``place`` with its ``~``, as an absolute path.
+
+    A ``ConfigError`` names ``option`` if it cannot be one.
     """
     try:
         path = Path(place).expanduser().absolute()
@@ -56,15 +57,17 @@ class RunFolder:
         self._lock: TextIOWrapper | None = None
 
     def claim(self) -> None:
-        """Make the folder and lock it; a ``ConfigError`` if it cannot be written to or another
-        trainer has it.
+        """Make the folder and lock it.
+
+        A ``ConfigError`` if it cannot be written to, or another trainer has it.
         """
         check_writable(self.path)
         self._lock = lock_folder(self.path)
 
     def release(self, remove_if_unused: bool = False) -> None:
-        """Let another trainer have the folder. ``remove_if_unused``: remove it if nothing was done
-        in it yet.
+        """Let another trainer have the folder.
+
+        ``remove_if_unused``: remove it if nothing was done in it yet.
         """
         if self._lock is None:
             return
@@ -77,10 +80,9 @@ class RunFolder:
 
 
 def lock_folder(folder: Path) -> TextIOWrapper:
-    """An exclusive lock on a run folder, held until the returned file is closed; else a
-    ``ConfigError``.
+    """An exclusive lock on a run folder, until the returned file is closed.
 
-    The file says which process has the lock, for the message to the next one.
+    The file says which process has the lock, for the ``ConfigError`` of the next one.
     """
     path = folder / LOCK_FILE
     try:
@@ -116,8 +118,9 @@ def lock_folder(folder: Path) -> TextIOWrapper:
 
 
 def check_writable(folder: Path, needed_bytes: int = 0, option: str = "config.save_dir") -> None:
-    """Make ``folder``; a ``ConfigError`` that names ``option`` if it cannot be written to or lacks
-    space.
+    """Make ``folder``.
+
+    A ``ConfigError`` names ``option`` if the folder cannot be written to or lacks space.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +148,9 @@ def checkpoint_name(epoch: int) -> str:
 
 
 def epoch_of(path: Path) -> int | None:
-    """The epoch in a name of ``checkpoint_name``; None for others: ``epoch_0001_keep`` is the
-    user's own.
+    """The epoch in a name of ``checkpoint_name``.
+
+    None for others: ``epoch_0001_keep`` is the user's own.
     """
     name = re.fullmatch(r"epoch_(\d+)", path.name)
     return int(name[1]) if name else None
@@ -159,17 +163,17 @@ def _by_epoch(folder: Path) -> list[tuple[int, Path]]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in ``folder``, oldest first, damaged ones too: one gets its name only when it is
-    whole.
+    """Checkpoints in ``folder``, oldest first, also those that were damaged later.
+
+    A checkpoint gets its name only when it is whole.
     """
     return [path for _, path in _by_epoch(folder) if (path / "state").is_dir()]
 
 
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
-    """The checkpoint that ``config.resume_from`` means: ``latest`` (in ``run_dir``), or a
-    checkpoint's or run's path.
+    """The checkpoint that ``config.resume_from`` means.
 
-    Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a
+    It is ``latest`` (in ``run_dir``), or the path of a checkpoint or run. Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a
     ``CheckpointError``.
     """
     path = run_dir
@@ -203,8 +207,9 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def archive_superseded(folder: Path, epoch: int) -> None:
-    """Rename what is later than ``epoch``, where a run resumes: 'latest' must not mean the
-    abandoned course.
+    """Rename what is later than ``epoch``, where a run resumes.
+
+    ``latest`` must not mean the abandoned course.
     """
     for number, path in _by_epoch(folder):
         if number > epoch:
@@ -214,8 +219,9 @@ def archive_superseded(folder: Path, epoch: int) -> None:
 
 
 def prune(root: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond ``limit``, and what an earlier removal or writing has
-    left behind.
+    """Remove the oldest checkpoints beyond ``limit``.
+
+    What an earlier removal or writing has left behind goes, too.
     """
     for path in list_checkpoints(root)[:-limit]:
         _remove(path)
@@ -225,8 +231,9 @@ def prune(root: Path, limit: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder that may not exist. It loses its name first, so that half of it is never
-    taken for a whole.
+    """Remove a folder that may not exist.
+
+    It loses its name first, so that half of it is never taken for a whole.
     """
     if not path.exists():
         return
@@ -247,8 +254,9 @@ def write_hashes(folder: Path) -> None:
 
 
 def check_hashes(folder: Path) -> bool:
-    """Raise a ``ValueError`` for a file that is not as ``write_hashes`` saw it; False if there are
-    no hashes.
+    """Raise a ``ValueError`` for a file that is not as ``write_hashes`` saw it.
+
+    Returns False if there are no hashes.
     """
     path = folder / HASHES_FILE
     if not path.is_file():
@@ -274,8 +282,9 @@ def _sha256(path: Path) -> str:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], write: bool) -> None:
-    """Write tensors by name. Sharded ones are gathered: every process calls it, and one has
-    ``write`` set.
+    """Write tensors by name.
+
+    Sharded ones are gathered: every process calls it, and one has ``write`` set.
     """
     whole = {}
     for name, tensor in tensors.items():

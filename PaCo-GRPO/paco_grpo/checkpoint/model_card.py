@@ -27,13 +27,12 @@ def write_model_card(
         "pipeline_tag": "image-to-image" if edits else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
-    code = [
-        _loading(model, in_peft_format),
-        policy.card_setup,
-        _size(options, policy) if edits else _square(options),
-        policy.card_reference if edits else "",
-        _call(options, policy, edits),
-    ]
+    code = [_loading(model, in_peft_format), policy.card_setup]
+    if edits:
+        code += [_size(options, policy), policy.card_reference]
+    else:
+        code.append(_square(options))
+    code.append(_call(options, policy, edits))
     snippet = "\n".join(part.strip() + "\n" for part in code if part)
     origin = (
         f"A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at "
@@ -41,8 +40,7 @@ def write_model_card(
     )
     precision = (
         "In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training "
-        "kept in float32, so its "
-        "images differ slightly from those of training."
+        "kept in float32, so its images differ slightly from those of training."
     )
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",

@@ -43,10 +43,9 @@ class Checkpoints:
         self.accelerator = state.strategy.accelerator
 
     def save(self, name: str | None = None) -> Path:
-        """Write a checkpoint into a hidden folder that is renamed when complete; a collective
-        operation.
+        """Write a checkpoint into a hidden folder that is renamed when it is complete.
 
-        Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed.
+        A collective operation. Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed.
         When one process could not write, every process raises a ``CheckpointError``; the earlier
         checkpoints are intact.
         """
@@ -129,13 +128,15 @@ class Checkpoints:
 
     def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
-        policy, is_main = self.state.policy, self.accelerator.is_main_process
+        policy = self.state.policy
+        is_main = self.accelerator.is_main_process
         with self.state.averaged():
             if not self.options.use_lora:
                 save_transformer(policy.transformer, folder / "transformer", is_main)
             elif is_main:
-                for save, name in ((save_peft, "adapter"), (save_diffusers, "diffusers")):
-                    save(policy, folder / name)
+                save_peft(policy, folder / "adapter")
+                save_diffusers(policy, folder / "diffusers")
+                for name in ("adapter", "diffusers"):
                     write_model_card(folder / name, self.options, policy, self.state.epoch)
 
 
@@ -143,10 +144,9 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> None:
-    """Raise a ``CheckpointError`` if a file of a checkpoint's state is not as it was saved; reads
-    all of them.
+    """Raise a ``CheckpointError`` if a file of a checkpoint's state is not as it was saved.
 
-    Checkpoints of earlier versions have no hashes: their tensors are only compared in name and
+    All files are read. Checkpoints of earlier versions have no hashes: their tensors are only compared in name and
     shape, and must be finite.
     """
     try:
@@ -165,8 +165,9 @@ def verify(folder: Path) -> None:
 
 
 def read_numbers(folder: Path) -> dict[str, Any]:
-    """trainer.json of a checkpoint; a ``ValueError`` if a value is missing, of another kind or of
-    another epoch.
+    """trainer.json of a checkpoint.
+
+    A value that is missing, of another kind or of another epoch is a ``ValueError``.
     """
     path = folder / "state" / "trainer.json"
     if not path.is_file():
@@ -226,8 +227,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of each parameter as ``number.entry``; learning rate, betas … come from the
-    options.
+    """The state of each parameter as ``number.entry``.
+
+    Learning rate, betas and the like come from the options.
     """
     moments = {}
     for number, parameter in enumerate(optimizer.param_groups[0]["params"]):

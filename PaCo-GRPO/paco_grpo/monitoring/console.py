@@ -16,10 +16,9 @@ def epoch_metrics(
     health: Mapping[str, float],
     memory: bool,
 ) -> dict[str, float]:
-    """The numbers of an epoch by ``group/name``; of rewards (NaN = missing): mean, std, cv = std /
-    |mean|.
+    """The numbers of an epoch by ``group/name``.
 
-    What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for
+    Of rewards (NaN = missing): mean, std and cv = std / |mean|. What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for
     ``health`` to judge.
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
@@ -46,28 +45,30 @@ def epoch_metrics(
 
 def epoch_line(metrics: Mapping[str, float]) -> str:
     """The log line of an epoch: rewards, gradient norm, seconds."""
-    phases = ", ".join(
-        f"{name} {metrics[f'time/{name}_s']:.1f}" for name in ("sample", "reward_wait", "train")
-    )
-    norm = metrics.get("train/grad_norm", math.nan)
     rewards = rewards_line(metrics, "reward/")
+    norm = metrics.get("train/grad_norm", math.nan)
     seconds = metrics["time/epoch_s"]
-    return f"{rewards}; gradient norm {norm:.3g}; {seconds:.1f} s ({phases})"
+    phases = []
+    for name in ("sample", "reward_wait", "train"):
+        phases.append(f"{name} {metrics[f'time/{name}_s']:.1f}")
+    return f"{rewards}; gradient norm {norm:.3g}; {seconds:.1f} s ({', '.join(phases)})"
 
 
 def rewards_line(metrics: Mapping[str, float], group: str) -> str:
     """``means`` in one line, with ± the standard error where it is known."""
-    errors = {name: metrics.get(f"{group}{name}_stderr") for name in means(metrics, group)}
-    shown = {name: "" if error is None else f" ± {error:.4f}" for name, error in errors.items()}
-    return ", ".join(
-        f"{name} {value:.4f}{shown[name]}" for name, value in means(metrics, group).items()
-    )
+    parts = []
+    for name, value in means(metrics, group).items():
+        error = metrics.get(f"{group}{name}_stderr")
+        parts.append(
+            f"{name} {value:.4f}" if error is None else f"{name} {value:.4f} ± {error:.4f}"
+        )
+    return ", ".join(parts)
 
 
 def means(metrics: Mapping[str, float], group: str) -> dict[str, float]:
     """Name → value of the entries ``<group><name>_mean``."""
-    return {
-        key.removeprefix(group).removesuffix("_mean"): value
-        for key, value in metrics.items()
-        if key.startswith(group) and key.endswith("_mean")
-    }
+    values = {}
+    for key, value in metrics.items():
+        if key.startswith(group) and key.endswith("_mean"):
+            values[key.removeprefix(group).removesuffix("_mean")] = value
+    return values

@@ -1,9 +1,10 @@
-"""Detects collapse: rules over the rows of metrics.jsonl, so a resumed run judges as if it had
-never stopped.
+"""Detects collapse by rules over the rows of metrics.jsonl.
+
+A resumed run judges as if it had never stopped.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +25,20 @@ class Finding:
 
     sign: str  # a metric
     message: str
-    collapse: bool = (
-        False  # the generator is damaged: stops the run with ``train.stop_on_collapse``
-    )
+    # The generator is damaged: this stops the run with ``train.stop_on_collapse``.
+    collapse: bool = False
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A metric and when it is a sign; the limits were chosen on planted hacks
-    (docs/recovery.md).
-    """
+    """A metric with its limits, which were chosen on planted hacks (docs/recovery.md)."""
 
     metric: str
-    is_bad: Callable[[float], bool]
     message: str  # with the value in braces
     cause: str
     collapse: bool
+    lowest: float = -math.inf
+    highest: float = math.inf
 
 
 _TOO_FAST = (
@@ -48,7 +47,7 @@ _TOO_FAST = (
 _SIGNS = (
     Sign(
         metric="health/velocity_change",
-        is_bad=lambda x: x > 0.75,
+        highest=0.75,
         message="the generator has left its base model: on the probe set its velocity differs by "
         "{:.2f} of the base's",
         cause=_TOO_FAST,
@@ -56,7 +55,8 @@ _SIGNS = (
     ),
     Sign(
         metric="health/latent_std_vs_first",
-        is_bad=lambda x: not 0.5 <= x <= 2,
+        lowest=0.5,
+        highest=2,
         message="latents have {:.2f} times the spread of the first epoch",
         cause=f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's "
         "sheet.png",
@@ -64,7 +64,7 @@ _SIGNS = (
     ),
     Sign(
         metric="health/distinctness_vs_first",
-        is_bad=lambda x: x < 0.25,
+        lowest=0.25,
         message="images of one prompt differ {:.2f} times as much as in the first epoch",
         cause="the reward prefers one picture; add a reward for prompt or variety, use "
         "config.train.beta > 0, or stop earlier",
@@ -72,7 +72,7 @@ _SIGNS = (
     ),
     Sign(
         metric="reward/kappa",
-        is_bad=lambda x: x < -0.1,
+        lowest=-0.1,
         message="panels of one image agree more, but agreement beyond chance (κ) changed by "
         "{:+.2f}",
         cause="images of a prompt become the same; use between_images as a factor "
@@ -95,20 +95,27 @@ def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
     """Findings on the last of ``rows``, all training epochs of metrics.jsonl."""
     values = dict(rows[-1])
     values.pop("reward/kappa", None)
-    measured = [
-        (row["reward/within"], row["reward/kappa"]) for row in rows if "reward/kappa" in row
-    ]
+    measured = [row for row in rows if "reward/kappa" in row]
     if len(measured) >= 2 * _TREND:
-        rise, change = np.mean(measured[-_TREND:], axis=0) - np.mean(measured[:_TREND], axis=0)
+        rise = _change(measured, "reward/within")
         if rise > _RISE:
-            values["reward/kappa"] = change
+            values["reward/kappa"] = _change(measured, "reward/kappa")
     findings = _not_finite(values)
     for sign in _SIGNS:
         value = values.get(sign.metric)
-        if value is not None and math.isfinite(value) and sign.is_bad(value):
+        if value is None or not math.isfinite(value):
+            continue
+        if not sign.lowest <= value <= sign.highest:
             message = f"{sign.message.format(value)}. Likely cause: {sign.cause}"
             findings.append(Finding(sign.metric, message, sign.collapse))
     return findings
+
+
+def _change(rows: Sequence[Row], metric: str) -> float:
+    """Mean of the last epochs less that of the first ones."""
+    first = [row[metric] for row in rows[:_TREND]]
+    last = [row[metric] for row in rows[-_TREND:]]
+    return float(np.mean(last) - np.mean(first))
 
 
 def _not_finite(values: Row) -> list[Finding]:
@@ -150,7 +157,8 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
             message = (
                 f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not "
                 f"trained on, fell by {-gain:.1f} standard errors. Likely cause: the trained reward "
-                "is being exploited; look at the images, give it a weight in config.train.reward_fn, or use config.train.beta > 0"
+                "is being exploited; look at the images, give it a weight in "
+                "config.train.reward_fn, or use config.train.beta > 0"
             )
             findings.append(Finding(f"eval/{name}_mean", message))
     return findings

@@ -1,11 +1,12 @@
-"""What is measured every epoch to detect a collapse (judged in ``health``): the samples, and a
-fixed probe set.
+"""What is measured every epoch to detect a collapse: the samples, and a fixed probe set.
+
+``health`` judges the numbers.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +25,15 @@ _PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 class SampleObserver:
-    """Collects the statistics of one process's samples while they are sampled; images are
-    not kept.
-    """
+    """Collects statistics of one process's samples while they are drawn, and keeps no image."""
 
     def __init__(self) -> None:
         self._rows: dict[int, np.ndarray] = {}
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """Take in the images of the samples ``numbers``; one that is None makes the epoch's
-        distinctness NaN.
+        """Take in the images of the samples ``numbers``.
+
+        One that is None makes the epoch's distinctness NaN.
         """
         for number, image in zip(numbers, images, strict=True):
             self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
@@ -61,6 +61,15 @@ class SampleObserver:
         return metrics
 
 
+class _State(NamedTuple):
+    """Latents of the base model, and its velocity there."""
+
+    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (latents, σ) → velocity
+    latents: torch.Tensor  # (1, N, C)
+    sigma: torch.Tensor  # (1,)
+    base: torch.Tensor  # (1, N, C), the base model's velocity
+
+
 class BaseProbe:
     """How far the trained generator is from its base model, on a few test items with fixed noise.
 
@@ -69,42 +78,41 @@ class BaseProbe:
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
-        self.policy, self.items, self.options = policy, list(items), options
-        # of each item: (x, σ) → velocity; x (1, N, C), σ (1,), and the base model's velocity there
-        self._states: list[tuple[Callable, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.policy = policy
+        self.items = list(items)
+        self.options = options
+        self._states: list[_State] = []  # of each item
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Compute the base model's states and velocities, at the first call only."""
         if self._states:
             return
-        options, policy = self.options, self.policy
+        options = self.options
+        policy = self.policy
         step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
         with reference(policy):
             for number, item in enumerate(self.items):
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width
                 velocity = partial(self._velocity, policy.encode([sized]), size)
-                word = np.random.SeedSequence([_PROBE_STREAM, options.seed, number]).generate_state(
-                    1, np.uint64
-                )[0]
+                words = np.random.SeedSequence([_PROBE_STREAM, options.seed, number])
+                word = words.generate_state(1, np.uint64)[0]
                 sigmas = policy.sigmas(options.sample.num_steps, *size)
-                latents = integrate(
-                    velocity,
-                    policy.initial_latents([int(word >> np.uint64(1))], *size),
-                    sigmas[: step + 1],
-                )
+                noise = policy.initial_latents([int(word >> np.uint64(1))], *size)
+                latents = integrate(velocity, noise, sigmas[: step + 1])
                 sigma = sigmas[step].to(latents.device).expand(1)
-                self._states.append((velocity, latents, sigma, velocity(latents, sigma)))
+                base = velocity(latents, sigma)
+                self._states.append(_State(velocity, latents, sigma, base))
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
         self.prepare()
-        changes = [
-            float((velocity(x, sigma) - base).norm() / base.norm())
-            for velocity, x, sigma, base in self._states
-        ]
+        changes = []
+        for state in self._states:
+            velocity = state.velocity(state.latents, state.sigma)
+            changes.append(float((velocity - state.base).norm() / state.base.norm()))
         return {"health/velocity_change": float(np.mean(changes))}
 
     def _velocity(

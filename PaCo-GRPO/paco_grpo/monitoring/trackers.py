@@ -34,8 +34,9 @@ class MetricsFile:
         return self.path.is_file() or self.path.is_dir()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``; the names of numbers that are not finite, which JSON cannot hold, go into
-        ``not_finite``.
+        """Append ``row``.
+
+        JSON cannot hold numbers that are not finite: their names go into ``not_finite``.
         """
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_storable(row)) + "\n")
@@ -43,8 +44,9 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Rows of one ``phase`` (``train``, ``eval``) or of all; a last line truncated by a kill is
-        skipped.
+        """Rows of one ``phase`` (``train``, ``eval``) or of all.
+
+        A last line that a kill truncated is skipped.
 
         Raises:
             ConfigError: The file is damaged; the message names the line.
@@ -84,9 +86,7 @@ class MetricsFile:
         self._rewrite(rows)
 
     def set_aside(self) -> None:
-        """Rename the file, where a run begins again: its rows are of a course that no checkpoint
-        continues.
-        """
+        """Rename the file where a run begins again: no checkpoint continues its rows."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
 
@@ -97,16 +97,18 @@ class MetricsFile:
 def _storable(row: Mapping[str, Any]) -> dict[str, Any]:
     finite = finite_numbers(row)
     lost = sorted(set(row) - set(finite))
-    return finite | ({"not_finite": lost} if lost else {})
+    if lost:
+        finite["not_finite"] = lost
+    return finite
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` without the numbers that are not finite."""
-    return {
-        name: value
-        for name, value in row.items()
-        if not isinstance(value, float) or math.isfinite(value)
-    }
+    finite = {}
+    for name, value in row.items():
+        if not isinstance(value, float) or math.isfinite(value):
+            finite[name] = value
+    return finite
 
 
 class Tracker:
@@ -115,16 +117,17 @@ class Tracker:
     def __init__(
         self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]
     ) -> None:
-        self.name, self.tracker = name, None
+        self.name = name
+        self.tracker = None
         try:
             if name == "tensorboard":
                 self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
-            elif name == "wandb":  # continued under the run's name when the run resumes
+            elif name == "wandb":
+                # A run that resumes is continued under its name.
                 place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
                 self.tracker = WandBTracker(project, config=config, **place)
-            elif (
-                name == "swanlab"
-            ):  # a resumed run is a new experiment: SwanLab continues an old one only online
+            elif name == "swanlab":
+                # A resumed run is a new experiment: SwanLab continues an old one only online.
                 place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
                 self.tracker = SwanLabTracker(project, config=config, **place)
             if self.tracker is not None:
@@ -132,8 +135,8 @@ class Tracker:
         except Exception as error:  # each tracker raises different errors
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise TrackingError(
-                f"config.logging_platform={name!r} could not be started ({cause}): pip install {name}, and "
-                f"`{name} login` or {name.upper()}_MODE=offline"
+                f"config.logging_platform={name!r} could not be started ({cause}): "
+                f"pip install {name}, and `{name} login` or {name.upper()}_MODE=offline"
             ) from error
         if name == "wandb":
             # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint
@@ -158,9 +161,8 @@ class Tracker:
                 self.tracker.log({f"{tag}_caption": caption}, step=epoch)
         elif self.tracker is not None:
             package = importlib.import_module(self.name)
-            self.log(
-                {name: [package.Image(image, caption=caption) for image, caption in images]}, epoch
-            )
+            captioned = [package.Image(image, caption=caption) for image, caption in images]
+            self.log({name: captioned}, epoch)
 
     def close(self) -> None:
         if self.tracker is not None:
