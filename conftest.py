@@ -1,4 +1,4 @@
-"""Thread counts, fixed before torch is imported: `test.sh` runs two workers on (at least) two cores."""
+"""Thread counts, fixed before torch is imported: `test.sh` runs two workers."""
 
 import os
 

@@ -378,6 +378,7 @@ def _break_panels(pair: dict, panels: list[str], rng: np.random.Generator) -> No
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -397,7 +398,8 @@ def main() -> None:
     )
     parser.add_argument("--flux", type=Path, help="finish: the toy FLUX, a weak generator")
     arguments = parser.parse_args()
-    out, seed = arguments.out, arguments.seed
+    out = arguments.out
+    seed = arguments.seed
     if arguments.command == "world":
         build_prompts(out / "prompts", seed)
         build_prompts(out / "open_prompts", seed, train=4, test=24, open_share=1.0)

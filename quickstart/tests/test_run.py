@@ -1,4 +1,7 @@
-"""run.sh on a stand-in repository: stages are skipped when they are done, and everything it started is ended."""
+"""run.sh on a stand-in repository.
+
+Stages are skipped when they are done, and everything it started is ended.
+"""
 
 import os
 import re
@@ -17,7 +20,10 @@ REPO = Path(__file__).resolve().parents[2]
 NOTE = 'echo "$(basename "$0") $*" >> "$STATE/calls"\n'
 PYTHON = r"""
 [ "$2" = paco_toy.progress ] && exec "$REAL" "$@"
-[ "$2" = paco_grpo.options.check ] && { case "$*" in *trian*) echo "error: no such option" >&2; exit 2 ;; esac; exit 0; }
+if [ "$2" = paco_grpo.options.check ]; then
+  case "$*" in *trian*) echo "error: no such option" >&2; exit 2 ;; esac
+  exit 0
+fi
 echo "python $*" >> "$STATE/calls"
 out="$STATE/quickstart/out"
 case "$*" in
@@ -31,15 +37,19 @@ FAIL_OR_HANG = r"""
 exit 0
 """
 RL = NOTE + FAIL_OR_HANG
-ORDER = ["stop.sh", "build_world", "--sets_only", "annotate", "--rankings", "finish", "accuracy", "paco_reward.sh", "accuracy", "export",
-         "eval_vllm", "histogram", "print_eval_table", "launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary",
-         "paco_grpo.report", "stop.sh"]  # fmt: skip
+LAUNCH = 'echo "launch.sh $VLLM_PORT" >> "$STATE/calls"; touch "$STATE/serving"'
+ORDER = [
+    *("stop.sh", "build_world", "--sets_only", "annotate", "--rankings", "finish"),
+    *("accuracy", "paco_reward.sh", "accuracy", "export"),
+    *("eval_vllm", "histogram", "print_eval_table"),
+    *("launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary", "paco_grpo.report", "stop.sh"),
+]
 COMMANDS = {
     "setup.sh": "",
     ".venv/bin/python": PYTHON,
     ".venv/bin/paco-reward": NOTE,
     "PaCo-Reward/train/paco_reward.sh": NOTE,
-    "PaCo-GRPO/vllm_server/launch.sh": 'echo "launch.sh $VLLM_PORT" >> "$STATE/calls"; touch "$STATE/serving"',
+    "PaCo-GRPO/vllm_server/launch.sh": LAUNCH,
     "PaCo-GRPO/vllm_server/stop.sh": NOTE + 'rm -f "$STATE/serving"',
     "PaCo-GRPO/scripts/single_node/train_flux.sh": RL,
     "PaCo-GRPO/config/grpo.py": "",
@@ -101,21 +111,25 @@ def test_everything_once_then_nothing_then_fresh(repo):
     options = ("--seed", "3", "--minutes=2", "--config.num_epochs=2")
     status, output, error = drive(repo, *options)
     assert status == 0, output + error
-    made = calls(repo)
-    assert len(made) == len(ORDER) and all(
-        word in call for word, call in zip(ORDER, made, strict=True)
-    ), made
-    assert all("--seed 3" in made[i] for i in (1, 2, 4, 5))
-    assert "seed=3" in made[7]
-    assert "--config.seed=3" in made[14]
-    assert "--config.num_epochs=2" in made[14] and "--config.max_train_minutes=2" in made[14]
-    assert set(re.findall(r"port=(\d+)", made[14])) == {made[13].removeprefix("launch.sh ")}
-    assert not (repo / "serving").exists() and running(repo) == []
-    assert "the table" in output and output.strip().endswith("quickstart/out/report.html")
+    commands = calls(repo)
+    assert len(commands) == len(ORDER)
+    assert all(word in command for word, command in zip(ORDER, commands, strict=True))
+    assert all("--seed 3" in commands[i] for i in (1, 2, 4, 5))
+    assert "seed=3" in commands[7]
+    launch, training = commands[13:15]
+    assert "--config.seed=3" in training
+    assert "--config.num_epochs=2" in training
+    assert "--config.max_train_minutes=2" in training
+    assert set(re.findall(r"port=(\d+)", training)) == {launch.removeprefix("launch.sh ")}
+    assert not (repo / "serving").exists()
+    assert running(repo) == []
+    assert "the table" in output
+    assert output.strip().endswith("quickstart/out/report.html")
     assert output.count("/6] ") == 6
 
     status, output, _ = drive(repo, *options)
-    assert status == 0 and {call.split()[0] for call in calls(repo)} == {"stop.sh"}
+    assert status == 0
+    assert {call.split()[0] for call in calls(repo)} == {"stop.sh"}
     assert output.count("done before") == 6
     assert drive(repo, *options, "--fresh")[0] == 0
     assert len(calls(repo)) == len(ORDER)
@@ -128,21 +142,16 @@ def test_everything_once_then_nothing_then_fresh(repo):
 def test_a_failed_stage_stops_the_server_and_is_repeated_first(repo):
     status, _, error = drive(repo, FAIL="1")
     assert status == 3
-    assert "judge went away" in error and "5-rl.log" in error and "Traceback" not in error
-    assert not (repo / "serving").exists() and "stop.sh" in calls(repo)[-1]
+    assert "judge went away" in error
+    assert "5-rl.log" in error
+    assert "Traceback" not in error
+    assert not (repo / "serving").exists()
+    assert "stop.sh" in calls(repo)[-1]
+    # The server is started again, the judge is not trained again.
     assert drive(repo)[0] == 0
-    made = [
-        call.split()[0] for call in calls(repo)
-    ]  # the server is started again, the judge is not trained again
-    assert made == [
-        "stop.sh",
-        "launch.sh",
-        "train_flux.sh",
-        "stop.sh",
-        "python",
-        "python",
-        "stop.sh",
-    ]
+    programs = [call.split()[0] for call in calls(repo)]
+    assert programs[:4] == ["stop.sh", "launch.sh", "train_flux.sh", "stop.sh"]
+    assert programs[4:] == ["python", "python", "stop.sh"]
 
 
 REFUSED = [
@@ -189,9 +198,8 @@ def test_the_cpu_is_used_beside_a_gpu_unless_gpus_are_asked_for(repo):
     smi.write_text("#!/bin/bash\nexit 0\n")
     smi.chmod(0o755)
     shown = repo / "PaCo-GRPO/scripts/single_node/train_flux.sh"
-    shown.write_text(
-        '#!/bin/bash\necho "[$CUDA_VISIBLE_DEVICES] $ACCELERATE_USE_CPU $VLLM_ENGINE" >> "$STATE/env"\n'
-    )
+    variables = "[$CUDA_VISIBLE_DEVICES] $ACCELERATE_USE_CPU $VLLM_ENGINE"
+    shown.write_text(f'#!/bin/bash\necho "{variables}" >> "$STATE/env"\n')
     path = f"{smi.parent}:{os.environ['PATH']}"
     clean = {"CUDA_VISIBLE_DEVICES": "0,1", "ACCELERATE_USE_CPU": "", "VLLM_ENGINE": ""}
     status, output, _ = drive(repo, PATH=path, **clean)

@@ -15,22 +15,32 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 def run_in_clone(folder: Path, *command: str) -> tuple[Path, str, int]:
-    """(quickstart/out, output, peak memory in bytes) of a command; a developer's own quickstart/out is left alone."""
-    clone, printed, peak = folder / "clone", folder / "printed", 0
+    """(quickstart/out, output, peak memory in bytes) of a command.
+
+    A developer's own quickstart/out is left alone.
+    """
+    clone = folder / "clone"
+    printed = folder / "printed"
+    peak = 0
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{REPO}", str(clone)], check=True)
     unset = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     env = {k: v for k, v in os.environ.items() if k not in unset} | {"MEASURED": str(folder)}
     with open(printed, "w") as file:
-        process = subprocess.Popen(["bash", *command], cwd=clone, env=env, stdin=subprocess.DEVNULL, stdout=file,
-                                   stderr=file)  # fmt: skip
+        process = subprocess.Popen(
+            ["bash", *command],
+            cwd=clone,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
     while process.poll() is None:
-        found = psutil.process_iter(["environ", "memory_full_info"])
-        own = [
-            p.info["memory_full_info"]
-            for p in found
-            if (p.info["environ"] or {}).get("MEASURED") == str(folder)
-        ]
-        peak = max(peak, sum(memory.pss for memory in own if memory))
+        memory = 0
+        for candidate in psutil.process_iter(["environ", "memory_full_info"]):
+            environ = candidate.info["environ"] or {}
+            if environ.get("MEASURED") == str(folder) and candidate.info["memory_full_info"]:
+                memory += candidate.info["memory_full_info"].pss
+        peak = max(peak, memory)
         time.sleep(5)
     out = clone / "quickstart" / "out"
     tails = [

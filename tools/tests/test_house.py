@@ -18,19 +18,22 @@ def test_ruff_is_clean():
 
 
 def test_nothing_is_pickled():
-    found = []
+    pickled = []
     for path in FILES:
-        text = path.read_text() if path.suffix == ".py" and path != Path(__file__) else ""
-        found += [
-            (path.name, m)
-            for m in re.findall(r"^\s*import pickle|pickle\.loads?\(", text, flags=re.MULTILINE)
-        ]
-        found += [
-            (path.name, m)
-            for m in re.findall(r"torch\.load\([^)]*\)", text)
-            if "weights_only=True" not in m
-        ]
-    assert found == []
+        if path.suffix != ".py" or path == Path(__file__):
+            continue
+        text = path.read_text()
+        calls = re.findall(r"^\s*import pickle|pickle\.loads?\(", text, flags=re.MULTILINE)
+        for load in re.findall(r"torch\.load\([^)]*\)", text):
+            if "weights_only=True" not in load:
+                calls.append(load)
+        pickled += [(path.name, call) for call in calls]
+    assert pickled == []
+
+
+def _anchor(heading: str) -> str:
+    """As Markdown viewers make it: lower case, no punctuation, hyphens for spaces."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_links_between_our_pages_lead_somewhere():
@@ -43,15 +46,8 @@ def test_links_between_our_pages_lead_somewhere():
     for page, text in prose.items():
         for place, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
             target = (page.parent / place).resolve() if place else page
-            # A Markdown viewer gives headings anchors in lower case, without punctuation, with hyphens for spaces.
             headings = re.findall(r"^#+ (.*)$", prose.get(target, ""), flags=re.MULTILINE)
-            anchors = {
-                "",
-                *(
-                    re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-                    for heading in headings
-                ),
-            }
+            anchors = {"", *(_anchor(heading) for heading in headings)}
             if "://" not in place and not (target.exists() and anchor in anchors):
                 broken.append((str(page.relative_to(REPO)), place, anchor))
     assert broken == []

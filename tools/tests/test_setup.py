@@ -18,12 +18,22 @@ def test_other_pythons_are_refused_by_version(tmp_path):
     other = tmp_path / "fakepython"
     other.write_text("#!/bin/sh\necho 3.13\n")
     other.chmod(0o755)
-    done = subprocess.run(["bash", tmp_path / "setup.sh"], env=os.environ | {"PYTHON": str(other)}, capture_output=True, text=True,
-                          timeout=120, stdin=subprocess.DEVNULL, check=False)  # fmt: skip
-    assert done.returncode == 1 and "3.11 or 3.12" in done.stderr and "3.13" in done.stderr
+    done = subprocess.run(
+        ["bash", tmp_path / "setup.sh"],
+        env=os.environ | {"PYTHON": str(other)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "3.11 or 3.12" in done.stderr
+    assert "3.13" in done.stderr
 
 
-# Stand-ins: a Python that makes environments without packages, and programs that note how they were called.
+# Stand-ins: a Python that makes environments without packages, and programs that note how they were
+# called.
 PYTHON = """#!/bin/bash
 case "$*" in
     *_base_executable*) echo "$0" ;;
@@ -53,10 +63,9 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = subprocess.run(
-            ["git", "ls-files", "constraints", "*pyproject.toml", "*/setup.py", "*requirements.txt"],
-            cwd=REPO, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        patterns = ["constraints", "*pyproject.toml", "*/setup.py", "*requirements.txt"]
+        command = ["git", "ls-files", *patterns]
+        files = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         for name in ["setup.sh", *files.stdout.split()]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPO / name, folder / name)
@@ -81,9 +90,16 @@ class Machine:
         (self.folder / "calls").write_text("")
         environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "PYTHON": str(self.bin / "python")}
         done = subprocess.run(
-            ["bash", "setup.sh", *arguments], cwd=self.folder, env=environment | variables, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False,
-        )  # fmt: skip
+            ["bash", "setup.sh", *arguments],
+            cwd=self.folder,
+            env=environment | variables,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=False,
+        )
         self.status = done.returncode
         calls = (self.folder / "calls").read_text().splitlines()
         return done.stdout, [call for call in calls if "--dry-run" not in call]
@@ -178,7 +194,10 @@ def test_without_gpu_one_variable_chooses_builds_for_gpus(machine):
 
 @pytest.mark.parametrize("variables", [{}, {"PACO_ENGINE": "vllm"}])
 def test_login_and_compute_nodes_do_not_reinstall_for_each_other(machine, variables):
-    """CPU builds give way to builds for GPUs once, these to builds for the older driver; then all nodes keep them."""
+    """CPU builds give way once to builds for GPUs, and these to builds for the older driver.
+
+    Then all nodes keep them.
+    """
     machine.no_gpu()
     assert len(machine.setup("--vllm", **variables)[1]) >= 2
     machine.gpu("580.65.06", "13.0")
@@ -239,7 +258,10 @@ def test_a_path_that_the_locale_cannot_decode_is_refused(tmp_path):
 
 
 def test_the_pins_are_of_releases_that_work():
-    """transformers 5.6.0 cannot run FlashAttention-2: its integration converts an ``s_aux`` that is None."""
+    """transformers 5.6.0 cannot run FlashAttention-2.
+
+    Its integration converts an ``s_aux`` that is None.
+    """
     for path in (REPO / "constraints").glob("py3*.txt"):
         pins = path.read_text().splitlines()
         assert "transformers==5.5.4" in pins
@@ -282,13 +304,11 @@ def test_an_environment_without_the_package_is_passed_over_and_named(clone):
     (clone / "theirs").mkdir()  # a folder in the working folder is no package
     active = {"VIRTUAL_ENV": str(clone / "active"), "PATH": f"{clone}/active/bin:/usr/bin:/bin"}
     next((clone / "active").glob("lib/python3*/site-packages/ours.py")).unlink()
-    found = chosen(clone, "ours", **active)
-    assert (
-        found.stdout == f"{clone}/.venv/bin/python\n"
-        and f"{clone}/active/bin/python" in found.stderr
-    )
+    done = chosen(clone, "ours", **active)
+    assert done.stdout == f"{clone}/.venv/bin/python\n"
+    assert f"{clone}/active/bin/python" in done.stderr
     for variables in (active, {"PYTHON": f"{clone}/.venv/bin/python"}):
         missing = chosen(clone, "theirs", **variables)
-        assert (
-            missing.returncode == 2 and "theirs" in missing.stderr and "setup.sh" in missing.stderr
-        )
+        assert missing.returncode == 2
+        assert "theirs" in missing.stderr
+        assert "setup.sh" in missing.stderr

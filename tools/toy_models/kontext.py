@@ -4,6 +4,7 @@ It is a FluxKontextPipeline that starts from the text-to-image base, which can d
 new text encoders.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,12 @@ def _panel_of_tokens(side: int) -> torch.Tensor:
     return panels.repeat_interleave(side // 2, 0).repeat_interleave(side // 2, 1).flatten()
 
 
+def _indices(index: Mapping, scenes: Sequence[Sequence]) -> np.ndarray:
+    """The index of what each of four panels has, in each scene: int (B, 4)."""
+    flat = [index[panel] for scene in scenes for panel in scene]
+    return np.array(flat).reshape(len(scenes), 4)
+
+
 def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
     """Trains transformer and text encoders for a wall-clock time.
 
@@ -175,9 +182,9 @@ def train(pipe: FluxKontextPipeline, seconds: float, seed: int) -> None:
         side = sides[step % len(sides)]
         edits = [random_edit(rng, all_characters, all_characters) for _ in range(_BATCH[side])]
         targets = [edit_target(edit, departure, rng) for edit in edits]
-        before = np.array([[CHARACTER_INDEX[c] for c in edit.characters] for edit in edits])
-        after = np.array([[CHARACTER_INDEX[c] for c in target] for target in targets])
-        views = np.array([[VIEW_INDEX[v] for v in edit.views] for edit in edits])
+        before = _indices(CHARACTER_INDEX, [edit.characters for edit in edits])
+        after = _indices(CHARACTER_INDEX, targets)
+        views = _indices(VIEW_INDEX, [edit.views for edit in edits])
         # Reference and target have the same variants: an unchanged panel is the same to the last
         # pixel.
         variants = rng.integers(2, size=views.shape)
