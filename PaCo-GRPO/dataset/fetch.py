@@ -80,8 +80,7 @@ def _with_open_twins(rows: Iterable[dict]) -> list[dict]:
 
 
 def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A T2IS row without the description of what all panels share, nor the criteria of identity,
-    which it states.
+    """A T2IS row without the description of what all panels share and its criteria of identity.
 
     It follows the theme's period without a space (dataset/README.md). A prompt without one has no
     twin: None.
@@ -201,8 +200,9 @@ def _inside(folder: Path, file: Path) -> Path:
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """Pick-a-Pic (``caption``; files named by split) → ``general_ocr`` lists, each caption once and
-    in one split.
+    """Pick-a-Pic → ``general_ocr`` lists, each caption once and in one split.
+
+    The column is ``caption``, and files are named by split.
     """
     seen: set[str] = set()
 
@@ -218,9 +218,7 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
 
 
 def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
-    """Flow-GRPO's OCR prompts (``{train,test}.txt``) → ``general_ocr``, only lines with a text in
-    double quotes.
-    """
+    """Flow-GRPO's OCR prompts → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         text = text_of(_inside(source, source / f"{split}.txt"))
         lines = [" ".join(line.split()) for line in text.splitlines()]

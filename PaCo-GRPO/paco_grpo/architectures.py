@@ -313,8 +313,7 @@ KNOWN = {
 def pipeline_of(
     model: str, dtype: torch.dtype, device: torch.device | str = "meta"
 ) -> DiffusionPipeline:
-    """The pipeline of a hub name in ``KNOWN``, or a local folder, without its weights: as each
-    class initializes them.
+    """The pipeline of a hub name in ``KNOWN``, or of a local folder, without its weights.
 
     Args:
         dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect
@@ -353,8 +352,9 @@ def pipeline_of(
 
 
 def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name, else a
-    ``ConfigError``.
+    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name.
+
+    Raises ConfigError: It is none of these.
     """
     if model in JUDGES:
         return _module(*JUDGES[model], dtype, "meta")
@@ -441,9 +441,7 @@ def _fill_randomly(module: nn.Module) -> None:
 
 @contextmanager
 def random_weights(model: str) -> Iterator[None]:
-    """Inside the block, the policy of ``model`` is built with random weights instead of being
-    loaded.
-    """
+    """Inside the block, the policy of ``model`` has random weights and loads none."""
     policy = pkgutil.resolve_name(POLICIES[KNOWN[model].pipeline])
 
     def from_pretrained(path: Path, settings: PolicySettings) -> Policy:

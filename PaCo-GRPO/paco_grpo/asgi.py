@@ -1,6 +1,4 @@
-"""What gateway, CPU engine and reward service share: errors in OpenAI's format, the API key, the
-limit of a body.
-"""
+"""What gateway, CPU engine and reward service share: OpenAI's errors, API key, body limit."""
 
 import hmac
 from collections.abc import Collection
@@ -77,9 +75,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class KeyGuard:
-    """ASGI middleware: every path except ``open_paths`` needs ``Authorization: Bearer <key>``,
-    unknown paths too.
-    """
+    """ASGI middleware: paths except ``open_paths`` need ``Authorization: Bearer <key>``."""
 
     def __init__(self, app, key: str, open_paths: Collection[str] = ("/health",)):
         self._app = app

@@ -1,5 +1,6 @@
-"""Files that are whole or not there, whatever ends the process. Any package may import this; it
-imports nothing of ours.
+"""Files that are whole or not there, whatever ends the process.
+
+Any package may import this; it imports nothing of ours.
 """
 
 import errno
@@ -24,8 +25,7 @@ _REMEDIES = {
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` so that a kill or a power loss leaves the old
-    file or the new one.
+    """Write ``content`` to ``path``; a kill or a power loss leaves the old file or the new one.
 
     The content goes to a hidden file beside it, reaches the disk, and is then renamed.
     """
@@ -44,8 +44,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` permanent: a rename reaches the disk with its folder, not with
-    the file.
+    """Make the names in ``folder`` permanent.
+
+    A rename reaches the disk with its folder, not with the file.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

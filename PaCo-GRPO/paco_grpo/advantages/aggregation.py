@@ -29,9 +29,7 @@ STD_FLOOR = 1e-6
 
 
 def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); ``std`` defaults to the values' own (population) standard
-    deviation.
-    """
+    """(values − mean) / max(std, 1e-6); the default is the population std of ``values``."""
     return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
 
 
@@ -225,8 +223,7 @@ def _find(
 
 
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
-    """What a saved configuration records of an aggregation, so that ``get_aggregate_fn`` finds it
-    again.
+    """What config.yaml records of an aggregation; ``get_aggregate_fn`` finds it again by that.
 
     A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``.
     Another function: ``package.module:function``, or ``/absolute/file.py:function`` if its file

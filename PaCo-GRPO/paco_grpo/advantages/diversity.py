@@ -1,6 +1,4 @@
-"""Two published ways to keep the images of a prompt apart, by unit features
-(``train.diversity_features``).
-"""
+"""Two published ways to keep the images of a prompt apart, by ``train.diversity_features``."""
 
 from collections.abc import Sequence
 
@@ -10,8 +8,7 @@ from scipy.special import logsumexp
 
 
 def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """−log p of each image under a kernel density over the other images of its group (arXiv
-    2605.12112, PEC).
+    """−log p of each image under a kernel density over the rest of its group (arXiv 2605.12112).
 
     p̂(fᵢ) = mean over j ≠ i of exp(−‖fᵢ − fⱼ‖² / 2h²), without the kernel's constant. h is the
     median distance of two images of one group, over all groups, so that a group that has collapsed

@@ -1,6 +1,4 @@
-"""Features of an epoch's images, for the advantages that keep the images of a prompt apart
-(``advantages.diversity``).
-"""
+"""Features of an epoch's images, for ``advantages.diversity``."""
 
 from collections.abc import Sequence
 
@@ -35,8 +33,9 @@ class GroupFeatures:
             self._rows[number] = row.double().cpu().numpy()
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:
-        """(total, d) float64 of all processes by global position, a collective operation; shorter
-        rows end in 0.
+        """(total, d) float64 of all processes by global position; shorter rows end in 0.
+
+        This is a collective operation.
 
         ``clean_latents`` are (1, N, C) of each sample of this process.
         """

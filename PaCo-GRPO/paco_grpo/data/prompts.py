@@ -1,6 +1,4 @@
-"""Prompt sets: files become items, checked line by line; errors name file, line and field
-(docs/method.md §2).
-"""
+"""Prompt sets: files become items (docs/method.md §2). Errors name file, line and field."""
 
 import math
 import os
@@ -209,9 +207,7 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
 
 
 def _open_table(path: Path) -> tuple[Any, list[Callable[[list[str]], Any]]]:
-    """The schema of an Arrow or Parquet file, and for each of its pieces a function: columns →
-    table.
-    """
+    """The schema of an Arrow or Parquet file, and functions (columns → table) of its pieces."""
     source = pyarrow.memory_map(str(path))
     if path.suffix == ".parquet":
         mapped = source.read_buffer()
@@ -261,8 +257,7 @@ KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
 
 
 def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
-    """Height and width in pixels at which an item is generated, before rounding to the model's
-    multiple.
+    """Height and width in pixels of a generated item, before rounding to the model's multiple.
 
     ``mode``: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
     """

@@ -1,5 +1,4 @@
-"""Which prompts an epoch uses, in which order, and with which seeds: k repeats of m prompts,
-shuffled.
+"""The samples of an epoch: k repeats of m prompts, shuffled, with their seeds.
 
 It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, … of one
 global order.
@@ -31,8 +30,7 @@ class EpochSamples:
 
 
 class GroupSampler:
-    """Samples m prompts per epoch without replacement within a pass over the data set, k images
-    each.
+    """Samples m prompts per epoch, k images each, without replacement within a pass over the set.
 
     A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k
     images). ``latents`` is ``sample.latents_per_prompt``, a divisor of k.

@@ -64,9 +64,7 @@ class FSDP2(Replicated):
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
-    """Write ``transformer`` as diffusers reads it; without ``write``, only take part in
-    gathering.
-    """
+    """Write ``transformer`` as diffusers reads it; without ``write``, only help to gather it."""
     if not isinstance(transformer, FSDPModule):
         if write:
             transformer.save_pretrained(folder)

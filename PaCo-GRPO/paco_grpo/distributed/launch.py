@@ -54,9 +54,7 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
 
 
 class StopSignal:
-    """SIGTERM, SIGINT or SIGHUP (a closed terminal) ask the run to save and exit at the next safe
-    point.
-    """
+    """SIGTERM, SIGINT and SIGHUP (a closed terminal): save and exit at the next safe point."""
 
     def __init__(self) -> None:
         self.received: int | None = None

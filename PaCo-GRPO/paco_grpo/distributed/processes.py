@@ -58,8 +58,9 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
 
 
 def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
-    """Rows (total, columns) of all processes in global order; ``local`` are rows r, r + P, … of
-    process r of P.
+    """Rows (total, columns) of all processes in global order.
+
+    ``local`` are the rows r, r + P, … of process r of P.
     """
     everyone = gather_object([local])
     rows = np.empty((total, local.shape[1]))
@@ -75,8 +76,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``value``, the same full tensor on every process, sharded and placed like ``target``; no
-    communication.
+    """``value`` sharded and placed like ``target``, without communication.
+
+    It is the same full tensor on every process.
     """
     value = value.to(target.device)
     if not isinstance(target, DTensor):
@@ -85,8 +87,9 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Replicated:
-    """How weights, gradients and optimizer states are spread over the processes; the mathematics
-    does not depend on it.
+    """How weights, gradients and optimizer states are spread over the processes.
+
+    The mathematics does not depend on it.
 
     Losses are divided by the number of kept samples of all processes, so a strategy *sums*
     gradients. This one does it once per optimizer step: LoRA gradients are small, so one message
@@ -111,8 +114,9 @@ class Replicated:
     def synced_batches(
         self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Batch, bool]]:
-        """This process's ``batches`` as (batch, is_dummy); in lockstep, as many as the process with
-        the most has.
+        """This process's ``batches`` as (batch, is_dummy).
+
+        In lockstep, there are as many as the process with the most has.
 
         ``dummy`` is yielded while only other processes have a batch; its result is to be dropped.
         ``should_stop`` is as in ``unless_stopped``.
@@ -148,8 +152,10 @@ class Replicated:
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """Sum the gradients of all processes in place and clip them; returns the norm before
-        (0-dim).
+        """Sum the gradients of all processes in place and clip them.
+
+        Returns:
+            The norm before clipping, 0-dim.
         """
         for parameter in parameters:
             if parameter.grad is None:

@@ -1,6 +1,4 @@
-"""Objectives: each is a class with the loss of one training step (``base``), named by
-``config.train.loss_type``.
-"""
+"""Objectives: classes with the loss of one training step, named by ``config.train.loss_type``."""
 
 from paco_grpo.objectives.base import (
     OBJECTIVES,

@@ -1,5 +1,4 @@
-"""Advantage Weighted Matching (arXiv 2509.25050): the matching error on clean targets as negative
-log-likelihood.
+"""Advantage Weighted Matching (arXiv 2509.25050): the matching error as −log-likelihood.
 
 | paper             | here                                            |
 |-------------------|-------------------------------------------------|
@@ -24,8 +23,9 @@ _TINY = 1e-10
 
 
 class Awm(ForwardObjective):
-    """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²),
-    A' = A/adv_clip_max.
+    """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²).
+
+    A' = A/adv_clip_max
 
     Metrics: policy_loss, matching_error, ratio_mean, ratio_deviation, clip_share and, with their
     weights, slow_distance and kl.

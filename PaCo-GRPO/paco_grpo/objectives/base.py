@@ -152,8 +152,7 @@ class Objective:
             )
 
     def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
-        """Positions of the schedule to train on: the noise steps, if they are in
-        ``train.timesteps``.
+        """Positions of the schedule to train on: the noise steps that ``train.timesteps`` allows.
 
         ``rng`` is seeded by run and epoch alone, so all processes and a resumed run train on the
         same steps.
@@ -175,8 +174,9 @@ class Objective:
         raise NotImplementedError
 
     def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
-        """How far (B,) a noise step is from the recorded one before the first update, in units of
-        what is allowed.
+        """How far (B,) a noise step is from the recorded one before the first update.
+
+        The unit is what is allowed.
 
         Above a mean of 1, ``train.old_log_prob='auto'`` recomputes old values. Here it is
         |ratio − 1| over a quarter of the clip range.

@@ -1,5 +1,4 @@
-"""Direct Group Preference Optimization (arXiv 2510.08425): the good images of a group against the
-bad ones.
+"""Direct Group Preference Optimization (arXiv 2510.08425): good images of a group against bad.
 
 | paper                  | here                                                     |
 |------------------------|----------------------------------------------------------|
@@ -38,8 +37,9 @@ class _SampleChange(NamedTuple):
 
 
 class Dgpo(ForwardObjective):
-    """sigmoid(s)·A·e + β·mean((v − v_ref)²); e without gradient where the ratio is already beyond ε
-    in A's direction.
+    """sigmoid(s)·A·e + β·mean((v − v_ref)²).
+
+    e has no gradient where the ratio is already beyond ε in A's direction.
 
     Metrics: policy_loss, matching_error and, with a clip range, masked_share and slow_distance;
     with a KL weight, kl.

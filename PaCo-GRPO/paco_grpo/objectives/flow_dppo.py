@@ -1,5 +1,6 @@
-"""Flow-DPPO (arXiv 2606.11025): the clip of PPO replaced by the divergence itself, which is known
-between Gaussians.
+"""Flow-DPPO (arXiv 2606.11025): PPO with the divergence itself in place of the clip.
+
+Between Gaussians the divergence is known.
 
 | paper (eq. 14, 18) | here                                                 |
 |--------------------|------------------------------------------------------|

@@ -1,6 +1,4 @@
-"""What the objectives on the forward process share (nft, awm, dgpo): which σ they train on, and
-velocities at x_σ.
-"""
+"""What the objectives on the forward process (nft, awm, dgpo) share: σ, x_σ and velocities."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property

@@ -1,5 +1,6 @@
-"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step, so that clipping acts equally at
-every noise level.
+"""GRPO-Guard (arXiv 2510.22319): a ratio normalized per step.
+
+Clipping then acts equally at every noise level.
 
 | paper           | here                                |
 |-----------------|-------------------------------------|

@@ -1,5 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): learn on the forward process, from positive and negative
-implicit policies.
+"""DiffusionNFT (arXiv 2509.16117): positive and negative implicit policies at noised images.
 
 | paper       | here                                    |
 |-------------|-----------------------------------------|

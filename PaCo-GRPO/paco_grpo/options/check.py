@@ -1,5 +1,4 @@
-"""Reads options and does nothing else: ``python -m paco_grpo.options.check --config FILE:NAME
-[--config.a.b=value …]``.
+"""Reads options and does nothing else: ``python -m paco_grpo.options.check --config FILE:NAME …``.
 
 Exit status 0, or 2 with one message.
 """

@@ -1,5 +1,4 @@
-"""Configuration files, saved runs and the command line become ``RunOptions``; ``ConfigDict`` is
-read only here.
+"""Configuration files, saved runs and the command line become ``RunOptions``.
 
 A command line has the form of ml_collections flags, ``--config SOURCE --config.a.b=value``, whose
 own parser knows no tables keyed by import paths (``--config.train.reward_fn.pkg.mod:factory=1``)
@@ -38,9 +37,7 @@ class ConfigError(ValueError):
 
 
 class _Config(ConfigDict):
-    """A ``ConfigDict`` whose keys may hold dots (reward names are import paths), without checks of
-    types.
-    """
+    """A ``ConfigDict`` without checks of types, whose keys, such as import paths, may hold dots."""
 
     def __init__(self, entries: Mapping[str, Any] = {}) -> None:
         super().__init__(type_safe=False, allow_dotted_keys=True)
@@ -60,9 +57,7 @@ def config_dict() -> ConfigDict:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
-    """The options that a command line gives, and the name of their configuration; see
-    ``load_options``.
-    """
+    """The options of a command line, and the name of their configuration; see ``load_options``."""
     source, overrides = parse_command_line(arguments)
     name = source.partition(":")[2] or Path(source).stem
     return load_options(source, overrides), name
@@ -361,8 +356,9 @@ def _drop_arguments_of_replaced_rewards(
     rewards_of_file: Mapping[str, set[str]],
     overrides: Sequence[tuple[str, str]],
 ) -> None:
-    """Drop a file's arguments of rewards that the command line replaced; others that fit no reward
-    stay an error.
+    """Drop a file's arguments of rewards that the command line replaced.
+
+    Others that fit no reward stay an error.
     """
     before = rewards_of_file["train"] | rewards_of_file["test"]
     now = _reward_names(values)

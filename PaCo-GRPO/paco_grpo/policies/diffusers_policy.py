@@ -195,8 +195,7 @@ class DiffusersPolicy(Policy):
     def _encode_texts(
         self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
     ) -> dict[str, torch.Tensor | None]:
-        """The fields of ``TextConditioning``; ``seen`` are the images that each text's encoder
-        sees.
+        """The fields of ``TextConditioning``; ``seen``: the images that go with each text.
 
         Each (text, images) goes through the encoders alone: in a batch, the last bits would depend
         on the other texts.

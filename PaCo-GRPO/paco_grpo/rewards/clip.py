@@ -35,8 +35,7 @@ def download(load: Callable[[], object]) -> None:
 
 
 def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
-    """``load(local_files_only=…)``: from a folder or the cache, else from the hub, if it answers
-    one request.
+    """``load``: from a folder or the cache, else from the hub, if it answers one request.
 
     Raises:
         MissingWeights: The hub cannot be asked, or does not have them.
@@ -186,8 +185,9 @@ PickScore = partial(ClipScore, model=PICKSCORE, processor=PICKSCORE_PROCESSOR, s
 
 
 class OpenClip(Clip):
-    """A model of the package open_clip. Raises ImportError without the package, before weights are
-    loaded.
+    """A model of the package open_clip.
+
+    Raises ImportError without the package, before weights are loaded.
     """
 
     command = "python paco_grpo/rewards/subfig_clipT.py"
@@ -230,9 +230,7 @@ class OpenClip(Clip):
 
 
 def _open_clip_file(tag: dict[str, str]) -> str:
-    """The weights that OpenCLIP has under a tag: from the cache, else from the hub, which is asked
-    once without retries.
-    """
+    """OpenCLIP's weights of a tag: from the cache, else from the hub, which is asked once."""
     import open_clip.pretrained
     from huggingface_hub import try_to_load_from_cache
     from open_clip.constants import HF_WEIGHTS_NAME

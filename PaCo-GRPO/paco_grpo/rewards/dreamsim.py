@@ -1,5 +1,4 @@
-"""subfig_dreamsim: how similar people would find the sub-figures of a grid (DreamSim, arXiv
-2306.09344).
+"""subfig_dreamsim: how similar the sub-figures look to people (DreamSim, arXiv 2306.09344).
 
 Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own
 weights.

@@ -1,5 +1,4 @@
-"""edit_score: the EditScore judge of edits (arXiv 2509.23909, PyPI ``editscore``), over an
-OpenAI-compatible server.
+"""edit_score: the EditScore judge of edits (arXiv 2509.23909, PyPI ``editscore``) on a server.
 
 Prompts and parser are the package's. The requests are ours, because the package fills in a middle
 score where an answer cannot be read.
@@ -29,8 +28,9 @@ _TEMPERATURE = 0.7
 
 @dataclass(eq=False)
 class EditScore(ServerReward):
-    """sqrt(min of the two edit scores · min of the two quality scores) / score_range, averaged over
-    passes.
+    """sqrt(lower edit score · lower quality score) / score_range, averaged over passes.
+
+    The model gives two scores of each kind.
 
     Args:
         score_range: Upper end of the scale that the model was trained with.

@@ -1,5 +1,4 @@
-"""imagereward: learned human preference for an image given its prompt (ImageReward, arXiv
-2304.05977).
+"""imagereward: learned human preference for an image given its prompt (arXiv 2304.05977).
 
 Its package pins timm 0.6.13 and an older transformers, so it runs in a separate environment
 (``bash scripts/reward_service.sh imagereward``):

@@ -1,5 +1,6 @@
-"""Size of the JPEG file as a reward (DDPO, arXiv 2305.13301, §5.1). It needs no model, so it suits
-a first run.
+"""Size of the JPEG file as a reward (DDPO, arXiv 2305.13301, §5.1).
+
+It needs no model, so it suits a first run.
 """
 
 import io

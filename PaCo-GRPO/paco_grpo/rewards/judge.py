@@ -1,6 +1,4 @@
-"""Rewards that ask a vision-language model over an OpenAI-compatible server (docs/method.md §1,
-arXiv 2512.04784).
-"""
+"""Rewards that ask a vision-language model on a server (docs/method.md §1, arXiv 2512.04784)."""
 
 import itertools
 import logging
@@ -142,8 +140,9 @@ class JudgeReward(ServerReward):
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
-        """The questions on ``images`` of one ``item``: all of them where it ``compares_images``,
-        else a single one.
+        """The questions on ``images`` of one ``item``.
+
+        The images are all of the item's where the reward ``compares_images``, else a single one.
         """
         raise NotImplementedError
 
@@ -228,8 +227,7 @@ class ConsistencyScore(JudgeReward):
 
 @dataclass(eq=False)
 class BetweenImages(ConsistencyScore):
-    """between_images: 1 − mean P(Yes) between sub-figures of an image and of other images of its
-    prompt (docs/rewards.md).
+    """between_images: 1 − mean P(Yes) between sub-figures of different images of a prompt.
 
     Only items whose row has ``"open": true`` are compared. It is 1 for the rest, whose prompts
     describe everything, and for an image without others. An image is compared with ``others``
@@ -268,8 +266,7 @@ class BetweenImages(ConsistencyScore):
 
 @dataclass(eq=False)
 class WinRate(JudgeReward):
-    """win_rate: mean probability that an image is better than another image of its prompt
-    (docs/rewards.md).
+    """win_rate: mean probability that an image is better than another image of its prompt.
 
     Both orders are asked: the judge's preference for a place cancels. A comparison without both
     answers is left out. An image without any comparison has no score.
@@ -358,8 +355,7 @@ def _texts(question: Question, item: Item, reward: str) -> list[tuple[str, ...]]
 
 @dataclass(eq=False)
 class ConsistencyForEditing(JudgeReward):
-    """consistency_for_editing: sqrt(P(the rest is kept) · P(the instruction is followed)) of an
-    edit.
+    """consistency_for_editing: sqrt(P(the rest is kept) · P(the instruction is followed)).
 
     ``question``: two, in this order, or one, whose P(Yes) is then the score. With several reference
     images, what is kept is asked about each of them and averaged, the instruction once with all

@@ -36,8 +36,9 @@ def wanted_text(prompt: str) -> str:
 
 
 def text_score(wanted: str, read: str) -> float:
-    """1 − min(edit distance, len) / len in [0, 1], spaces and case ignored; 1 if ``read`` contains
-    ``wanted``.
+    """1 − min(edit distance, len) / len in [0, 1], or 1 if ``read`` contains ``wanted``.
+
+    Spaces and case are ignored; len is the length of ``wanted``.
     """
     from rapidfuzz.distance import Levenshtein
 

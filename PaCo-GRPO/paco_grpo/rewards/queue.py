@@ -1,6 +1,4 @@
-"""Rewards in the background: each one scores images in its own threads while further images are
-sampled.
-"""
+"""Rewards in the background: they score images while further ones are sampled."""
 
 import copy
 import math

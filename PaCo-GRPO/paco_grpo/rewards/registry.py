@@ -127,9 +127,7 @@ def find_factory(name: str) -> Callable[..., Reward]:
 
 
 def _is_reported(error: Exception) -> bool:
-    """Whether the commands report it as it is: RewardError, or JudgeError, whose package need not
-    be here.
-    """
+    """Whether commands report it as it is: RewardError, or JudgeError, which need not be there."""
     return isinstance(error, RuntimeError) and type(error) is not RuntimeError
 
 

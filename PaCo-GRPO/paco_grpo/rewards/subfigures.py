@@ -26,8 +26,7 @@ def check_panels(item: Item, reward: str) -> tuple[int, int]:
 
 
 def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any]) -> Reward:
-    """The reward ``name``: mean cosine of two sub-figures of an image over all unordered pairs, in
-    [−1, 1].
+    """The reward ``name``: mean cosine over all pairs of sub-figures of an image, in [−1, 1].
 
     ``features``: images → unit features, a tensor (n, C).
     """

@@ -1,3 +1,1 @@
-"""The training loop and what belongs to a run: configuration, evaluation, checkpoints, EMA,
-tracking.
-"""
+"""The training loop: build a run, then sample, score and update, epoch after epoch."""

@@ -327,8 +327,7 @@ def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySe
 
 
 def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
-    """The folder of an adapter: in a checkpoint of ours, in PEFT or diffusers format, or of the
-    hub.
+    """The folder of an adapter: in a checkpoint, in PEFT's or diffusers' format, or on the hub.
 
     ``option`` is named in errors.
     """

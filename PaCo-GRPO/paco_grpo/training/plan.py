@@ -24,8 +24,9 @@ class Plan:
 
 
 def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> Plan:
-    """Derive the plan. m is raised until m·k divides evenly over processes and batches
-    (docs/method.md §4).
+    """Derive the plan (docs/method.md §4).
+
+    m is raised until m·k divides evenly over processes and batches.
 
     A batch larger than a process's share is first reduced to it, so that more processes need not
     mean more prompts. ``gradient_steps`` is the objective's default.

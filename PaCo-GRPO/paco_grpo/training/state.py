@@ -1,6 +1,4 @@
-"""What training changes: weights, their average, the optimizer, and how far the run is.
-``checkpoint`` saves it.
-"""
+"""What training changes and ``checkpoint`` saves: weights, average, optimizer, progress."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,8 +12,9 @@ from paco_grpo.policies import Policy
 
 
 class EMA:
-    """Shadow copies of parameters: shadow ← d·shadow + (1 − d)·weight, d = min((1+s)/(10+s),
-    decay).
+    """The average of the parameters: shadow ← d·shadow + (1 − d)·weight.
+
+    d = min((1+s)/(10+s), decay)
 
     s counts optimizer steps; the average moves at every ``update_interval``-th of them
     (docs/method.md §6).
@@ -39,9 +38,7 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The parameters hold the average inside the block, and exactly their former values after
-        it.
-        """
+        """The parameters hold the average inside the block, and their former values after it."""
         trained = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.shadow)
         try:

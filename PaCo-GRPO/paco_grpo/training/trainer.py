@@ -67,9 +67,7 @@ class Trainer:
         self.observer = SampleObserver()
 
     def fit(self) -> None:
-        """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards or a number that
-        is not finite.
-        """
+        """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards, a NaN."""
         try:
             with self.signals.listening(), self._stopping():
                 self._resume()
@@ -311,9 +309,7 @@ class Trainer:
         return self.run.folder / "eval" / files.checkpoint_name(epoch)
 
     def _evaluate(self, epoch: int, keep_images: bool) -> dict[str, float]:
-        """Evaluate the averaged weights; with too few scores the run stops here, and the evaluation
-        is not done.
-        """
+        """Evaluate the averaged weights, or stop the run here if too few images have scores."""
         started = time.perf_counter()
         self._seed_everything()
         with self.state.averaged():
@@ -376,9 +372,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _verify(self) -> None:
-        """Compare the saved adapter in plain diffusers with the averaged weights that it was made
-        of.
-        """
+        """Compare the saved adapter in plain diffusers with the averaged weights."""
         if self.accelerator.is_main_process:
             checkpoint = self.run.folder / "checkpoints" / files.checkpoint_name(self.state.epoch)
             with self.state.averaged():

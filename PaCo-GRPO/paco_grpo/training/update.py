@@ -152,9 +152,7 @@ class Updater:
                 )
 
     def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether the log-probabilities of the samples ``numbers``, recomputed, are off by more than
-        the objective's limit.
-        """
+        """Whether log-probabilities of the samples ``numbers`` deviate beyond the limit."""
         policy = self.state.policy
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
@@ -283,9 +281,7 @@ class Updater:
                 lora.blend_snapshot(self.state.policy, snapshot.name, decay)
 
     def _check_weights(self) -> None:
-        """Raise unless all weights are finite: the optimizer's moments can spoil them although the
-        gradient was finite.
-        """
+        """Raise unless all weights are finite: moments can spoil them despite a finite gradient."""
         flags = []
         for parameter in self.state.parameters.values():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

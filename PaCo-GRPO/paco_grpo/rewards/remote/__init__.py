@@ -1,3 +1,1 @@
-"""A reward in another process: ``service`` runs it, ``client`` asks it, ``wire`` is their message
-format.
-"""
+"""A reward in another process: ``service`` runs it, ``client`` asks it, ``wire`` is the format."""

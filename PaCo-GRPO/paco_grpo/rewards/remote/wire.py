@@ -1,6 +1,4 @@
-"""Messages between a run and a reward service: images and items there, scores back, as JSON with
-base64 PNG inside.
-"""
+"""Messages between a run and a reward service: JSON with images as base64 PNG, scores back."""
 
 import base64
 import json
