@@ -25,7 +25,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ../tools/python.sh
 show_help scripts/launch.sh "$@"
-choose_python paco_grpo accelerate
+choose_python paco_grpo accelerate  # sets PYTHON to one that has these packages
 
 fail() {
   echo "error: $*" >&2
