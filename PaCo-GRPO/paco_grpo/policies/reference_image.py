@@ -43,9 +43,8 @@ class Reference:
 class ReferenceConditioning(TextConditioning):
     """Also the packed latents of each sample's reference images, one after the other."""
 
-    reference: (
-        torch.Tensor
-    )  # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
+    # (B, M, C) in the policy's dtype; padding behind a row's own tokens is never used
+    reference: torch.Tensor
     # (B, R, 2) int64, rows and columns of each, 0 behind a row's last; on the CPU, where reading
     # does not synchronize
     reference_grid: torch.Tensor

@@ -93,7 +93,7 @@ def _rapidocr(threads: int) -> Reader:
     import cv2
     from rapidocr import RapidOCR
 
-    # RapidOCR takes all cores where it is given more than there are.
+    # With a larger number than there are cores, RapidOCR takes all of them.
     threads = min(threads, os.cpu_count() or 1)
     cv2.setNumThreads(threads)
     parameters = {
@@ -108,7 +108,7 @@ def _rapidocr(threads: int) -> Reader:
 
 @cache
 def _paddleocr(lang: str, gpu: bool) -> Reader:
-    """PaddleOCR 2, likewise."""
+    """The same with PaddleOCR 2."""
     from paddleocr import PaddleOCR
 
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)

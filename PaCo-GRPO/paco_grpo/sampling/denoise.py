@@ -53,7 +53,7 @@ class Draws:
     item_ids: Sequence[int] | torch.Tensor  # (B,), for the rollout's record
     seeds: Sequence[int]  # (B,) ≥ 0
     height: int  # pixels, a multiple of the policy's ``size_multiple``
-    width: int  # pixels, likewise
+    width: int  # pixels, a multiple of it too
     # (B,) seeds of the initial noise for ``same_latent``: for samples of equal seed (and item),
     # the steps before the first noise step are computed once. None = ``seeds``.
     shared_seeds: Sequence[int] | None = None

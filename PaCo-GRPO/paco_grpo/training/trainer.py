@@ -1,4 +1,8 @@
-"""The loop: sample groups of images, score them in the background, compute advantages, update."""
+"""The loop: sample groups of images, score them in the background, compute advantages, update.
+
+``Trainer.epoch`` is one round of it. Its stages are ``training/sample.py``, ``rewards/queue.py``,
+``advantages/groups.py`` and ``training/update.py``, which calls the loss of the objective.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,9 @@
-"""The training half of an epoch: the objective on micro-batches, then the optimizer steps."""
+"""The training half of an epoch: the objective on micro-batches, then the optimizer steps.
+
+The samples of an epoch are divided into chunks, one for each optimizer step, and a chunk into
+micro-batches, which share a forward. A micro-batch is trained on several steps of the schedule, each
+with its own loss and backward.
+"""
 
 import dataclasses
 import logging
@@ -105,7 +110,7 @@ class Updater:
         for inner_epoch in range(self.options.train.num_inner_epochs):
             epoch_pass = EpochPass(rollouts, advantages, epoch, inner_epoch)
             for chunk in self._chunks(rollouts.item_ids, epoch, inner_epoch):
-                kept_positions = chunk[kept[chunk]]
+                kept_positions = chunk[kept[chunk]]  # samples with an advantage
                 if len(kept_positions) == 0:
                     continue
                 micro_batches = self._micro_batches(epoch_pass, kept_positions)
