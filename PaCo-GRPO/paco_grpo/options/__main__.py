@@ -16,20 +16,28 @@ Every option of a run. This page is generated from `PaCo-GRPO/paco_grpo/options/
 A configuration file (`config/grpo.py`) sets options in Python, the command line overrides them:
 
 ```bash
-bash scripts/single_node/train_flux.sh t2is --config.train.resolution=256 --config.sample.noise_steps=1,2
-bash scripts/single_node/train_flux.sh t2is --noconfig.train.ema                                # sets it to False
-bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5              # one entry of a table
-bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}' # the whole table
-bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN            # a saved run
+bash scripts/single_node/train_flux.sh t2is --config.train.resolution=256 --config.seed=1
+# a list
+bash scripts/single_node/train_flux.sh t2is --config.sample.noise_steps=1,2
+# false
+bash scripts/single_node/train_flux.sh t2is --noconfig.train.ema
+# one entry of a table
+bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5
+# a whole table
+bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}'
+# a saved run
+bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN
 ```
 
-A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`, `train.aggregate_fn`
-and rewards. Read a configuration that you did not write before you use it.
+A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`,
+`train.aggregate_fn` and rewards. Read a configuration that you did not write before you use it.
 
-Wrong options are an error before any model is loaded. `None` on the command line gives None where that is allowed.
+Wrong options are an error before any model is loaded. `None` on the command line gives None where
+that is allowed.
 
-† marks options that go beyond the published ones. The paper's settings are the configurations `t2is`,
-`kontext_editing` and `qwen_editing` ([method, section 7](method.md#7-named-configurations)).
+† marks options that go beyond the published ones. The paper's settings are the configurations
+`t2is`, `kontext_editing` and `qwen_editing`
+([method, section 7](method.md#7-named-configurations)).
 """
 _TYPES = {
     int: "integer",

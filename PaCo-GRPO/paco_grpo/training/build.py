@@ -132,7 +132,7 @@ class Run:
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
-    """Check the options, claim the folder, read prompts and ask the rewards; then load the model."""
+    """Check the options, claim the folder, read prompts, ask the rewards; then load the model."""
     objective = checks.check_run(options)
     described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
     options = dataclasses.replace(

@@ -1,8 +1,8 @@
 """The training half of an epoch: the objective on micro-batches, then the optimizer steps.
 
 The samples of an epoch are divided into chunks, one for each optimizer step, and a chunk into
-micro-batches, which share a forward. A micro-batch is trained on several steps of the schedule, each
-with its own loss and backward.
+micro-batches, which share a forward. A micro-batch is trained on several steps of the schedule,
+each with its own loss and backward.
 """
 
 import dataclasses
@@ -180,8 +180,8 @@ class Updater:
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
         """Global positions behind each optimizer step: the same for any number of processes.
 
-        The sampler has shuffled the epoch. The first pass takes its order, so that every process has
-        an equal share.
+        The sampler has shuffled the epoch. The first pass takes its order, so that every process
+        has an equal share.
         """
         order = np.arange(len(item_ids))
         if inner_epoch > 0:
