@@ -116,10 +116,9 @@ class Replicated:
     ) -> Iterator[tuple[Batch, bool]]:
         """This process's ``batches`` as (batch, is_dummy).
 
-        In lockstep, there are as many as the process with the most has.
-
-        ``dummy`` is yielded while only other processes have a batch; its result is to be dropped.
-        ``should_stop`` is as in ``unless_stopped``.
+        In lockstep, every process gets as many as the one with the most: it gets ``dummy``, whose
+        result is dropped, while only others have a batch. ``should_stop`` is as in
+        ``unless_stopped``.
         """
         count = len(batches)
         if self.lockstep:
@@ -132,7 +131,7 @@ class Replicated:
     def unless_stopped(
         self, batches: Sequence[Batch], should_stop: Callable[[], bool] | None
     ) -> Iterator[Batch]:
-        """``batches``, of which every process has equally many in lockstep.
+        """The ``batches``; in lockstep, every process has equally many.
 
         ``should_stop`` is asked before each batch. If it is true anywhere, every process raises
         ``Stopped``: in lockstep at the same batch, otherwise when it has finished its own.

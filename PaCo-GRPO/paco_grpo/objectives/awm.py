@@ -25,7 +25,7 @@ _TINY = 1e-10
 class Awm(ForwardObjective):
     """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²).
 
-    A' = A/adv_clip_max
+    A' is A/adv_clip_max.
 
     Metrics: policy_loss, matching_error, ratio_mean, ratio_deviation, clip_share and, with their
     weights, slow_distance and kl.

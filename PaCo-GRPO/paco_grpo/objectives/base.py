@@ -176,8 +176,6 @@ class Objective:
     def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
         """How far (B,) a noise step is from the recorded one before the first update.
 
-        The unit is what is allowed.
-
         Above a mean of 1, ``train.old_log_prob='auto'`` recomputes old values. Here it is
         |ratio − 1| over a quarter of the clip range.
         """

@@ -14,10 +14,8 @@ from paco_grpo.policies import Policy
 class EMA:
     """The average of the parameters: shadow ← d·shadow + (1 − d)·weight.
 
-    d = min((1+s)/(10+s), decay)
-
-    s counts optimizer steps; the average moves at every ``update_interval``-th of them
-    (docs/method.md §6).
+    d = min((1+s)/(10+s), decay), where s counts optimizer steps. The average moves at every
+    ``update_interval``-th of them (docs/method.md §6).
     """
 
     def __init__(
