@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 # uvicorn.run's arguments in all three servers. Callers keep their connections between two batches
 # of questions.
@@ -77,12 +78,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 class KeyGuard:
     """ASGI middleware: paths except ``open_paths`` need ``Authorization: Bearer <key>``."""
 
-    def __init__(self, app, key: str, open_paths: Collection[str] = ("/health",)):
+    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str] = ("/health",)) -> None:
         self._app = app
         self._authorization = f"Bearer {key}".encode()
         self._open_paths = open_paths
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             authorization = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(authorization, self._authorization):

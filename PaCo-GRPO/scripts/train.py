@@ -4,6 +4,8 @@ Usually started by scripts/single_node/*.sh. All options: docs/configuration.md.
 training, 3 stopped with state saved, 4 failed while training with one message, 128+n ended by signal n.
 """
 
+from __future__ import annotations
+
 import ctypes
 import logging
 import os
@@ -11,6 +13,11 @@ import signal
 import sys
 from errno import EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paco_grpo.options import RunOptions
+    from paco_grpo.training.trainer import Trainer
 
 PR_SET_PDEATHSIG = 1  # of Linux: which signal the end of the parent sends
 WRITE_ERRORS = (EDQUOT, EFBIG, EIO, ENOSPC, EROFS, ESTALE)
@@ -47,7 +54,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def train(options, name: str) -> int:
+def train(options: RunOptions, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
     try:
         from paco_grpo.training.build import USER_ERRORS, build_run
@@ -75,7 +82,7 @@ def train(options, name: str) -> int:
     return 0
 
 
-def failed(message: str, trainer) -> int:
+def failed(message: str, trainer: Trainer | None) -> int:
     """Report one error; returns the exit status."""
     began = trainer is not None and trainer.epochs_begun > 0
     again = f". Then: {resume_command(trainer)}" if began else ""
@@ -83,7 +90,7 @@ def failed(message: str, trainer) -> int:
     return 4 if began else 2
 
 
-def interrupted(trainer) -> int:
+def interrupted(trainer: Trainer | None) -> int:
     """Ctrl-C before training, or a second one that does not wait for the next safe point."""
     began = trainer is not None and trainer.epochs_begun > 0
     again = f" To resume from the last checkpoint: {resume_command(trainer)}" if began else ""
@@ -91,13 +98,13 @@ def interrupted(trainer) -> int:
     return 130
 
 
-def resume_command(trainer) -> str:
+def resume_command(trainer: Trainer) -> str:
     """What continues the run, in words."""
     run_name = trainer.options.run_name
     return f"the same command with --config.run_name={run_name} --config.resume_from=latest"
 
 
-def concerns_run_folder(error: OSError, options, trainer) -> bool:
+def concerns_run_folder(error: OSError, options: RunOptions, trainer: Trainer | None) -> bool:
     """Whether a file of the run could not be read or written: others are defects, and need their traceback."""
     if error.filename is None:  # a write to an open file does not know its name
         return error.errno in WRITE_ERRORS

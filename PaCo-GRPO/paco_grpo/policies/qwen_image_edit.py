@@ -18,7 +18,9 @@ from paco_grpo.types import Item
 _ROUNDED_TO = 32  # pixels, by the pipeline's calculate_dimensions
 
 
-def mark_image_tokens(encoder, args, kwargs):
+def mark_image_tokens(
+    encoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook: image tokens get rows and columns as positions (M-RoPE).
 
     Qwen2.5-VL was trained with them. transformers 5 computes them from ``mm_token_type_ids``, which
