@@ -273,17 +273,16 @@ class Trainer:
         )
         if epoch in evaluated:
             return  # before the run was resumed
-        # Of an evaluation that was interrupted or not scored, the images are there.
+        # An evaluation that was interrupted has left images, which need not be sampled again.
         earlier = self.run.earlier
         metrics = self._evaluate(epoch, earlier.same_evaluations and epoch == earlier.epoch)
         self._write("eval", metrics)
         self._report_evaluation(epoch, metrics)
 
     def _repeat_evaluations(self) -> None:
-        """Score evaluations again that lack scores, from their images; once for each evaluation.
+        """Score the images of evaluations again that lack scores, once for each evaluation.
 
-        Only where all images are there: the weights that made them are gone, unless the run resumes
-        at them.
+        All images must be there, because the weights are gone, unless the run resumes at them.
         """
         if not self.run.earlier.same_evaluations:
             return

@@ -116,8 +116,9 @@ class Updater:
                 micro_batches = self._micro_batches(epoch_pass, kept_positions)
                 self.objective.prepare(micro_batches, policy)
                 meter = Meter()
-                # Gradients add up over the micro-batches, and over the steps of the schedule.
+                # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
+                # Gradients add up over the micro-batches, and over the steps of the schedule.
                 for micro_batch in self.state.strategy.unless_stopped(micro_batches, may_stop):
                     for step in micro_batch.steps:
                         loss, metrics = self.objective.loss(step, policy)
@@ -126,7 +127,7 @@ class Updater:
                             meter.add({"loss": loss, **metrics}, step.weight)
                 records.append(self._optimizer_step(meter, epoch))
         self._check_weights()
-        self._follow(every_step=False)
+        self._blend_snapshots(every_step=False)
         return _epoch_metrics(records)
 
     def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
@@ -275,11 +276,11 @@ class Updater:
         state.step += 1
         if state.ema:
             state.ema.update(state.step)
-        self._follow(every_step=True)
+        self._blend_snapshots(every_step=True)
         return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
-    def _follow(self, every_step: bool) -> None:
-        """Let the snapshots that follow now follow the trained weights."""
+    def _blend_snapshots(self, every_step: bool) -> None:
+        """Move the snapshots of every optimizer step, or of an epoch, toward the trained weights."""
         for snapshot in self.objective.snapshots:
             if snapshot.every_step == every_step:
                 decay = snapshot.decay(self.state.step)
