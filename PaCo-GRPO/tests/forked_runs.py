@@ -1,6 +1,8 @@
-"""Tiny runs of one or more processes, observed from inside or hit by a fault: killed, out of disk, not finite.
+"""Tiny runs of one or more processes, observed from inside or hit by a fault: killed, out of disk,
+not finite.
 
-The processes are forked from a server that has everything imported, so a run costs little more than its own work.
+The processes are forked from a server that has everything imported, so a run costs little more than
+its own work.
 """
 
 import contextlib
@@ -33,15 +35,23 @@ from paco_grpo.training.trainer import Trainer, TrainingStopped
 from paco_grpo.training.update import Updater
 
 RUN = {
-    "num_epochs": 3, "save_freq": 1, "train__gradient_step_per_epoch": 2, "sample__num_images_per_prompt": 8,
-    "train__reward_fn": "{'forked_runs:counted': 1}", "sample__reward_batch_size": 4,
-}  # fmt: skip
-# With a tiny epsilon of Adam, the first step is the gradient's sign, and rounding near 0 shows at full size. Weights move by
-# about 1e-4 a step.
+    "num_epochs": 3,
+    "save_freq": 1,
+    "train__gradient_step_per_epoch": 2,
+    "sample__num_images_per_prompt": 8,
+    "train__reward_fn": "{'forked_runs:counted': 1}",
+    "sample__reward_batch_size": 4,
+}
+# With a tiny epsilon of Adam, the first step is the gradient's sign, and rounding near 0 shows at
+# full size. Weights move by about 1e-4 a step.
 COMPARABLE = {
-    "num_epochs": 2, "save_freq": 2, "train__adam_epsilon": 1e-2, "train__learning_rate": 1e-2, "test__num_images": 5,
+    "num_epochs": 2,
+    "save_freq": 2,
+    "train__adam_epsilon": 1e-2,
+    "train__learning_rate": 1e-2,
+    "test__num_images": 5,
     "train__max_missing_reward_fraction": 1,
-}  # fmt: skip
+}
 TOLERANCE = 3e-6
 FAILED, STOPPED, REFUSED = 2, 3, 4
 # So that the server finds this module.
@@ -51,7 +61,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def counted(folder: str, without: str = ""):
-    """brightness, NaN for prompts that begin with ``without``; each process counts its images in ``folder``."""
+    """brightness, NaN for prompts that begin with ``without``; each process counts its images in
+    ``folder``.
+    """
     score = brightness()
 
     def count_then_score(images, items):
@@ -137,9 +149,13 @@ def _main(
     os.environ["RANK"] = str(rank)
     if processes > 1:
         os.environ |= {
-            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "ACCELERATE_USE_CPU": "true",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
     try:
         with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))

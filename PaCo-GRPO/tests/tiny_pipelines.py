@@ -1,4 +1,6 @@
-"""Pipelines of every family with tiny random weights, and CLIPs: the real classes; images are multiples of 8 pixels."""
+"""Pipelines of every family with tiny random weights, and CLIPs: the real classes; images are
+multiples of 8 pixels.
+"""
 
 import json
 from pathlib import Path
@@ -14,13 +16,23 @@ CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<pad>", "</s>", "<unk>", "<s>"]
 # Qwen-Image's own scheduler, but for the number of tokens at which its shift ends.
 SCHEDULER = {
-    "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256, "max_image_seq_len": 8192,
-    "shift_terminal": 0.02, "time_shift_type": "exponential",
-}  # fmt: skip
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+}
 QWEN3 = {
-    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-    "max_position_embeddings": 1024, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+}
 KLEIN_CHAT = (  # short, and it shows its two switches
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
@@ -39,9 +51,15 @@ MISTRAL_CHAT = (
 def build_vae(kind: type[diffusers.ModelMixin], **config) -> diffusers.ModelMixin:
     """A VAE whose latents have four times smaller sides."""
     return kind(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, block_out_channels=(4, 8, 8),
-        layers_per_block=1, latent_channels=4, norm_num_groups=4, mid_block_add_attention=False, **config,
-    )  # fmt: skip
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(4, 8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        mid_block_add_attention=False,
+        **config,
+    )
 
 
 def plain_vae(scaling_factor: float, shift_factor: float) -> diffusers.ModelMixin:
@@ -53,7 +71,9 @@ def plain_vae(scaling_factor: float, shift_factor: float) -> diffusers.ModelMixi
 
 
 def character_tokenizer(special: list[str], **options) -> transformers.PreTrainedTokenizerFast:
-    """One token a character, so that any two prompts differ; ``template`` of ``options``: what is around a text."""
+    """One token a character, so that any two prompts differ; ``template`` of ``options``: what is
+    around a text.
+    """
     vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -77,23 +97,41 @@ def qwen_tokenizer(*special: str) -> transformers.Qwen2Tokenizer:
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     return transformers.Qwen2Tokenizer(
-        vocab={token: number for number, token in enumerate(tokens)}, merges=[], eos_token="<|im_end|>",
-        pad_token="<|endoftext|>", additional_special_tokens=list(special), model_max_length=4096,
-    )  # fmt: skip
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(special),
+        model_max_length=4096,
+    )
 
 
 def clip_config(width: int, layers: int = 1) -> transformers.CLIPTextConfig:
     return transformers.CLIPTextConfig(
-        vocab_size=len(SPECIAL + CHARACTERS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=2, max_position_embeddings=48, pad_token_id=0, eos_token_id=1, bos_token_id=3,
-    )  # fmt: skip
+        vocab_size=len(SPECIAL + CHARACTERS),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=48,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=3,
+    )
 
 
 def t5_config(width: int) -> transformers.T5Config:
     return transformers.T5Config(
-        vocab_size=len(SPECIAL + CHARACTERS), d_model=width, d_kv=16, d_ff=2 * width, num_layers=2, num_heads=2, pad_token_id=0,
-        eos_token_id=1, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(SPECIAL + CHARACTERS),
+        d_model=width,
+        d_kv=16,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
 
 
 def build_tiny_flux(
@@ -105,10 +143,16 @@ def build_tiny_flux(
     """``width`` is a multiple of 16."""
     torch.manual_seed(0)
     transformer = diffusers.FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16,
-        num_attention_heads=width // 16, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=guidance_embeds,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=width // 16,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=guidance_embeds,
         axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
+    )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -117,9 +161,14 @@ def build_tiny_flux(
         max_image_seq_len=4096,
     )
     return pipeline_class(
-        scheduler=scheduler, vae=plain_vae(0.8, 0.1), text_encoder=transformers.CLIPTextModel(clip_config(32)), tokenizer=clip_tokenizer(),
-        text_encoder_2=transformers.T5EncoderModel(t5_config(32)), tokenizer_2=t5_tokenizer(), transformer=transformer,
-    )  # fmt: skip
+        scheduler=scheduler,
+        vae=plain_vae(0.8, 0.1),
+        text_encoder=transformers.CLIPTextModel(clip_config(32)),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=transformers.T5EncoderModel(t5_config(32)),
+        tokenizer_2=t5_tokenizer(),
+        transformer=transformer,
+    )
 
 
 def build_tiny_sd3(*, dual: bool = True) -> DiffusionPipeline:
@@ -131,24 +180,46 @@ def build_tiny_sd3(*, dual: bool = True) -> DiffusionPipeline:
         config.projection_dim = width
         clips.append(transformers.CLIPTextModelWithProjection(config))
     transformer = diffusers.SD3Transformer2DModel(
-        sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
-        caption_projection_dim=32, joint_attention_dim=48, pooled_projection_dim=16 + 24, pos_embed_max_size=32,
-        qk_norm="rms_norm", dual_attention_layers=(0,) if dual else (),
-    )  # fmt: skip
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=48,
+        pooled_projection_dim=16 + 24,
+        pos_embed_max_size=32,
+        qk_norm="rms_norm",
+        dual_attention_layers=(0,) if dual else (),
+    )
     return diffusers.StableDiffusion3Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=plain_vae(1.5305, 0.0609), transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=plain_vae(1.5305, 0.0609),
+        transformer=transformer,
         text_encoder=clips[0],
-        tokenizer=clip_tokenizer(), text_encoder_2=clips[1], tokenizer_2=clip_tokenizer(),
-        text_encoder_3=transformers.T5EncoderModel(t5_config(48)), tokenizer_3=t5_tokenizer(),
-    )  # fmt: skip
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=clips[1],
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=transformers.T5EncoderModel(t5_config(48)),
+        tokenizer_3=t5_tokenizer(),
+    )
 
 
 def build_tiny_z_image() -> DiffusionPipeline:
     torch.manual_seed(0)
     transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[8, 4, 4],
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[8, 4, 4],
         axes_lens=[256, 64, 64],
-    )  # fmt: skip
+    )
     torch.nn.init.normal_(
         transformer.x_pad_token
     )  # zeros in a new model, which would hide what they do
@@ -164,9 +235,12 @@ def build_tiny_z_image() -> DiffusionPipeline:
         **QWEN3,
     )
     return diffusers.ZImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), vae=plain_vae(0.3611, 0.1159),
-        text_encoder=transformers.Qwen3Model(text), tokenizer=tokenizer, transformer=transformer,
-    )  # fmt: skip
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=plain_vae(0.3611, 0.1159),
+        text_encoder=transformers.Qwen3Model(text),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
 
 
 def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> DiffusionPipeline:
@@ -177,9 +251,15 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2.0)
     transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=3 * QWEN3["hidden_size"], axes_dims_rope=(4, 4, 4, 4), guidance_embeds=not klein,
-    )  # fmt: skip
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * QWEN3["hidden_size"],
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=not klein,
+    )
     parts = {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         "vae": vae,
@@ -208,9 +288,15 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
         ["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more
     )
     vision = {
-        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
-        "head_dim": 16, "image_size": 32, "patch_size": 16,
-    }  # fmt: skip
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 16,
+        "image_size": 32,
+        "patch_size": 16,
+    }
     text |= {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31}
     image = tokenizer.convert_tokens_to_ids("[IMG]")
     config = transformers.Mistral3Config(
@@ -241,32 +327,67 @@ def build_tiny_qwen(
         *special, "system", "Describe", "user", *(f" {word}" for word in words.split())
     )
     sizes = {
-        "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64}, "min_pixels": 8 * 8, "max_pixels": 64 * 64, "patch_size": 4,
-        "merge_size": 2, "temporal_patch_size": 2,
-    }  # fmt: skip
+        "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64},
+        "min_pixels": 8 * 8,
+        "max_pixels": 64 * 64,
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     images, videos = (
         transformers.Qwen2VLImageProcessor(**sizes),
         transformers.Qwen2VLVideoProcessor(**sizes),
     )
     processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
     vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
-        latents_mean=[-0.3, 0.2, 0.1, -0.1], latents_std=[0.9, 1.1, 1.3, 0.8],
-    )  # fmt: skip
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[-0.3, 0.2, 0.1, -0.1],
+        latents_std=[0.9, 1.1, 1.3, 0.8],
+    )
     transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6), zero_cond_t=zero_cond_t,
-    )  # fmt: skip
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
+    )
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096, "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
+        "bos_token_id": 0,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 1, "out_hidden_size": 32, "patch_size": 4,
-        "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0], "initializer_range": 0.2,
-    }  # fmt: skip
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 1,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "window_size": 16,
+        "fullatt_block_indexes": [0],
+        "initializer_range": 0.2,
+    }
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     config = transformers.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, initializer_range=0.2, **ids
@@ -280,7 +401,9 @@ def build_tiny_qwen(
 
 
 def save_clip(folder: Path) -> str:
-    """A transformers CLIP model and its processor; returns the folder, for ``pickscore`` and ``clipscore``."""
+    """A transformers CLIP model and its processor; returns the folder, for ``pickscore`` and
+    ``clipscore``.
+    """
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 16,
@@ -289,8 +412,12 @@ def save_clip(folder: Path) -> str:
         "num_attention_heads": 2,
     }
     text = sizes | {
-        "vocab_size": 32, "max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": 32,
+        "max_position_embeddings": 77,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
     vision = sizes | {"image_size": 16, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     transformers.CLIPModel(config).save_pretrained(folder)
@@ -310,7 +437,8 @@ def save_clip(folder: Path) -> str:
 
 
 def save_open_clip(folder: Path) -> tuple[str, str]:
-    """An OpenCLIP model, registered in this process; returns its name and its file of weights, for ``subfig_clipT``.
+    """An OpenCLIP model, registered in this process; returns its name and its file of weights, for
+    ``subfig_clipT``.
 
     Another process names it ``local-dir:FOLDER``.
     """

@@ -69,9 +69,10 @@ def _flux2(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
 
 def _qwen(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     return {
-        "true_cfg_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt,
+        "true_cfg_scale": policy.guidance_scale,
+        "negative_prompt": policy.negative_prompt,
         "max_sequence_length": policy.max_sequence_length,
-    }  # fmt: skip
+    }
 
 
 def _qwen_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
@@ -100,26 +101,44 @@ _TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
 # The last block computes text that nothing reads.
 _QWEN_UNUSED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
 _PLUS = Family(
-    partial(build_tiny_qwen, pipeline_class=QwenImageEditPlusPipeline), _qwen_edit_plus, _TRUE_CFG, references=2,
+    partial(build_tiny_qwen, pipeline_class=QwenImageEditPlusPipeline),
+    _qwen_edit_plus,
+    _TRUE_CFG,
+    references=2,
     discarded=_QWEN_UNUSED,
-)  # fmt: skip
+)
 
 FAMILIES = {
     "flux": Family(build_tiny_flux, _flux),
-    "flux_kontext": Family(partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1),
+    "flux_kontext": Family(
+        partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1
+    ),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
-    "qwen_image_edit": Family(build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED),
-    "qwen_image": Family(partial(build_tiny_qwen, pipeline_class=QwenImagePipeline), _qwen, _TRUE_CFG, discarded=_QWEN_UNUSED),
+    "qwen_image_edit": Family(
+        build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED
+    ),
+    "qwen_image": Family(
+        partial(build_tiny_qwen, pipeline_class=QwenImagePipeline),
+        _qwen,
+        _TRUE_CFG,
+        discarded=_QWEN_UNUSED,
+    ),
     "stable_diffusion_3": Family(
-        build_tiny_sd3, _own_cfg, {"guidance_scale": 4.5, "negative_prompt": ""},
+        build_tiny_sd3,
+        _own_cfg,
+        {"guidance_scale": 4.5, "negative_prompt": ""},
         discarded=r"transformer_blocks\.1\.attn\.add_q_proj",  # the last block computes no text
     ),
     "z_image": Family(
-        build_tiny_z_image, _own_cfg, {"guidance_scale": 3.0, "negative_prompt": "", "max_sequence_length": 64},
+        build_tiny_z_image,
+        _own_cfg,
+        {"guidance_scale": 3.0, "negative_prompt": "", "max_sequence_length": 64},
     ),
-    "qwen_image_edit_plus": replace(_PLUS, build=partial(_PLUS.build, zero_cond_t=True)),  # as in 2511
-}  # fmt: skip
+    "qwen_image_edit_plus": replace(
+        _PLUS, build=partial(_PLUS.build, zero_cond_t=True)
+    ),  # as in 2511
+}
 # Other weights of a family, which must give the stock pipeline's image, too.
 VARIANTS = {
     "flux without guidance": replace(

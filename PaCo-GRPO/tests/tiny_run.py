@@ -79,7 +79,10 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int =
 
 
 def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1) -> Path:
-    """A geneval_image prompt set; the pictures have two shapes. Several to a row: the first's picture is the last."""
+    """A geneval_image prompt set; the pictures have two shapes.
+
+    Several to a row: the first's picture is the last.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
         for i in range(count):
@@ -99,11 +102,15 @@ def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1
     return folder
 
 
-# Undoes the differences between the toy editors and toy_t2is, so that tests run the same on all three.
+# Undoes the differences between the toy editors and toy_t2is, so that tests run the same on all
+# three.
 LIKE_T2IS = {
-    "train.loss_type": "ppo", "train.timesteps": "None", "train.adv_clip_max": "5.0", "sample.noise_level": "0.7",
+    "train.loss_type": "ppo",
+    "train.timesteps": "None",
+    "train.adv_clip_max": "5.0",
+    "sample.noise_level": "0.7",
     "sample.same_latent": "True",
-}  # fmt: skip
+}
 
 
 def overrides_for(model: Path, folder: Path, write=write_prompts, **changes: str) -> dict[str, str]:
@@ -141,11 +148,19 @@ def tiny_edit_options(
 
 # An epoch of four images in two steps.
 SMALL = {
-    "sample__num_images_per_prompt": 2, "sample__batch_size": 4, "train__batch_size": 4, "sample__num_steps": 2,
-    "num_epochs": 1, "save_freq": 0, "test__num_images": 1, "train__lora_rank": 2, "train__lora_alpha": 4,
-    "max_sequence_length": 16, "train__reward_fn_kwargs": "{}",
+    "sample__num_images_per_prompt": 2,
+    "sample__batch_size": 4,
+    "train__batch_size": 4,
+    "sample__num_steps": 2,
+    "num_epochs": 1,
+    "save_freq": 0,
+    "test__num_images": 1,
+    "train__lora_rank": 2,
+    "train__lora_alpha": 4,
+    "max_sequence_length": 16,
+    "train__reward_fn_kwargs": "{}",
     "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}',
-}  # fmt: skip
+}
 CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
 
@@ -201,7 +216,8 @@ def rows_of(options: RunOptions, phase: str | None = None) -> list[dict]:
     return [row for row in rows if phase in (None, row["phase"])]
 
 
-# --- reward factories, named in configurations by import path ---------------------------------------------------------
+# --- reward factories, named in configurations by import path
+# ---------------------------------------------------------
 
 
 def brightness(scale: float = 1.0):

@@ -1,4 +1,6 @@
-"""A policy small enough for finite differences: v = a·x + b·σ·c, with two parameters, and a counter of forwards."""
+"""A policy small enough for finite differences: v = a·x + b·σ·c, with two parameters, and a counter
+of forwards.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ class ToyConditioning(Conditioning):
 
 
 class _Velocity(nn.Module, BaseTunerLayer):
-    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` in those snapshots, else ``current``."""
+    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` in those
+    snapshots, else ``current``.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -101,7 +105,9 @@ def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
 
 
 def numpy_step(x, v, sigma, following, first, a, cps=False):
-    """Mean, s and standard deviation of a noise step in float64 (docs/method.md §4); ``first``: σ_1 of the schedule."""
+    """Mean, s and standard deviation of a noise step in float64 (docs/method.md §4); ``first``: σ_1
+    of the schedule.
+    """
     if cps:
         s = following * np.sin(a * np.pi / 2)
         mean = (1 - following) * (x - sigma * v) + np.sqrt(max(following**2 - s**2, 0)) * (

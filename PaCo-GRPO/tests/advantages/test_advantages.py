@@ -127,9 +127,10 @@ def test_what_is_wrong_is_named():
     with pytest.raises(ValueError, match="no weight for c "):
         compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], WEIGHTED, DEFAULT)
     for description, named in (
-        ("harmonic_mean", "harmonic_mean_aggregate_fn"), ("numpy:no_such_function", "no_such_function"),
+        ("harmonic_mean", "harmonic_mean_aggregate_fn"),
+        ("numpy:no_such_function", "no_such_function"),
         ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=named):
             get_aggregate_fn(description)
     with pytest.raises(ValueError, match="'global_std'"):

@@ -1,4 +1,6 @@
-"""Ranges and contradictions are reported before any model is loaded, all at once, by the name of the option."""
+"""Ranges and contradictions are reported before any model is loaded, all at once, by the name of
+the option.
+"""
 
 import pytest
 from named import NAMES, load
@@ -26,9 +28,16 @@ def test_named_configurations_pass():
 
 def test_a_value_out_of_range_names_the_option():
     for name, text in (
-        ("seed", "-1"), ("seed", str(2**64)), ("train.resolution", "8000000"), ("sample.noise_steps", "-1"),
-        ("train.learning_rate", "nan"), ("train.reward_fn.ocr", "much"), ("run_name", ".."), ("run_name", "a/b"), ("run_name", "a\0b"),
-    ):  # fmt: skip
+        ("seed", "-1"),
+        ("seed", str(2**64)),
+        ("train.resolution", "8000000"),
+        ("sample.noise_steps", "-1"),
+        ("train.learning_rate", "nan"),
+        ("train.reward_fn.ocr", "much"),
+        ("run_name", ".."),
+        ("run_name", "a/b"),
+        ("run_name", "a\0b"),
+    ):
         with pytest.raises(ConfigError, match=f"^config.{name}="):
             make_options({}, [*GOOD, (name, text)])
 

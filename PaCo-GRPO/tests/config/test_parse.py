@@ -37,8 +37,16 @@ def load_file(tmp_path):
 
 def test_command_line_grammar():
     arguments = [
-        "--config", "a.py:b", "--config.x=1", "-config.y.z", "2_3", "--noconfig.w", "--config.v=", "--config.u", "-1",
-    ]  # fmt: skip
+        "--config",
+        "a.py:b",
+        "--config.x=1",
+        "-config.y.z",
+        "2_3",
+        "--noconfig.w",
+        "--config.v=",
+        "--config.u",
+        "-1",
+    ]
     pairs = [("x", "1"), ("y.z", "2_3"), ("w", "false"), ("v", ""), ("u", "-1")]
     assert parse_command_line(arguments) == ("a.py:b", pairs)
     for words in ("--confg=a", "--config=a train.x=1", "--config.x=1", "--config", ""):

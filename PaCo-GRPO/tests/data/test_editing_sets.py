@@ -1,4 +1,6 @@
-"""Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and Parquet tables."""
+"""Editing sets: instructions with reference images, from files next to a jsonl or from Arrow and
+Parquet tables.
+"""
 
 import io
 import json

@@ -93,10 +93,18 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     rows = [
-        {"task_type": kind, "key": f"k/{i}", "instruction": f"do {i}", "instruction_language": language,
-         "input_image": {"bytes": encoded("red")}, "input_image_raw": {"bytes": encoded("blue", "JPEG")}}
-        for i, (kind, language) in enumerate([("color_alter", "en"), ("color_alter", "cn"), ("ps_human", "en")])
-    ]  # fmt: skip
+        {
+            "task_type": kind,
+            "key": f"k/{i}",
+            "instruction": f"do {i}",
+            "instruction_language": language,
+            "input_image": {"bytes": encoded("red")},
+            "input_image_raw": {"bytes": encoded("blue", "JPEG")},
+        }
+        for i, (kind, language) in enumerate(
+            [("color_alter", "en"), ("color_alter", "cn"), ("ps_human", "en")]
+        )
+    ]
     pq.write_table(pa.Table.from_pylist(rows), source / "train-00000-of-00001.parquet")
     assert fetch.run("gedit") == 0
     items = load_prompts(tmp_path / "out", "test", "geneval_image")
@@ -274,7 +282,8 @@ def test_open_twins_of_our_own_set(fetch, tmp_path):
 
 @pytest.mark.parametrize("name", ["t2is", "ocr"])
 def test_without_a_network_the_error_names_the_remedy(fetch, tmp_path, capsys, monkeypatch, name):
-    # conftest sets HF_HUB_OFFLINE, so huggingface_hub itself refuses; only the plain download is made to fail here.
+    # conftest sets HF_HUB_OFFLINE, so huggingface_hub itself refuses; only the plain download is
+    # made to fail here.
     def refuse(*_, **__):
         raise urllib.error.URLError("no network in tests")
 

@@ -36,9 +36,13 @@ def launch(
         if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")
     }
     return subprocess.run(
-        ["bash", str(SCRIPTS / script), *arguments], env=clean | {"PYTHON": str(python)} | environment,
-        check=False, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        ["bash", str(SCRIPTS / script), *arguments],
+        env=clean | {"PYTHON": str(python)} | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def called(tmp_path: Path) -> list[str]:
@@ -46,7 +50,9 @@ def called(tmp_path: Path) -> list[str]:
 
 
 def test_processes_have_time_to_stop(tmp_path, monkeypatch):
-    """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable is checked too."""
+    """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable
+    is checked too.
+    """
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     assert (
         launch(
@@ -197,10 +203,15 @@ def test_two_machines_over_loopback_train_together(tiny_flux_dir, tmp_path):
     options = as_arguments(overrides_for(tiny_flux_dir, tmp_path))
     command = ["bash", str(SCRIPTS / "multi_node" / "train_flux.sh"), "toy_t2is", *options]
     shared = {
-        "PYTHON": sys.executable, "NNODES": "2", "NUM_PROCESSES": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+        "NNODES": "2",
+        "NUM_PROCESSES": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT / "tests"),
-    }  # fmt: skip
+    }
     machines = [
         subprocess.Popen(
             command,

@@ -1,4 +1,6 @@
-"""However weights are spread over however many processes: the same advantages, losses and weights; and memory shared."""
+"""However weights are spread over however many processes: the same advantages, losses and weights;
+and memory shared.
+"""
 
 import json
 from pathlib import Path
@@ -129,8 +131,10 @@ def test_each_process_holds_its_part_of_the_base_and_scores_its_own_images(train
 
 @pytest.mark.long
 def test_uneven_work_does_not_hang_and_changes_nothing(trained):
-    """Two image sizes and a prompt without scores: processes differ in their batches of sampling, training and
-    evaluation; where a forward is a collective operation, those with fewer batches join the others'."""
+    """Two image sizes and a prompt without scores: processes differ in their batches of sampling,
+    training and evaluation; where a forward is a collective operation, those with fewer batches
+    join the others'.
+    """
     changes = PPO | {"enable_gradient_checkpointing": True, "sample__batch_size": 2}
     one = trained(1, uneven=True, **changes)
     assert_same_training(one, trained(2, uneven=True, **changes, **FSDP2))
@@ -163,7 +167,9 @@ def test_resume_is_bit_identical(trained, tiny_flux_dir):
 
 @pytest.mark.long
 def test_bf16_base_with_float32_adapters(trained):
-    """Another micro-batch rounds differently in bfloat16, so only the size of the numbers is compared."""
+    """Another micro-batch rounds differently in bfloat16, so only the size of the numbers is
+    compared.
+    """
     one, two = (
         trained(n, **PPO, mixed_precision="bf16", **strategy)
         for n, strategy in ((1, {}), (2, FSDP2))

@@ -29,7 +29,8 @@ def gradient(policy, value):
     return policy.transformer.current.grad.clone()
 
 
-# --- σ --------------------------------------------------------------------------------------------------------------------
+# --- σ
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -95,7 +96,8 @@ def test_names_of_snapshots():
     assert slow_decay(999) == 0.3
 
 
-# --- identities -----------------------------------------------------------------------------------------------------------
+# --- identities
+# -----------------------------------------------------------------------------------------------------------
 
 
 def dgpo_loss(step, policy, train):
@@ -117,7 +119,9 @@ def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
 
 
 def test_dgpo_masks_what_moved_far_enough():
-    """Weights that lower e of all samples: the good one is masked beyond ε, the bad one must still move back."""
+    """Weights that lower e of all samples: the good one is masked beyond ε, the bad one must still
+    move back.
+    """
     policy = ToyPolicy(dtype=f64)
     step = step_of(policy, (1.0, 0.0, -1.0))
     noised = Noised(step, policy, shared=True)
@@ -148,13 +152,16 @@ def test_group_weights_are_finite_and_centered():
     assert (weights[2:] == 0).all()  # all equal
 
 
-# --- Flow-DPPO ------------------------------------------------------------------------------------------------------------
+# --- Flow-DPPO
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beyond", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
-    """μ_old lies √(2τ)·d·(1 ± 1e-3) from μ; x' on one side of both or the other makes the ratio more or less than 1."""
+    """μ_old lies √(2τ)·d·(1 ± 1e-3) from μ; x' on one side of both or the other makes the ratio
+    more or less than 1.
+    """
     policy, train = ToyPolicy(dtype=f64), TrainOptions()
     step = step_of(policy, (sign, -sign, sign))
     transition = step.transition(policy)

@@ -1,4 +1,6 @@
-"""Every objective: against NumPy in float64, gradients against finite differences, batch mates, number of forwards."""
+"""Every objective: against NumPy in float64, gradients against finite differences, batch mates,
+number of forwards.
+"""
 
 import itertools
 
@@ -46,7 +48,9 @@ def evaluate(name, result, policy, train, advantages=ADVANTAGES):
 
 
 def numpy_loss(name, policy, result, train):
-    """docs/method.md §6 per sample and step in float64, with transitions recomputed from plain velocities."""
+    """docs/method.md §6 per sample and step in float64, with transitions recomputed from plain
+    velocities.
+    """
 
     def velocity(parameters, x, sigma, b):
         p = parameters.detach().numpy()
@@ -178,7 +182,9 @@ def test_against_numpy(name, clip_range, beta):
     "name", [name for name in NAMES if name != "dgpo"]
 )  # compared with its joint loss instead
 def test_gradient_matches_finite_differences(name, beta, monkeypatch):
-    """In float64; the weights of nft's normalizers are constants of its gradient, so the differences hold them fixed."""
+    """In float64; the weights of nft's normalizers are constants of its gradient, so the
+    differences hold them fixed.
+    """
     policy = ToyPolicy(dtype=torch.float64)
     result, train = sample(policy), train_options(clip_range=10.0, beta=beta)
 

@@ -36,7 +36,9 @@ def test_sizes_are_rounded(flux):
 
 
 def test_schedules(flux, tiny_folder):
-    """docs/method.md §4: dynamic shift, σ = e^mu / (e^mu + 1/t − 1) with mu linear in the number of generated tokens."""
+    """docs/method.md §4: dynamic shift, σ = e^mu / (e^mu + 1/t − 1) with mu linear in the number of
+    generated tokens.
+    """
     t = np.linspace(1, 0.1, 10)
 
     def shifted(base, limit, tokens, most):

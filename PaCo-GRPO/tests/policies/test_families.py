@@ -60,9 +60,14 @@ def load_pipeline(policy, folder):
 def stock_image(pipe, policy, name, item, seed, monkeypatch):
     """diffusers' image as ``pixels``."""
     return pipe(
-        prompt=item.prompt, height=item.height, width=item.width, num_inference_steps=STEPS, output_type="pt",
-        generator=[torch.Generator().manual_seed(seed)], **(FAMILIES | VARIANTS)[name].stock(policy, item, monkeypatch),
-    ).images[0]  # fmt: skip
+        prompt=item.prompt,
+        height=item.height,
+        width=item.width,
+        num_inference_steps=STEPS,
+        output_type="pt",
+        generator=[torch.Generator().manual_seed(seed)],
+        **(FAMILIES | VARIANTS)[name].stock(policy, item, monkeypatch),
+    ).images[0]
 
 
 def mixed_items(name):
@@ -84,7 +89,9 @@ def mixed_items(name):
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, name, tmp_path):
-    """Without noise, with another guidance than in use; then with an adapter, its file in plain diffusers."""
+    """Without noise, with another guidance than in use; then with an adapter, its file in plain
+    diffusers.
+    """
     true_cfg = "negative_prompt" in (FAMILIES | VARIANTS)[name].options
     options = (
         {"negative_prompt": "blurred", "guidance_scale": 3.0}

@@ -1,4 +1,6 @@
-"""Positions of image tokens in Qwen-Image-Edit's text encoder: rows and columns (M-RoPE), or the installed pipeline's."""
+"""Positions of image tokens in Qwen-Image-Edit's text encoder: rows and columns (M-RoPE), or the
+installed pipeline's.
+"""
 
 import re
 
@@ -12,7 +14,9 @@ NAME = "qwen_image_edit"
 
 
 def encoded(policy, item):
-    """Features of ``item``, the arguments of its text encoder and the position ids of the language model."""
+    """Features of ``item``, the arguments of its text encoder and the position ids of the language
+    model.
+    """
     seen, encoder = {}, policy.pipeline.text_encoder
     encoder.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True

@@ -56,12 +56,14 @@ DAMAGE = {
 @pytest.mark.parametrize(
     ("model", "file", "kind"),
     [
-        ("flux", "transformer/diffusion_pytorch_model", "missing"), ("flux", "vae/diffusion_pytorch_model", "mismatched"),
-        ("flux", "text_encoder_2/model", "missing"), ("qwen_image_edit", "text_encoder/model", "missing"),
+        ("flux", "transformer/diffusion_pytorch_model", "missing"),
+        ("flux", "vae/diffusion_pytorch_model", "mismatched"),
+        ("flux", "text_encoder_2/model", "missing"),
+        ("qwen_image_edit", "text_encoder/model", "missing"),
         ("qwen_image_edit", "transformer/diffusion_pytorch_model", "mismatched"),
     ],
     indirect=["model"],
-)  # fmt: skip
+)
 def test_weights_must_be_those_of_the_model(model, file, kind):
     tensor = change(model / f"{file}.safetensors", DAMAGE[kind])
     with pytest.raises(PolicyLoadError) as caught:

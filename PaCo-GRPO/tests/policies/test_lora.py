@@ -1,4 +1,6 @@
-"""LoRA: attached without changing anything, switched inside a block, saved and loaded in both formats."""
+"""LoRA: attached without changing anything, switched inside a block, saved and loaded in both
+formats.
+"""
 
 import json
 import logging
@@ -109,12 +111,26 @@ def test_round_trip(tiny_folder, name, tmp_path, save):
 @pytest.mark.parametrize(
     ("targets", "kinds"),
     [
-        ("attention", {f"attn.{n}" for n in (
-            "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}),
+        (
+            "attention",
+            {
+                f"attn.{n}"
+                for n in (
+                    "to_q",
+                    "to_k",
+                    "to_v",
+                    "to_out.0",
+                    "add_q_proj",
+                    "add_k_proj",
+                    "add_v_proj",
+                    "to_add_out",
+                )
+            },
+        ),
         (["to_q", "img_mlp.net.2"], {"attn.to_q", "img_mlp.net.2"}),
         (r"transformer_blocks\.1\..*(attn|norm).*v.*", {"attn.to_v", "attn.add_v_proj"}),
     ],
-)  # fmt: skip
+)
 def test_targets(tiny_folder, targets, kinds):
     policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
     add_lora(policy, 2, 4, targets)
@@ -163,7 +179,9 @@ PREFIXES = {save_peft: "base_model.model.", save_diffusers: "transformer."}
 
 
 def rewrite(folder, save, change):
-    """Write the adapter's file again after ``change(weights, prefix of names)``, which returns the new weights."""
+    """Write the adapter's file again after ``change(weights, prefix of names)``, which returns the
+    new weights.
+    """
     file = folder / FILES[save]
     weights = change(load_file(file), PREFIXES[save])
     with safe_open(file, "pt") as opened:
@@ -210,11 +228,14 @@ def nothing(weights, prefix):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (block_57, r"transformer_blocks\.57\."), (renamed_blocks, r"\bblocks\.0\."),
-        (of_a_text_encoder, r"text_encoder\.text_model"), (dora, "lora_magnitude_vector"),
-        (half_a_pair, r"transformer_blocks\.1\.attn\.to_k\.lora_B"), (nothing, "no tensors|lacks"),
+        (block_57, r"transformer_blocks\.57\."),
+        (renamed_blocks, r"\bblocks\.0\."),
+        (of_a_text_encoder, r"text_encoder\.text_model"),
+        (dora, "lora_magnitude_vector"),
+        (half_a_pair, r"transformer_blocks\.1\.attn\.to_k\.lora_B"),
+        (nothing, "no tensors|lacks"),
     ],
-)  # fmt: skip
+)
 def test_tensors_without_a_layer_are_an_error_that_names_them(
     tiny_flux_dir, tmp_path, save, change, named
 ):
@@ -320,7 +341,9 @@ def test_an_adapter_without_tensors_is_not_saved(tiny_flux_dir, tmp_path, monkey
 
 
 def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):
-    """As this project wrote it before: B as trained, and alpha / rank = 2.5 for the reader to apply."""
+    """As this project wrote it before: B as trained, and alpha / rank = 2.5 for the reader to
+    apply.
+    """
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
     weights = lora_module._weights(policy.transformer)
     config = policy.transformer.peft_config["default"].to_dict()
@@ -365,7 +388,9 @@ def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, 
 
 
 def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch):
-    """From the hub's cache, while the hub cannot be reached; its targets are suffixes, as in published ones."""
+    """From the hub's cache, while the hub cannot be reached; its targets are suffixes, as in
+    published ones.
+    """
     from huggingface_hub import constants
 
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)

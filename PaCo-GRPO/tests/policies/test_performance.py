@@ -50,10 +50,14 @@ def assert_close(found, expected):
 def one_epoch(policy, name):
     """All kinds of forwards of an epoch with evaluation; returns all numbers."""
     cases = (
-        {}, {"gradient": True}, {"inside": partial(lora.snapshot, policy, "old")},
-        {"inside": partial(lora.reference, policy)}, {"inside": partial(lora.merged, policy)}, {"batch": 3, "size": 64},
+        {},
+        {"gradient": True},
+        {"inside": partial(lora.snapshot, policy, "old")},
+        {"inside": partial(lora.reference, policy)},
+        {"inside": partial(lora.merged, policy)},
+        {"batch": 3, "size": 64},
         {"batch": 3, "gradient": True},
-    )  # fmt: skip
+    )
     return [value for case in cases for value in forward(policy, name, **case)]
 
 

@@ -48,9 +48,13 @@ def test_velocity_is_near_that_of_the_whole_base_and_gradients_reach_the_lora(na
 
 def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(tiny_flux_dir, tmp_path):
     options = tiny_options(
-        tiny_flux_dir, tmp_path, pretrained__quantize="nf4", num_epochs=1,
-        train__batch_size=4, train__old_log_prob="rollout",
-    )  # fmt: skip
+        tiny_flux_dir,
+        tmp_path,
+        pretrained__quantize="nf4",
+        num_epochs=1,
+        train__batch_size=4,
+        train__old_log_prob="rollout",
+    )
     policy = train(options).run.state.policy
     (row,) = rows_of(options, "train")
     assert row["train/ratio_deviation"] < 1e-5

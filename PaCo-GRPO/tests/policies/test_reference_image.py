@@ -32,7 +32,8 @@ def size_of(item, resolution, mode, policy):
 
 @BY_NAME
 def test_sizes_are_the_nearest_in_shape(policy, name):
-    # In multiples of 8 (Kontext's tokens here), or of 32, to which QwenImageEditPipeline rounds references.
+    # In multiples of 8 (Kontext's tokens here), or of 32, to which QwenImageEditPipeline rounds
+    # references.
     kontext = name == "flux_kontext"
     for mode in ("aspect", "exact"):
         assert size_of(edit(150, 100), 100, mode, policy) == ((80, 120) if kontext else (64, 96))
@@ -44,7 +45,8 @@ def test_sizes_are_the_nearest_in_shape(policy, name):
     assert size_of(edit(150, 100, (40, 80)), 100, "aspect", policy) == (
         (72, 144) if kontext else (64, 128)
     )
-    # References of another shape: FluxKontextPipeline rounds down, QwenImageEditPipeline to the nearest multiple.
+    # References of another shape: FluxKontextPipeline rounds down, QwenImageEditPipeline to the
+    # nearest multiple.
     assert policy.fit_area(1024**2, 3 / 2) == (832, 1248)  # 836 and 1254 before rounding
     assert policy.fit_area(16, 1.0) == ((8, 8) if kontext else (32, 32))  # at least one multiple
 
@@ -67,7 +69,9 @@ def at_published_size(tiny_folder):
 def test_an_edit_has_the_shape_and_the_tokens_of_its_reference(
     at_published_size, name, height, aspect, resolution
 ):
-    """Else it would be shifted or stretched against the reference, which a reward for keeping the rest sees."""
+    """Else it would be shifted or stretched against the reference, which a reward for keeping the
+    rest sees.
+    """
     policy = at_published_size[name]
     image = SimpleNamespace(height=height, width=round(aspect * height))
     image.size = image.width, image.height
@@ -126,7 +130,8 @@ def test_everything_is_encoded_once(policy, name):
     policy.pipeline.vae.encoder.register_forward_pre_hook(
         lambda *_: calls.update(vae=calls["vae"] + 1)
     )
-    # Kontext's text does not see the image; Qwen's does, and true CFG adds the negative prompt for each image
+    # Kontext's text does not see the image; Qwen's does, and true CFG adds the negative prompt for
+    # each image
     texts, reads = 2 if name == "flux_kontext" else 4, []
     first = policy.encode(items(name, "a", "b"))
     assert calls == {"text": texts, "vae": 2}

@@ -1,4 +1,6 @@
-"""What training requires of each policy: merged sampling, nft without guidance, one cast of the adapter."""
+"""What training requires of each policy: merged sampling, nft without guidance, one cast of the
+adapter.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Rewards that compare the images of a group: whole groups on however many processes, gaps, failures."""
+"""Rewards that compare the images of a group: whole groups on however many processes, gaps,
+failures.
+"""
 
 import multiprocessing
 import os
@@ -24,12 +26,19 @@ LEFT_OUT = 7
 
 
 def scores_on(rank, processes, port, answers):
-    """A process's share of the epoch: (scores, sizes of the calls, error of a failing reward) go to ``answers``."""
+    """A process's share of the epoch: (scores, sizes of the calls, error of a failing reward) go to
+    ``answers``.
+    """
     if processes > 1:
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "ACCELERATE_USE_CPU": "true",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
     accelerator, calls = Accelerator(cpu=True), []
 
     def scores(**kwargs):
@@ -54,7 +63,9 @@ def scores_on(rank, processes, port, answers):
 
 
 def test_whole_groups_on_one_and_two_processes():
-    """Distance of each image from the mean of the others of its item; the streaming reward as before."""
+    """Distance of each image from the mean of the others of its item; the streaming reward as
+    before.
+    """
     ids, wanted = np.array([item.item_id for item in ITEMS]), np.full((TOTAL, 2), np.nan)
     for p in set(range(TOTAL)) - {LEFT_OUT}:
         others = [GRAYS[q] for q in range(TOTAL) if ids[q] == ids[p] and q not in (p, LEFT_OUT)]

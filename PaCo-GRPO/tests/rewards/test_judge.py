@@ -141,8 +141,9 @@ def test_between_images_compares_within_groups_only():
         scores = BetweenImages(judge.url)(images, items)
     wanted = [
         1 - np.mean([closeness([(a,), (b,), ""]) for j, b in enumerate(grays) if i != j])
-        for grays in levels.values() for i, a in enumerate(grays)
-    ]  # fmt: skip
+        for grays in levels.values()
+        for i, a in enumerate(grays)
+    ]
     np.testing.assert_allclose(scores, [*wanted, 1, 1, 1], atol=1e-6)
     assert (
         len(judge.requests) == 3 + 1
@@ -249,7 +250,9 @@ def test_several_references_are_asked_about_one_by_one_and_the_instruction_with_
 
 
 def test_a_users_wording_and_form(tmp_path):
-    """Published numbers: a file's text, a label before each image, JPEG, and every spelling of yes and no."""
+    """Published numbers: a file's text, a label before each image, JPEG, and every spelling of yes
+    and no.
+    """
     (tmp_path / "mine.txt").write_text("Same {theme}?\n")
     top = [
         {"token": token, "logprob": np.log(p)}
@@ -297,9 +300,14 @@ def test_grid_layout_asks_about_one_image(binary, scores):
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(ValueError, match="item 3 "):
         GridLayout()([BLUE], [Item(3, "a single panel")])
-    for reward, wrong in ((BetweenImages, {"others": 1}), (WinRate, {"opponents": 3}), (WinRate, {"question": "theme"}),
-                          (ConsistencyScore, {"question": "editing_instruction"}), (ConsistencyScore, {"question": "themes"}),
-                          (ConsistencyForEditing, {"question": ("editing_instruction",) * 3})):  # fmt: skip
+    for reward, wrong in (
+        (BetweenImages, {"others": 1}),
+        (WinRate, {"opponents": 3}),
+        (WinRate, {"question": "theme"}),
+        (ConsistencyScore, {"question": "editing_instruction"}),
+        (ConsistencyScore, {"question": "themes"}),
+        (ConsistencyForEditing, {"question": ("editing_instruction",) * 3}),
+    ):
         with pytest.raises(ValueError):
             reward(**wrong)
 

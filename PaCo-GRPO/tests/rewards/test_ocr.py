@@ -16,10 +16,13 @@ from paco_grpo.types import Item
 @pytest.mark.parametrize(
     ("wanted", "read", "score"),
     [
-        ("Open 24 h", "we are oPEN 24h!", 1), ("abcd", "bcd", 3 / 4), ("abcd", "xaxbxcxd", 0),
-        ("kitten", "sitting", 1 - 3 / 6), ("abc", "a very long other text", 0),
+        ("Open 24 h", "we are oPEN 24h!", 1),
+        ("abcd", "bcd", 3 / 4),
+        ("abcd", "xaxbxcxd", 0),
+        ("kitten", "sitting", 1 - 3 / 6),
+        ("abc", "a very long other text", 0),
     ],
-)  # fmt: skip
+)
 def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
     assert text_score(wanted, read) == pytest.approx(score)
 
@@ -56,7 +59,10 @@ def test_rapidocr_reads_rendered_words_on_its_own_weights():
 
 
 def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
-    """It needs an older numpy; here stands a module with its interface. Without either, the error names the service."""
+    """It needs an older numpy; here stands a module with its interface.
+
+    Without either, the error names the service.
+    """
     monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(RewardError, match="rapidocr.*scripts/reward_service.sh ocr.*server="):
         build_rewards({"ocr": 1})

@@ -136,7 +136,10 @@ def test_missing_weights_without_a_hub_name_the_download_command_at_once(
 
 
 def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(monkeypatch, tmp_path):
-    """Its distance is one minus the cosine. Not installed here; this stands in for its interface."""
+    """Its distance is one minus the cosine.
+
+    Not installed here; this stands in for its interface.
+    """
     loaded, model = [], SimpleNamespace(embed=lambda pixels: pixels - pixels.mean())
 
     def preprocess(image):

@@ -1,4 +1,6 @@
-"""A reward behind the service scores as it does in process; errors, keys, limits and silence reach the run."""
+"""A reward behind the service scores as it does in process; errors, keys, limits and silence reach
+the run.
+"""
 
 import base64
 import contextlib

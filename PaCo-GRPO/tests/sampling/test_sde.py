@@ -1,4 +1,6 @@
-"""The steps against NumPy in float64 and against torch.distributions.Normal (arXiv 2505.05470, 2509.05952)."""
+"""The steps against NumPy in float64 and against torch.distributions.Normal (arXiv 2505.05470,
+2509.05952).
+"""
 
 import numpy as np
 import torch
@@ -49,7 +51,9 @@ def test_steps_against_numpy(seed, a, kind):
 
 
 def test_flow_sde_keeps_the_marginal_distribution():
-    """With the exact velocity of Gaussian data N(m, 0), an SDE step maps the marginal at σ_i to that at σ_{i+1}."""
+    """With the exact velocity of Gaussian data N(m, 0), an SDE step maps the marginal at σ_i to
+    that at σ_{i+1}.
+    """
     generator = torch.Generator().manual_seed(0)
     data = 0.5
     sigma, sigma_next = torch.tensor([0.6]), torch.tensor([0.58])

@@ -1,4 +1,6 @@
-"""Steps after the last noise step: fewer, and of second order; what was recorded before them never changes."""
+"""Steps after the last noise step: fewer, and of second order; what was recorded before them never
+changes.
+"""
 
 import numpy as np
 import pytest

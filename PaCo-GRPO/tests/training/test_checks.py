@@ -1,4 +1,6 @@
-"""Checks that need objectives, rewards, libraries or a model's small files run before weights are loaded."""
+"""Checks that need objectives, rewards, libraries or a model's small files run before weights are
+loaded.
+"""
 
 import contextlib
 import json
@@ -59,10 +61,13 @@ def test_objectives_that_a_distilled_model_does_not_bear(
     index = json.loads((model / "model_index.json").read_text())
     (model / "model_index.json").write_text(json.dumps(index | facts))
     changes = overrides | {
-        "pretrained.model": str(model), "train.loss_type": objective, "test.reward_fn": "",
+        "pretrained.model": str(model),
+        "train.loss_type": objective,
+        "test.reward_fn": "",
         "train.num_sigmas": "3",
-        "train.reward_fn": "jpeg_compressibility: 1", "train.reward_fn_kwargs": "",
-    }  # fmt: skip
+        "train.reward_fn": "jpeg_compressibility: 1",
+        "train.reward_fn_kwargs": "",
+    }
     check_run(load_named("toy_t2is", *changes.items()))
     assert ("distilled" in caplog.text) == (warns and objective != "ppo")
 
@@ -88,9 +93,11 @@ def test_a_missing_public_set_names_its_download(name):
 def test_prompt_set_must_suit_the_model(tiny_folder):
     several = Item(1, "x", references=("one", "two", "three"))
     for name, item, fits in (
-        ("flux", Item(0, "x", references=("a picture",)), False), ("flux_kontext", Item(0, "x"), False),
-        ("flux_kontext", several, False), ("qwen_image_edit_plus", several, True),
-    ):  # fmt: skip
+        ("flux", Item(0, "x", references=("a picture",)), False),
+        ("flux_kontext", Item(0, "x"), False),
+        ("flux_kontext", several, False),
+        ("qwen_image_edit_plus", several, True),
+    ):
         options = load_named("toy_t2is", ("pretrained.model", str(tiny_folder(name))))
         with contextlib.nullcontext() if fits else pytest.raises(DataError, match="train items"):
             check_items(options, {"train": [item]})

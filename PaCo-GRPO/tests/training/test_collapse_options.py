@@ -1,4 +1,6 @@
-"""Options against collapse in a tiny run: features reach the advantages on one and on two batches, κ is in metrics.jsonl."""
+"""Options against collapse in a tiny run: features reach the advantages on one and on two batches,
+κ is in metrics.jsonl.
+"""
 
 import numpy as np
 import pytest
@@ -21,9 +23,14 @@ from paco_grpo.training.trainer import Trainer
 def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_path, monkeypatch):
     clip = save_clip(tmp_path / "clip")
     options = tiny_options(
-        tiny_flux_dir, tmp_path, num_epochs=1, train__diversity_features=clip if kind == "clip" else kind,
-        **{"train__perceptual_entropy": 0.5} if kind == "clip" else {"train__neighbor_factor": True},
-    )  # fmt: skip
+        tiny_flux_dir,
+        tmp_path,
+        num_epochs=1,
+        train__diversity_features=clip if kind == "clip" else kind,
+        **{"train__perceptual_entropy": 0.5}
+        if kind == "clip"
+        else {"train__neighbor_factor": True},
+    )
     run, seen, images = build_run(options), [], []
     monkeypatch.setattr(
         trainer_module,
@@ -63,9 +70,12 @@ def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path
     with fake_judge.FakeJudge() as judge:
         rewards = {"consistency_score": 1.0, "between_images": 8.0}
         options = tiny_options(
-            tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn=rewards,
+            tiny_flux_dir,
+            tmp_path,
+            num_epochs=1,
+            train__reward_fn=rewards,
             train__reward_fn_kwargs={name: {"base_url": judge.url} for name in rewards},
-        )  # fmt: skip
+        )
         with pytest.raises(ConfigError, match="between_images.*open"):
             build_run(options)
         write_prompts(tmp_path / "prompts", first_open=4)

@@ -80,9 +80,11 @@ def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
         *as_arguments(overrides),
     ]
     environment = os.environ | {
-        "PYTHON": sys.executable, "NUM_PROCESSES": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHON": sys.executable,
+        "NUM_PROCESSES": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
-    }  # fmt: skip
+    }
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240

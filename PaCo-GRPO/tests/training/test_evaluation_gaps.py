@@ -14,7 +14,9 @@ ABSENT = "reward_factories:absent_while"
 
 @pytest.fixture
 def run(tiny_flux_dir, tmp_path):
-    """Options of a run with evaluations after epochs 0, 1 and 2, whose evaluation reward is absent while a file exists."""
+    """Options of a run with evaluations after epochs 0, 1 and 2, whose evaluation reward is absent
+    while a file exists.
+    """
 
     def of(share=1.0, **changes):
         kwargs = {ABSENT: {"file": str(tmp_path / "absent"), "share": share}}
@@ -121,7 +123,10 @@ def test_an_evaluation_without_a_finite_image_is_an_error(run, tmp_path, monkeyp
 
 
 def test_a_damaged_picture_is_sampled_again_or_not_scored_again(run, tmp_path):
-    """After a power loss a picture may be empty. Those of earlier epochs cannot be sampled again."""
+    """After a power loss a picture may be empty.
+
+    Those of earlier epochs cannot be sampled again.
+    """
     complete = run(run_name="complete")
     train(complete)
     lenient = {"train__max_missing_reward_fraction": 0.5, "share": 0.4}

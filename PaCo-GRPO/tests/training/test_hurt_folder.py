@@ -1,4 +1,6 @@
-"""The run's folder is removed, made read-only or replaced while a run goes on: one line, status 4, what helps."""
+"""The run's folder is removed, made read-only or replaced while a run goes on: one line, status 4,
+what helps.
+"""
 
 import errno
 import shutil
@@ -22,7 +24,9 @@ script = load_script("train")
 
 @pytest.fixture
 def hurt(tiny_flux_dir, tmp_path, monkeypatch, capsys):
-    """Run with an action before the second epoch is sampled; returns status and the last line of stderr."""
+    """Run with an action before the second epoch is sampled; returns status and the last line of
+    stderr.
+    """
 
     def run(action, **changes):
         calls = []
@@ -107,7 +111,8 @@ def test_errors_of_libraries_in_rust_are_known_too():
     assert remedy(RuntimeError("Error")) == ""
 
 
-# --- signals ------------------------------------------------------------------------------------------------------
+# --- signals
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_while_building_is_one_line(tiny_flux_dir, tmp_path, monkeypatch, capsys):
@@ -156,7 +161,9 @@ child.wait()
 
 
 def test_a_process_ends_with_its_launcher(monkeypatch):
-    """torchrun gives its processes a session of their own, so that a kill of its group does not reach them."""
+    """torchrun gives its processes a session of their own, so that a kill of its group does not
+    reach them.
+    """
     monkeypatch.setenv("LOCAL_RANK", "0")
     child = CHILD.format(script=script.__file__)
     launcher = subprocess.Popen(

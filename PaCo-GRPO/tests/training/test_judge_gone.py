@@ -18,7 +18,9 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
     asked, back = [], []
 
     def respond(number, request):
-        """Half of the second epoch is answered, then connections are closed without a word until the judge is back."""
+        """Half of the second epoch is answered, then connections are closed without a word until
+        the judge is back.
+        """
         asked.append(number)
         gone = PROOF + PAIRS + PAIRS // 2 < len(asked) and not back
         return None if gone else (200, fake_judge.answer(0.1 + 0.8 * (len(asked) % 7) / 7), {})
@@ -32,9 +34,11 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
             }
         }
         changes = {
-            "train__reward_fn": "{'consistency_score': 1}", "train__reward_fn_kwargs": repr(kwargs),
-            "test__reward_fn": "{'tiny_run:brightness': 1}", "save_freq": 0,
-        }  # fmt: skip
+            "train__reward_fn": "{'consistency_score': 1}",
+            "train__reward_fn_kwargs": repr(kwargs),
+            "test__reward_fn": "{'tiny_run:brightness': 1}",
+            "save_freq": 0,
+        }
         started = time.monotonic()
         with pytest.raises(TrainingStopped, match="50% .*epoch 2.*resume_from=latest"):
             train(tiny_options(tiny_flux_dir, tmp_path, **changes))

@@ -53,7 +53,9 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     ],
 )
 def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
-    """An editor has two shapes of reference in an epoch; a resumed run ends where an uninterrupted one does."""
+    """An editor has two shapes of reference in an epoch; a resumed run ends where an uninterrupted
+    one does.
+    """
     options = {
         "sample__unique_sample_num_per_epoch": 4,
         "num_epochs": 2,

@@ -1,4 +1,6 @@
-"""Objectives with sampled σ, snapshots and coupled groups in whole runs: gradients, resumed, and on two processes."""
+"""Objectives with sampled σ, snapshots and coupled groups in whole runs: gradients, resumed, and on
+two processes.
+"""
 
 import dataclasses
 
@@ -20,18 +22,24 @@ SIGMAS = {
 }
 RUNS = {
     "nft": SIGMAS | {"train__sigma_one": True},
-    "awm": SIGMAS | {"train__num_inner_epochs": 2, "train__awm_clip_range": 0.1, "train__awm_slow_beta": 0.5},
-    "dgpo": SIGMAS | {
-        "train__gradient_step_per_epoch": 2, "train__dgpo_reference": "slow", "train__dgpo_beta": 50.0,
+    "awm": SIGMAS
+    | {"train__num_inner_epochs": 2, "train__awm_clip_range": 0.1, "train__awm_slow_beta": 0.5},
+    "dgpo": SIGMAS
+    | {
+        "train__gradient_step_per_epoch": 2,
+        "train__dgpo_reference": "slow",
+        "train__dgpo_beta": 50.0,
         "train__dgpo_clip_range": 1e-4,
     },
     "flow_dppo": {"train__num_inner_epochs": 2, "train__dppo_divergence": 1e-7},
-}  # fmt: skip
+}
 SNAPSHOTS = {"nft": {"old"}, "awm": {"old", "slow"}, "dgpo": {"slow"}, "flow_dppo": set()}
 METRICS = {
-    "nft": {"old_distance"}, "awm": {"slow_distance", "clip_share"}, "dgpo": {"masked_share"},
+    "nft": {"old_distance"},
+    "awm": {"slow_distance", "clip_share"},
+    "dgpo": {"masked_share"},
     "flow_dppo": {"divergence_max", "divergence_mean", "masked_positive"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)

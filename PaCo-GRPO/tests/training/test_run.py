@@ -42,8 +42,13 @@ def test_what_a_run_writes(finished):
     folder = folder_of(finished)
     rows = rows_of(finished)
     assert [(row["phase"], row["epoch"], row["step"]) for row in rows] == [
-        ("eval", 0, 0), ("train", 1, 2), ("train", 2, 4), ("eval", 2, 4), ("train", 3, 6), ("eval", 3, 6),
-    ]  # fmt: skip
+        ("eval", 0, 0),
+        ("train", 1, 2),
+        ("train", 2, 4),
+        ("eval", 2, 4),
+        ("train", 3, 6),
+        ("eval", 3, 6),
+    ]
     names = "train/loss train/ratio_mean train/grad_norm reward/brightness_cv reward/missing_share time/epoch_s"
     assert all(isinstance(rows[1][name], float) for name in names.split())
     assert {
@@ -100,7 +105,9 @@ def test_saved_adapter_is_the_average(finished):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatch, step):
-    """Before the epoch's first optimizer step it stops at the next micro-batch, later the epoch is finished."""
+    """Before the epoch's first optimizer step it stops at the next micro-batch, later the epoch is
+    finished.
+    """
     changes = THREE_EPOCHS | {"save_freq": 0}
     stopped, calls = tiny_options(tiny_flux_dir, tmp_path, **changes), []
     steps = Updater._steps
@@ -157,8 +164,14 @@ def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path, caplog):
 
 
 def test_some_missing_rewards_are_left_out_and_counted(tiny_flux_dir, tmp_path):
-    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__reward_fn="{'tiny_run:missing': 1}",
-                          train__max_missing_reward_fraction=0.3, test__reward_fn="{'tiny_run:brightness': 1}")  # fmt: skip
+    config = tiny_options(
+        tiny_flux_dir,
+        tmp_path,
+        num_epochs=1,
+        train__reward_fn="{'tiny_run:missing': 1}",
+        train__max_missing_reward_fraction=0.3,
+        test__reward_fn="{'tiny_run:brightness': 1}",
+    )
     train(config)
     row = rows_of(config, "train")[0]
     assert row["reward/missing_share"] == 0.25

@@ -1,4 +1,6 @@
-"""Options that make a run faster, each with its effect; and what an epoch costs: nothing is computed twice."""
+"""Options that make a run faster, each with its effect; and what an epoch costs: nothing is
+computed twice.
+"""
 
 import dataclasses
 from collections import Counter
@@ -37,7 +39,9 @@ def test_compilation_and_attention_are_set(make):
 
 
 def test_old_log_probs_come_from_the_graph_that_is_trained(make):
-    """A compiled block has one graph for sampling and another one for training: here they differ visibly."""
+    """A compiled block has one graph for sampling and another one for training: here they differ
+    visibly.
+    """
     config = make(num_epochs=1)
     run = build_run(config)
     run.updater.options = dataclasses.replace(
@@ -77,12 +81,22 @@ def test_text_length_of_the_data_set(make, caplog, monkeypatch):
 
 
 def test_an_epoch_computes_each_thing_once(make, tmp_path):
-    """64 images of 8 prompts, 10 steps, PPO; the published code: 832 images through the transformer, 256 texts, 128 decodes."""
-    run = build_run(make(
-        dataset=write_prompts(tmp_path, train=8), sample__num_steps=10, sample__unique_sample_num_per_epoch=8,
-        sample__num_images_per_prompt=8, sample__batch_size=16, train__batch_size=16, train__resolution=8,
-        train__beta=0, health__probe_images=2,
-    ))  # fmt: skip
+    """64 images of 8 prompts, 10 steps, PPO; the published code: 832 images through the
+    transformer, 256 texts, 128 decodes.
+    """
+    run = build_run(
+        make(
+            dataset=write_prompts(tmp_path, train=8),
+            sample__num_steps=10,
+            sample__unique_sample_num_per_epoch=8,
+            sample__num_images_per_prompt=8,
+            sample__batch_size=16,
+            train__batch_size=16,
+            train__resolution=8,
+            train__beta=0,
+            health__probe_images=2,
+        )
+    )
     pipeline, counted, trainer = run.state.policy.pipeline, Counter(), Trainer(run)
 
     def forward(module, arguments, keywords, output):

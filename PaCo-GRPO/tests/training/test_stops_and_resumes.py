@@ -23,10 +23,18 @@ def rewards(**weights):
 def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(
     tiny_flux_dir, tmp_path
 ):
-    """The second epoch of eight images: the first call of two images is good, the next one fails while sampling goes on."""
-    options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards(failing=1), sample__batch_size=2,
-                           train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
-                           sample__reward_batch_size=2, save_freq=0)  # fmt: skip
+    """The second epoch of eight images: the first call of two images is good, the next one fails
+    while sampling goes on.
+    """
+    options = tiny_options(
+        tiny_flux_dir,
+        tmp_path,
+        train__reward_fn=rewards(failing=1),
+        sample__batch_size=2,
+        train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
+        sample__reward_batch_size=2,
+        save_freq=0,
+    )
     with pytest.raises(TrainingStopped, match="the reward broke at 2 images") as stopped:
         train(options)
     assert isinstance(stopped.value.__cause__ or stopped.value.__context__, ScoringError)
@@ -53,9 +61,16 @@ def test_an_aggregation_that_fails_stops_with_all_saved_and_closed(tiny_flux_dir
 
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
-    """They reach no aggregation (a negative one would be refused), and their missing scores leave no sample out."""
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__aggregate_fn="geometric_mean_aggregate_fn",
-                           train__reward_fn=rewards(failing=1, negative=0, no_scores=0))  # fmt: skip
+    """They reach no aggregation (a negative one would be refused), and their missing scores leave
+    no sample out.
+    """
+    options = tiny_options(
+        tiny_flux_dir,
+        tmp_path,
+        num_epochs=1,
+        train__aggregate_fn="geometric_mean_aggregate_fn",
+        train__reward_fn=rewards(failing=1, negative=0, no_scores=0),
+    )
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0
@@ -142,14 +157,24 @@ def mine():
 def test_the_reference_may_be_the_adapter_that_training_starts_from(
     tiny_flux_dir, tmp_path, objective
 ):
-    """Until the first update, the distance to the reference and the KL are 0 with it, and not with the base."""
+    """Until the first update, the distance to the reference and the KL are 0 with it, and not with
+    the base.
+    """
     first = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__learning_rate=0.1)
     train(first)
     adapter = tmp_path / "runs/run/checkpoints/epoch_0001/adapter"
     found = {}
     for reference in ("base", "start"):
-        options = tiny_options(tiny_flux_dir, tmp_path, run_name=reference, train__lora_path=adapter, train__timesteps=1,
-                               train__reference=reference, train__beta=0.1, train__loss_type=objective)  # fmt: skip
+        options = tiny_options(
+            tiny_flux_dir,
+            tmp_path,
+            run_name=reference,
+            train__lora_path=adapter,
+            train__timesteps=1,
+            train__reference=reference,
+            train__beta=0.1,
+            train__loss_type=objective,
+        )
         run = build_run(options)
         distance = run.probe.measure()["health/velocity_change"]
         assert not any(f".{lora.START}." in name for name in run.state.parameters)
