@@ -1,30 +1,22 @@
 """Small benchmarks, a judge that compares brightness, and the commands as users type them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import ImageStat
 from tiny_judge import picture, save_answering
 
+from paco_eval import benchmark, edit
+from paco_eval import rank as rank_bench
+from paco_eval.edit_tables import GROUPS
 from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
 EVALUATION = HERE.parent / "evaluation"
-RANK_FOLDER, EDIT_FOLDER = EVALUATION / "Consistency_Rank", EVALUATION / "Edit-Bench"
+RANK_FOLDER = EVALUATION / "Consistency_Rank"
 TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
-sys.path += map(
-    str, (EVALUATION, RANK_FOLDER, EDIT_FOLDER)
-)  # the scripts run from their own folders
-
-import eval_vllm
-import evaluation
-from calculate_statistics import GROUPS
-
-from paco_eval import runner
-
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
 
 
@@ -59,7 +51,7 @@ class BenchCommand:
 
     def __call__(self, judge, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner, "make_engine", lambda args: judge)
+            patch.setattr(benchmark, "make_engine", lambda args: judge)
             return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
 
     def main(self, *arguments):
@@ -110,7 +102,7 @@ def bench(tmp_path):
 def rank(bench, tmp_path):
     """``eval_vllm.py`` on ``bench``."""
     arguments = ["--dataset_dir", bench.parent, "--results_dir", tmp_path / "results"]
-    return BenchCommand(eval_vllm, bench, tmp_path, arguments)
+    return BenchCommand(rank_bench, bench, tmp_path, arguments)
 
 
 def edit_examples(count):
@@ -161,7 +153,7 @@ def edit_lines(file, changes):
 
 @pytest.fixture
 def edits(examples, tmp_path):
-    """``evaluation.py`` on ``examples``."""
+    """Edit-Bench's ``evaluation.py`` on ``examples``."""
     save_edit_bench(data := tmp_path / "data" / "bench.jsonl", examples)
     arguments = [
         "--dataset",
@@ -171,7 +163,7 @@ def edits(examples, tmp_path):
         "--output",
         tmp_path / "summary",
     ]
-    return BenchCommand(evaluation, data, tmp_path, arguments, "judge")
+    return BenchCommand(edit, data, tmp_path, arguments, "judge")
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,15 @@ import sys
 import numpy as np
 import pytest
 from bench_tools import RANK_FOLDER, BrightnessJudge, edit_lines
-from evaluation import command_line
 from fakes import fake_judge
 from PIL import Image
 
-from paco_eval.engines import make_engine, server_engine
+from paco_eval.benchmark import GIVE_UP_AFTER, Item, score_items
+from paco_eval.edit import command_line
+from paco_eval.engines import ServerEngine, make_engine
 from paco_eval.results import BenchError
-from paco_eval.runner import GIVE_UP_AFTER, Item, score_items
-from paco_judge.client import JudgeError, Pair
-from paco_judge.questions import RequestForm
+from paco_judge.client import JudgeError
+from paco_judge.questions import Pair, RequestForm
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
 
@@ -75,7 +75,7 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path)
 def test_weights_that_are_downloaded_after_the_first_rows_continue(rank, monkeypatch):
     assert rank(BrightnessJudge(stop_after=1)) == STOPPED
     before = rank.file.read_bytes()
-    monkeypatch.setattr("paco_eval.runner.fingerprint", lambda *places: "sha256:0")
+    monkeypatch.setattr("paco_eval.benchmark.fingerprint", lambda *places: "sha256:0")
     assert rank(BrightnessJudge()) == 0
     assert rank.file.read_bytes().startswith(before)
 
@@ -102,12 +102,16 @@ def test_an_engine_that_always_fails_ends_the_run():
             return [Verdict(0.5)] * len(pairs)
         raise RuntimeError("CUDA error: device-side assert\nlong explanation")
 
-    def prepare():
-        return [Pair(IMAGE, IMAGE, "?")], lambda values: {}
+    class OneQuestion:
+        def pairs(self, item):
+            return [Pair(IMAGE, IMAGE, "?")]
 
-    items = [Item({"index": index}, prepare) for index in range(99)]
+        def result(self, item, scores):
+            return {}
+
+    items = [Item({"index": index}, {}) for index in range(99)]
     with pytest.raises(BenchError, match="RuntimeError: CUDA error.*assert$"):
-        results.extend(score_items(items, engine, 1))
+        results.extend(score_items(OneQuestion(), items, engine, 1))
     assert len(results) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
 
 
@@ -155,7 +159,7 @@ def test_a_server_and_one_that_goes_away(edits):
     judge = fake_judge.FakeJudge(models=["PaCo-Reward-7B"])
     with judge:
         assert edits.main("--server", judge.url) == 0
-        engine = server_engine(judge.url, "PaCo-Reward-7B", RequestForm(), deadline_s=0.5)
+        engine = ServerEngine(judge.url, "PaCo-Reward-7B", RequestForm(), deadline_s=0.5)
     edits.file = edits.file.with_name("PaCo-Reward-7B.jsonl")
     assert [row["scores"] for row in edits.rows] == [pytest.approx([0.75, 0.75])] * 20
     with pytest.raises(JudgeError, match=judge.url):

@@ -1,18 +1,17 @@
 """EditReward-Bench: scores, forms of the data set, broken rows, tables, the command line."""
 
-import calculate_statistics
 import datasets
 import numpy as np
 import pandas as pd
 import pytest
 from bench_tools import BrightnessJudge, edit_lines
-from calculate_statistics import GROUPS, group_table, parse_row, task_table
-from evaluation import command_line, load_bench
 from PIL import Image
 
+from paco_eval import edit_tables
+from paco_eval.edit import EditReward, command_line
+from paco_eval.edit_tables import GROUPS, group_table, parse_row, task_table
 from paco_eval.results import as_text
-from paco_judge.client import Pair
-from paco_judge.questions import editing_texts, load_editing_questions
+from paco_judge.questions import Pair, editing_texts, load_editing_questions
 
 QUESTIONS = load_editing_questions()
 
@@ -85,10 +84,10 @@ def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp
 
     edits.file.with_name("second_judge.jsonl").write_text(edits.file.read_text())
     command = ["--result_dir", str(edits.file.parent), "--output", str(tmp_path / "v1.5")]
-    assert calculate_statistics.main(command) == 0
+    assert edit_tables.main(command) == 0
     assert capsys.readouterr().out == (tmp_path / "v1.5.txt").read_text()
     assert r"second\_judge & prompt\_following & lenient" in (tmp_path / "v1.5.tex").read_text()
-    assert calculate_statistics.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
+    assert edit_tables.main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line} == {
         "model",
         "second_judge",
@@ -141,15 +140,13 @@ def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys)
 
 def contents(dataset):
     """(key, question, pixels, pixels) of every pair."""
-    pairs = [
-        (item.fields["key"], pair)
-        for item in load_bench(str(dataset), QUESTIONS)
-        for pair in item.prepare()[0]
-    ]
-    return [
-        (key, pair.question, *(np.array(image).tobytes() for image in pair.images))
-        for key, pair in pairs
-    ]
+    bench = EditReward.load(str(dataset), QUESTIONS)
+    rows = []
+    for item in bench.items():
+        for pair in bench.pairs(item):
+            pixels = [np.array(image).tobytes() for image in pair.images]
+            rows.append((item.fields["key"], pair.question, *pixels))
+    return rows
 
 
 def test_every_format_holds_the_same(examples, edits, tmp_path, monkeypatch):

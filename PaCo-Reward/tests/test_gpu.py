@@ -3,7 +3,6 @@ are those of the CPU, and a training in bf16.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -14,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from bench_tools import EVALUATION, edit_examples, edit_lines, save_edit_bench, save_rank_bench
+from bench_tools import edit_examples, edit_lines, save_edit_bench, save_rank_bench
 from pretend_cuda import pretended_gpu
 from training_tools import TIMEOUT, train_config
 
+from paco_eval import edit, rank, vc
 from paco_judge.judge import Judge
 from paco_judge.scorer import JudgeScorer
 from paco_reward import demo
@@ -82,13 +82,13 @@ def scores_on_page(page):
 
 def rank_benchmark(folder):
     save_rank_bench(folder / "ConsistencyRank-Bench", 2)
-    return "Consistency_Rank/eval_vllm.py", ["--dataset_dir", folder]
+    return rank, ["--dataset_dir", folder]
 
 
 def edit_benchmark(folder):
     rows = folder / "edits" / "bench.jsonl"
     save_edit_bench(rows, edit_examples(3))
-    return "Edit-Bench/evaluation.py", ["--dataset", rows, "--output", folder / "summary"]
+    return edit, ["--dataset", rows, "--output", folder / "summary"]
 
 
 def vc_benchmark(folder):
@@ -106,16 +106,13 @@ def vc_benchmark(folder):
         }
 
     edit_lines(folder / "edits" / "bench.jsonl", dict.fromkeys(range(3), rename))
-    return "VCReward-Bench/evaluation.py", arguments
+    return vc, arguments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("benchmark", [rank_benchmark, edit_benchmark, vc_benchmark])
 def test_benchmarks_have_the_scores_of_the_cpu(benchmark, answering_judge, tmp_path):
-    script, arguments = benchmark(tmp_path)
-    spec = importlib.util.spec_from_file_location("benchmark_script", EVALUATION / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module, arguments = benchmark(tmp_path)
     arguments += ["--model", answering_judge, "--engine", "transformers", "--batch_size", "4"]
     scores = {}
     for device in ("cpu", "cuda"):

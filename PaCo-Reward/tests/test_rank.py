@@ -7,14 +7,14 @@ from itertools import combinations
 from zipfile import ZipFile
 
 import numpy as np
-import print_eval_table
 import pytest
 from bench_tools import BrightnessJudge, brightness, edit_lines
-from eval import METRICS, predicted_order, rank_metrics
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_judge import picture
 
+from paco_eval import rank_table
+from paco_eval.rank import METRICS, predicted_order, rank_metrics
 from paco_judge.questions import theme_question
 
 
@@ -181,11 +181,11 @@ def test_rows_and_tables(rank, tmp_path):
         assert row["metrics"]["top1"] == (best_first[0] == order[0])
     output = tmp_path / "summary.txt"
     base = ["--results_dir", str(tmp_path / "results"), "--output_file", str(output), "--print_std"]
-    assert print_eval_table.main(base) == 0
+    assert rank_table.main(base) == 0
     text = output.read_text()
     for metric in METRICS:
         values = [row["metrics"][metric] for row in rank.rows]
         assert f"{np.mean(values):.4f} ± {np.std(values):.4f}" in text
     assert text.splitlines()[1].split()[:2] == ["judge-v3", "5"]
-    assert print_eval_table.main([*base, "--output_format", "latex"]) == 0
+    assert rank_table.main([*base, "--output_format", "latex"]) == 0
     assert r"$\pm$" in output.read_text() and r"\toprule" in output.read_text()

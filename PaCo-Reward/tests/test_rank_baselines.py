@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_pipelines import save_open_clip
 
 from paco_eval import baselines
-from paco_judge.client import Pair
+from paco_judge.questions import Pair
 
 
 @pytest.fixture

@@ -1,18 +1,13 @@
 """VCReward-Bench: accuracy by hand, both ways of asking, winners, broken rows. Forms of a data set: test_edit_bench.py."""
 
-import importlib.util
 import json
 
 import pytest
 from bench_tools import EVALUATION, BenchCommand, BrightnessJudge, brightness, edit_lines
 
+from paco_eval import vc as vc_reward
 from paco_judge.verdict import Verdict
 
-spec = importlib.util.spec_from_file_location(
-    "vc_reward", EVALUATION / "VCReward-Bench" / "evaluation.py"
-)
-vc_reward = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(vc_reward)
 TASKS = ("subject_add", "cref")
 
 

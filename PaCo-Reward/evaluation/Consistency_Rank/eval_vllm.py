@@ -1,11 +1,10 @@
-"""The judge on ConsistencyRank: eval.py by its published name.
-
-python eval_vllm.py --model X --tensor_parallel_size 1 --gpu_memory_utilization 0.85 --batch_size 8
-"""
+"""ConsistencyRank-Bench by its published name: see paco_eval/rank.py."""
 
 import sys
-
-from eval import main
+from pathlib import Path
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from paco_eval.start import start
+
+    sys.exit(start("rank"))

@@ -1,14 +1,16 @@
 """Image similarities in [0, 1] that need no judge, as engines that ignore the question."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from paco_eval.engines import ScorePairs
 from paco_eval.results import BenchError
-from paco_judge.client import Pair
+from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
 
 BASELINES = {  # --scorer -> its exact name, for the rows of a results file
@@ -21,35 +23,54 @@ DREAMSIM_TYPE = "ensemble"
 
 
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
-    """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once. Raises BenchError without its package."""
-    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}.get(
-        name, ("", None)
-    )
+    """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once.
+
+    Raises BenchError: Its package is missing.
+    """
+    if name == "histogram":
+        return partial(_similarities, histograms, _overlap)
+    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}[
+        name
+    ]
     try:
-        describe = _features(load, batch_size) if load else histograms
+        features = ImageFeatures(load, batch_size)
     except ImportError as error:
         raise BenchError(
             f"--scorer {name} needs the package {package} ({error}); pip install {package}"
         ) from error
+    return partial(_similarities, features, _cosine_to_one)
 
-    def score(pairs: Sequence[Pair]) -> list[Verdict]:
-        images = {
-            id(image): image for pair in pairs for image in pair.images
-        }  # each is described once
-        described = dict(zip(images, describe(list(images.values())), strict=True))
-        a, b = (np.stack([described[id(pair.images[i])] for pair in pairs]) for i in (0, 1))
-        values = (
-            (1.0 + (a * b).sum(1)) / 2 if load else np.minimum(a, b).sum(1)
-        )  # (1 + cosine) / 2, or the overlap
-        return [Verdict(value) for value in values.clip(0.0, 1.0).tolist()]
 
-    return score
+def _similarities(
+    describe: Callable[[Sequence[Image.Image]], np.ndarray],
+    compare: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    pairs: Sequence[Pair],
+) -> list[Verdict]:
+    """How similar the two images of each pair are. Every image is described once."""
+    images = {id(image): image for pair in pairs for image in pair.images}
+    descriptions = dict(zip(images, describe(list(images.values())), strict=True))
+    firsts = np.stack([descriptions[id(pair.image_a)] for pair in pairs])
+    seconds = np.stack([descriptions[id(pair.image_b)] for pair in pairs])
+    values = compare(firsts, seconds)
+    return [Verdict(value) for value in values.clip(0.0, 1.0).tolist()]
+
+
+def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.minimum(first, second).sum(1)
+
+
+def _cosine_to_one(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(1 + cosine) / 2 of unit vectors."""
+    return (1.0 + (first * second).sum(1)) / 2
 
 
 def histograms(images: Sequence[Image.Image]) -> np.ndarray:
     """Share of pixels in each of 8 x 8 x 8 RGB cells, (n, 512); rows sum to 1."""
-    pixels = [np.asarray(image.convert("RGB")).reshape(-1, 3) for image in images]
-    rows = [np.histogramdd(rgb, 8, [(0, 256)] * 3)[0].ravel() / len(rgb) for rgb in pixels]
+    rows = []
+    for image in images:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+        counts, _ = np.histogramdd(pixels, 8, [(0, 256)] * 3)
+        rows.append(counts.ravel() / len(pixels))
     return np.stack(rows)
 
 
@@ -62,7 +83,7 @@ def _clip(device: str) -> tuple[Callable, Callable]:
         model, pretrained=pretrained, device=device
     )
     clip.eval()
-    return preprocess, lambda x: clip.encode_image(x, normalize=True)
+    return preprocess, partial(clip.encode_image, normalize=True)
 
 
 def _dreamsim(device: str) -> tuple[Callable, Callable]:
@@ -76,23 +97,36 @@ def _dreamsim(device: str) -> tuple[Callable, Callable]:
     folder = Path(torch.hub.get_dir()) / "dreamsim" / DREAMSIM_TYPE
     folder.mkdir(parents=True, exist_ok=True)
     model, preprocess = dreamsim(device=device, cache_dir=str(folder), dreamsim_type=DREAMSIM_TYPE)
-    return lambda image: preprocess(image)[0], model.embed
+
+    def first_of_batch(image: Image.Image) -> Any:
+        return preprocess(image)[0]
+
+    return first_of_batch, model.embed
 
 
-def _features(load: Callable[[str], tuple[Callable, Callable]], batch_size: int) -> Callable:
-    """A function of images: unit vectors of their encodings, (n, D) float64."""
-    import torch
+class ImageFeatures:
+    """Unit vectors of images' encodings.
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    preprocess, encode = load(device)
+    Args:
+        load: Returns a model's preprocessing of an image and its encoder of a batch.
+        batch_size: Images encoded at once.
+    """
 
-    @torch.inference_mode()
-    def describe(images: Sequence[Image.Image]) -> np.ndarray:
-        tensors = torch.stack([preprocess(image.convert("RGB")) for image in images])
-        parts = [
-            encode(part.to(device)).double().cpu().numpy() for part in tensors.split(batch_size)
-        ]
+    def __init__(self, load: Callable[[str], tuple[Callable, Callable]], batch_size: int) -> None:
+        import torch
+
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._batch_size = batch_size
+        self._preprocess, self._encode = load(self._device)
+
+    def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """(n, D) float64."""
+        import torch
+
+        tensors = torch.stack([self._preprocess(image.convert("RGB")) for image in images])
+        parts = []
+        with torch.inference_mode():
+            for part in tensors.split(self._batch_size):
+                parts.append(self._encode(part.to(self._device)).double().cpu().numpy())
         features = np.concatenate(parts)
         return features / np.linalg.norm(features, axis=1, keepdims=True)
-
-    return describe

@@ -1,7 +1,9 @@
-"""Data sets of edits from the hub or from disk, whose images stay undecoded: a broken image affects only its row."""
+"""Data sets of edits from the hub or from disk.
 
-from collections.abc import Callable
-from functools import partial
+Images stay undecoded until they are asked for, so that a broken one affects only its row.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,85 +12,112 @@ from PIL import Image
 from paco_eval.results import BenchError, Row, first_line, read_rows
 from paco_judge.images import UnreadableImage, read_image
 
-# Reads a row's image and its two edits, RGB. Raises ValueError, which names the column, or KeyError.
-Pictures = Callable[[], list[Image.Image]]
 
-
-def open_source(
-    dataset: str | None, hub_name: str, texts: tuple[str, ...], images: tuple[str, str]
-) -> list[tuple[Row, Pictures]]:
-    """The rows of a data set. Raises BenchError: It is missing, not readable, or lacks a column.
+class EditRows:
+    """The rows of a data set, and their images: one before the edit, and two edits of it.
 
     Args:
-        dataset: Hub name, folder of ``save_to_disk`` or of parquet files, or a .jsonl file, to which image paths are
-            relative. Default: the folder named as the data set in ., .. or ../.., else the hub's ``hub_name``.
+        dataset: Hub name, folder of ``save_to_disk`` or of parquet files, or a .jsonl file, to
+            which image paths are relative. Default: the folder named as the data set in ., .. or
+            ../.., else the hub's ``hub_name``.
         hub_name: ``OWNER/NAME``.
-        texts, images: Columns that are needed; ``images``: of the image before the edit, and of two edits.
+        texts: Columns that are needed.
+        before: Column of the image before the edit.
+        after: Column of the two edits.
+
+    Raises:
+        BenchError: The data set is missing, not readable, or lacks a column.
     """
-    local_name = hub_name.partition("/")[2]
-    places = (Path(place) / local_name for place in (".", "..", "../.."))
-    # The folder of a benchmark's code may have the data set's name; it counts if the data set was downloaded to it.
-    local = (
-        f
-        for f in places
-        if f.is_dir() and ((f / "data").is_dir() or not (f / "evaluation.py").is_file())
-    )
-    path = Path(dataset or next(local, hub_name)).expanduser()
-    if path.suffix == ".jsonl":
-        rows = read_rows(path)
-        columns, stored = {column for row in rows for column in row}, rows.__getitem__
-    else:
-        try:
-            loaded = _load(path)
-        except Exception as error:  # hub, network, cache and format errors share no base class
-            remedy = f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` (HF_ENDPOINT: a mirror)"
+
+    def __init__(
+        self, dataset: str | None, hub_name: str, texts: Sequence[str], before: str, after: str
+    ) -> None:
+        self.rows: list[Row]
+        self._before = before
+        self._after = after
+        self._stored: Callable[[int], Row]
+        path = Path(dataset or _local_copy(hub_name) or hub_name).expanduser()
+        self._root = path.parent if path.is_file() else path
+        if path.suffix == ".jsonl":
+            self.rows = read_rows(path)
+            self._stored = self.rows.__getitem__
+            columns = {column for row in self.rows for column in row}
+        else:
+            loaded = _load(path, hub_name)
+            columns = set(loaded.column_names)
+            undecoded = loaded.with_format("arrow")
+            available = [name for name in texts if name in columns]
+            self.rows = undecoded.select_columns(available)[:].to_pylist()
+            self._stored = lambda index: undecoded[index].to_pylist()[0]
+        missing = [column for column in (*texts, before, after) if column not in columns]
+        if missing:
             raise BenchError(
-                f"dataset {path} cannot be read: {first_line(error)}; download it with {remedy}"
-            ) from error
-        columns = loaded.column_names
-        undecoded = loaded.with_format("arrow")
-        rows = undecoded.select_columns([name for name in texts if name in columns])[:].to_pylist()
-        stored = lambda index: undecoded[index].to_pylist()[0]
-    if missing := [column for column in (*texts, *images) if column not in columns]:
-        raise BenchError(
-            f"dataset {path} lacks the columns {', '.join(missing)}; it has {', '.join(sorted(columns))}"
-        )
-    root, (before, after) = path.parent if path.is_file() else path, images
+                f"dataset {path} lacks the columns {', '.join(missing)}; "
+                f"it has {', '.join(sorted(columns))}"
+            )
 
-    def read(index: int) -> list[Image.Image]:
-        row = stored(index)
-        if not isinstance(row[after], list) or len(row[after]) != 2:
-            raise ValueError(f"{after} must hold 2 images")
-        named = {before: row[before]} | {
-            f"{after}[{n}]": image for n, image in enumerate(row[after])
-        }
-        return [_open(image, root, column) for column, image in named.items()]
+    def images(self, index: int) -> list[Image.Image]:
+        """The image before the edit and the two edits, RGB.
 
-    return [(row, partial(read, index)) for index, row in enumerate(rows)]
+        Raises:
+            ValueError: One cannot be read; the message names its column.
+            KeyError: The row lacks a column.
+        """
+        row = self._stored(index)
+        before = row[self._before]
+        edits = row[self._after]
+        if not isinstance(edits, list) or len(edits) != 2:
+            raise ValueError(f"{self._after} must hold 2 images")
+        images = [self._open(before, self._before)]
+        for number, edit in enumerate(edits):
+            images.append(self._open(edit, f"{self._after}[{number}]"))
+        return images
+
+    def _open(self, stored: Any, column: str) -> Image.Image:
+        """The image of a cell: a path relative to the data set, bytes, or a dict with either."""
+        if isinstance(stored, dict):
+            stored = stored.get("bytes") or stored.get("path")
+        if not isinstance(stored, (bytes, str)) or not stored:
+            raise ValueError(f"{column} holds no image but {stored!r}")
+        is_path = isinstance(stored, str)
+        try:
+            return read_image(self._root / stored if is_path else stored)
+        except UnreadableImage as error:
+            place = f"{column} {stored if is_path else ''}"
+            raise ValueError(f"image {place} {error}") from error
 
 
-def _load(path: Path) -> Any:
+def _local_copy(hub_name: str) -> Path | None:
+    """The folder named as the data set in ., .. or ../... None: there is none.
+
+    The folder of a benchmark's code may have that name; it counts if the data were downloaded to
+    it.
+    """
+    for place in (".", "..", "../.."):
+        folder = Path(place) / hub_name.partition("/")[2]
+        is_code = (folder / "evaluation.py").is_file() and not (folder / "data").is_dir()
+        if folder.is_dir() and not is_code:
+            return folder
+    return None
+
+
+def _load(path: Path, hub_name: str) -> Any:
     """A data set of the package ``datasets``: the split train, or without one all splits."""
     import datasets
 
-    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    loaded = (datasets.load_from_disk if saved else datasets.load_dataset)(str(path))
+    try:
+        is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        load = datasets.load_from_disk if is_saved else datasets.load_dataset
+        loaded = load(str(path))
+    except Exception as error:  # hub, network, cache and format errors share no base class
+        local_name = hub_name.partition("/")[2]
+        raise BenchError(
+            f"dataset {path} cannot be read: {first_line(error)}; download it with "
+            f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` "
+            "(HF_ENDPOINT: a mirror)"
+        ) from error
     if not isinstance(loaded, dict):
         return loaded
-    return (
-        loaded["train"] if "train" in loaded else datasets.concatenate_datasets([*loaded.values()])
-    )
-
-
-def _open(stored: Any, root: Path, column: str) -> Image.Image:
-    """The RGB image of a cell: a path relative to ``root``, encoded bytes, or a dict with either."""
-    if isinstance(stored, dict):
-        stored = stored.get("bytes") or stored.get("path")
-    if not isinstance(stored, (bytes, str)) or not stored:
-        raise ValueError(f"{column} holds no image but {stored!r}")
-    try:
-        return read_image(stored if isinstance(stored, bytes) else root / stored)
-    except UnreadableImage as error:
-        raise ValueError(
-            f"image {column} {'' if isinstance(stored, bytes) else stored} {error}"
-        ) from error
+    if "train" in loaded:
+        return loaded["train"]
+    return datasets.concatenate_datasets(list(loaded.values()))

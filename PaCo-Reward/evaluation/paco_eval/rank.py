@@ -1,0 +1,283 @@
+"""ConsistencyRank-Bench (arXiv 2512.04784): rank candidates by the judge's P(Yes) against the
+reference. eval.py and eval_vllm.py are the same command.
+
+  python eval_vllm.py --model X --tensor_parallel_size 1 --gpu_memory_utilization 0.85
+  python eval_vllm.py --model X --server http://127.0.0.1:8000    a running server
+  python eval_vllm.py --model X --engine transformers             without vLLM; X may be any VLM
+  python eval_vllm.py --model X --question mine.txt               your own wording
+
+vLLM runs in this process: use the interpreter that has vLLM (in this repository
+.venv-vllm/bin/python). Image similarities in [0, 1], for comparison:
+
+  python eval.py --scorer clip_i       (1 + cosine) / 2 of OpenCLIP image features
+                                       (pip install open_clip_torch)
+  python eval.py --scorer dreamsim     the same of DreamSim's (pip install dreamsim)
+  python eval.py --scorer histogram    overlap of the color histograms
+
+Results: <results_dir>/<model>-v<template or question>.jsonl or <scorer>.jsonl;
+print_eval_table.py prints their table.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+from PIL import Image
+from scipy.stats import kendalltau, spearmanr
+
+from paco_eval.baselines import BASELINES, make_baseline
+from paco_eval.benchmark import Item, run, run_judge
+from paco_eval.options import HUB_MODEL, exit_status, new_parser, parse
+from paco_eval.results import BenchError, Row, read_rows
+from paco_judge.grid import split_prompt
+from paco_judge.images import load_image
+from paco_judge.questions import DEFAULT_FORM, Pair, Question, load_question
+from paco_judge.verdict import mean_over_dimensions
+
+BENCH = "ConsistencyRank-Bench"
+RANKS = "consistency_full_rank.jsonl"
+PROMPTS = "prompt_data.jsonl"
+DOWNLOAD = f"`hf download X-GenGroup/{BENCH} --repo-type dataset --local-dir {BENCH}`"
+METRICS = {  # name in results files -> heading in tables
+    "accuracy": "accuracy",
+    "kendalltau": "tau-b",
+    "spearmanr": "rho",
+    "footrule": "footrule",
+    "top1": "top-1",
+    "bottom1": "bottom-1",
+    "top_bottom_mean": "top/bottom",
+    "kendalltau_published": "tau (published)",
+    "spearmanr_published": "rho (published)",
+}
+TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
+DEFAULT_TEMPLATE = 3
+
+
+def find_bench(dataset_dir: str | None) -> Path:
+    """The benchmark's folder: ``dataset_dir`` or the one in it.
+
+    Default: the first in ., .. or ../...
+    """
+    places = [dataset_dir] if dataset_dir else [".", "..", "../.."]
+    for place in places:
+        for folder in (Path(place) / BENCH, Path(place)):
+            if (folder / RANKS).is_file():
+                return folder
+    raise BenchError(
+        f"no {BENCH} in {', '.join(places)}; download it with {DOWNLOAD}, or pass --dataset_dir"
+    )
+
+
+def unpack_images(root: Path) -> None:
+    """Unpack ``images.zip`` to ``images/``, once. ``zipfile`` drops .. and absolute paths."""
+    archive = root / "images.zip"
+    images = root / "images"
+    if images.is_dir():
+        return
+    try:
+        with TemporaryDirectory(prefix="images-", dir=root) as folder, ZipFile(archive) as packed:
+            unpacked = Path(folder) / "images"
+            packed.extractall(unpacked)
+            inner = unpacked / "images"  # the archive may hold the folder or what is in it
+            (inner if inner.is_dir() else unpacked).rename(images)
+    except (OSError, BadZipFile) as error:
+        raise BenchError(
+            f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class ConsistencyRank:
+    """Rankings, each of a reference image's candidates.
+
+    A row has ``folder``, ``ref_image``, ``comp_images``, and ``rank_images``, the same, best first.
+    """
+
+    root: Path
+    question: Question
+    prompts: Mapping[str, Row]  # by idx; empty if the question has no fields
+    rankings: Sequence[Row]
+
+    @classmethod
+    def load(cls, dataset_dir: str | None, question: Question) -> "ConsistencyRank":
+        """The benchmark in a folder (see ``find_bench``). Raises BenchError."""
+        root = find_bench(dataset_dir)
+        unpack_images(root)
+        prompts = {}
+        if question.fields:
+            prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)}
+        return cls(root, question, prompts, read_rows(root / RANKS))
+
+    def items(self) -> list[Item]:
+        """One for each ranking."""
+        items = []
+        for index, row in enumerate(self.rankings):
+            folder = str(row.get("folder"))
+            reference = str(row.get("ref_image"))
+            items.append(Item({"index": index, "folder": folder, "ref_image": reference}, row))
+        return items
+
+    def pairs(self, item: Item) -> list[Pair]:
+        """All texts about the first candidate, then about the second, and so on."""
+        listed = list(item.row["comp_images"])
+        ranked = list(item.row["rank_images"])
+        is_permutation = sorted(listed) == sorted(ranked) and len(set(listed)) == len(listed)
+        if not is_permutation or len(listed) < 2:
+            raise ValueError(
+                f"rank_images {ranked} are not a permutation of two or more comp_images {listed}"
+            )
+        texts = [text for named in self._texts(item).values() for text in named]
+        reference = self._image(item, item.row["ref_image"])
+        pairs = []
+        for name in listed:
+            candidate = self._image(item, name)
+            pairs += [Pair(reference, candidate, text) for text in texts]
+        return pairs
+
+    def result(self, item: Item, scores: Sequence[float]) -> Row:
+        """Scores of the candidates, their order, and how it compares with the true one."""
+        listed = list(item.row["comp_images"])
+        ranked = list(item.row["rank_images"])
+        texts = self._texts(item)
+        answers = iter(scores)
+        candidate_scores = []
+        for _ in listed:
+            by_dimension = {}
+            for dimension, named in texts.items():
+                by_dimension[dimension] = [next(answers) for _ in named]
+            candidate_scores.append(mean_over_dimensions(by_dimension))
+        true_order = [listed.index(name) for name in ranked]
+        return {
+            "comp_images": listed,
+            "rank_images": ranked,
+            "scores": candidate_scores,
+            "predicted_images": [listed[index] for index in predicted_order(candidate_scores)],
+            "metrics": rank_metrics(candidate_scores, true_order),
+        }
+
+    def _texts(self, item: Item) -> dict[str | None, tuple[str, ...]]:
+        """What is asked about each candidate, by dimension."""
+        prompt: Row = {}
+        theme = ""
+        if self.question.fields:
+            prompt = self._prompt(item.row["folder"])
+        if "theme" in self.question.fields:
+            theme = split_prompt(prompt["prompt"]).theme
+        return self.question.texts(prompt.get("criteria") or {}, theme=theme)
+
+    def _prompt(self, folder: str) -> Row:
+        """The prompt of a folder; folder ``0012`` may be idx 12."""
+        for name in (folder, folder.lstrip("0") or "0"):
+            if self.prompts.get(name):
+                return self.prompts[name]
+        raise ValueError(f"{PROMPTS} has no row with idx {folder}")
+
+    def _image(self, item: Item, name: str) -> Image.Image:
+        if (self.root / name).is_file():
+            return load_image(self.root / name)
+        return load_image(self.root / "images" / item.row["folder"] / name)
+
+
+def predicted_order(scores: Sequence[float]) -> list[int]:
+    """Candidate indices, highest score first; ties in listed order."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+
+
+def published_order(scores: Sequence[float]) -> list[int]:
+    """As the paper's script orders candidates: of equal scores, the later listed one is first."""
+    return np.argsort(scores, kind="stable")[::-1].tolist()
+
+
+def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str, float]:
+    """All metrics of one item (docs/method.md, section 8, explains them).
+
+    Args:
+        scores: (n,) P(Yes) of each candidate against the reference, n >= 2.
+        true_order: (n,) the candidates' indices, best first.
+    """
+    order = predicted_order(scores)
+    order_as_published = published_order(scores)
+    true_rank = np.argsort(true_order)
+    predicted_rank = np.argsort(order)
+    top1 = float(order[0] == true_order[0])
+    bottom1 = float(order[-1] == true_order[-1])
+    num_ties = sum(first == second for first, second in combinations(scores, 2))
+    return {
+        "accuracy": float(np.mean(np.array(order) == np.array(true_order))),
+        "kendalltau": _correlation(kendalltau, scores, -true_rank),
+        "spearmanr": _correlation(spearmanr, scores, -true_rank),
+        "footrule": float(np.abs(predicted_rank - true_rank).sum()),
+        "top1": top1,
+        "bottom1": bottom1,
+        "top_bottom_mean": (top1 + bottom1) / 2,
+        # Between the lists of indices in predicted and in true order, as the paper's script
+        # computes them.
+        "kendalltau_published": _correlation(kendalltau, order_as_published, true_order),
+        "spearmanr_published": _correlation(spearmanr, order_as_published, true_order),
+        "ties": float(num_ties),
+    }
+
+
+def _correlation(function: Callable, first: Sequence[float], second: Sequence[float]) -> float:
+    if np.ptp(first) == 0:  # undefined; scipy would warn and return NaN
+        return 0.0
+    return float(function(first, second).statistic)
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Rank the candidates; returns the number of items without a result."""
+    name = args.question or TEMPLATES[args.prompt_template]
+    question = load_question(name, ("theme", "criterion"))
+    if args.scorer is None:
+        benchmark = ConsistencyRank.load(args.dataset_dir, question)
+        version = f"-v{question.name if args.question else args.prompt_template}"
+        return run_judge(args, benchmark, (question,), version)
+    # A baseline ignores the question.
+    benchmark = ConsistencyRank.load(args.dataset_dir, load_question("pair"))
+    file = Path(args.results_dir) / f"{args.scorer}.jsonl"
+    load_engine = partial(make_baseline, args.scorer, args.batch_size)
+    return run(benchmark, file, {"model": BASELINES[args.scorer]}, load_engine, args.batch_size)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command ``eval.py``, or ``eval_vllm.py``."""
+    parser = new_parser(__doc__)
+    parser.add_argument(
+        "--scorer", choices=BASELINES, help="an image similarity instead of the judge"
+    )
+    parser.add_argument(
+        "--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../.."
+    )
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument(
+        "--question",
+        metavar="NAME|FILE",
+        help="shipped template, or text file with {theme}, {criterion} or neither",
+    )
+    question.add_argument(
+        "--prompt_template",
+        type=int,
+        choices=TEMPLATES,
+        default=DEFAULT_TEMPLATE,
+        help="1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: %(default)s",
+    )
+    args = parse(parser, arguments)
+    if args.scorer:
+        _refuse_judge_options(parser, args)
+    return exit_status(evaluate, args)
+
+
+def _refuse_judge_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with an error at an option that a baseline, which asks no judge, would ignore."""
+    names = ("server", "engine", "adapter", "question", "prompt_template", *vars(DEFAULT_FORM))
+    unused = [name for name in names if getattr(args, name) != parser.get_default(name)]
+    if args.model != HUB_MODEL:
+        unused.append("model")
+    if unused:
+        parser.error(f"--scorer {args.scorer} does not use --{unused[0]}")
