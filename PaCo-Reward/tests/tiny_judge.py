@@ -29,8 +29,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from paco_judge.client import Pair
-from paco_judge.questions import editing_texts, load_editing_questions, theme_question
+from paco_judge.questions import Pair, editing_texts, load_editing_questions, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import save_model
 from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor

@@ -15,8 +15,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.judge import ServerReward, check_references, plain_images
-from paco_judge.client import Pair
-from paco_judge.questions import RequestForm
+from paco_judge.questions import Pair, RequestForm
 
 logger = logging.getLogger(__name__)
 

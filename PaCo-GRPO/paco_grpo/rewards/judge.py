@@ -15,9 +15,9 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.subfigures import check_panels
-from paco_judge.client import JudgeClient, Pair
+from paco_judge.client import JudgeClient
 from paco_judge.grid import pairs, split_image, split_prompt
-from paco_judge.questions import BETTER, EDITING, Question, RequestForm, load_question, record
+from paco_judge.questions import BETTER, EDITING, Pair, Question, RequestForm, load_question, record
 
 # Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN =
 # missing).

@@ -70,23 +70,30 @@ class Question:
 
     def texts(
         self, criteria: Mapping[str, Mapping[str, str]], **values: str
-    ) -> dict[str, tuple[str, ...]]:
+    ) -> dict[str | None, tuple[str, ...]]:
         """The texts to ask, by dimension: one for each criterion if the template has {criterion}.
 
-        ``criteria`` are ``{dimension: {name: text}}``. Raises ValueError if none has text.
+        Without that field there is one text, of no dimension (None).
+
+        Args:
+            criteria: ``{dimension: {name: text}}``.
+            **values: Of the template's other fields.
+
+        Raises:
+            ValueError: The template asks about criteria, and none has text.
         """
         if "criterion" not in self.fields:
-            return {"": (self.text(**values),)}
-        asked = {}
+            return {None: (self.text(**values),)}
+        texts: dict[str | None, tuple[str, ...]] = {}
         for dimension, named in criteria.items():
             stated = [text for text in (named or {}).values() if text and text.strip()]
             if stated:
-                asked[dimension] = tuple(self.text(criterion=text, **values) for text in stated)
-        if not asked:
+                texts[dimension] = tuple(self.text(criterion=text, **values) for text in stated)
+        if not texts:
             raise ValueError(
                 "the item has no criteria to ask about; use the theme question instead"
             )
-        return asked
+        return texts
 
 
 def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
@@ -94,11 +101,13 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
 
     ``about``: fields that the caller fills in. Raises ValueError.
     """
+    name = question
+    template = shipped().get(question)
     try:
-        file = Path(question).expanduser()
-        name, template = question, shipped().get(question)
         if template is None:
-            name, template = file.stem, file.read_text(encoding="utf-8").removesuffix("\n")
+            file = Path(question).expanduser()
+            name = file.stem
+            template = file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())
         raise ValueError(

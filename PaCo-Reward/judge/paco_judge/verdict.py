@@ -131,7 +131,7 @@ def _share(yes: ArrayLike, no: ArrayLike) -> np.ndarray:
         return 1.0 / (1.0 + np.exp(no - yes))
 
 
-def mean_over_dimensions(scores: Mapping[str, Sequence[float | None]]) -> float | None:
+def mean_over_dimensions(scores: Mapping[str | None, Sequence[float | None]]) -> float | None:
     """Mean within each dimension, then over dimensions; None if a score is missing."""
     return _mean([_mean(values) for values in scores.values()])
 

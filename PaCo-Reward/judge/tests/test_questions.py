@@ -91,7 +91,7 @@ def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
         "Style": ("T Colours match",),
         "Identity": ("T a.", "T b."),
     }
-    assert load_question("pair").texts(criteria) == {"": (load_question("pair").text(),)}
+    assert load_question("pair").texts(criteria) == {None: (load_question("pair").text(),)}
     with pytest.raises(ValueError, match="no criteria"):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
 

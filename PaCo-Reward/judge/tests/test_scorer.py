@@ -8,8 +8,7 @@ import tiny_judge
 import torch
 from PIL import Image
 
-from paco_judge.client import Pair
-from paco_judge.questions import theme_question
+from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 
 OTHERS = ["llava", "idefics3"]
