@@ -170,6 +170,8 @@ def test_judge(terminal, port):
     for number, name in enumerate(("a", "b", "c", "photo", "edit1", "edit2")):
         tiny_judge.picture(number).save(folder / f"{name}.png")
     (folder / "mine.txt").write_text("Are these two images alike?")
+    pairs = "image1,image2,label\na.png,b.png,Yes\nc.png,photo.png,No\n"
+    (folder / "my_pairs.csv").write_text(pairs)
     draw(folder, seed=0, prompts={"train": 6, "test": 3})
     (folder / "metadata.jsonl").rename(folder / "prompts.jsonl")
     save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench", 2)
