@@ -1,8 +1,8 @@
-"""Runs a command with a log: `python -m paco_toy.progress LOG COMMAND …` (used by run.sh and editing.sh).
+"""Runs a command with a log for run.sh and editing.sh: `python -m paco_toy.progress LOG COMMAND …`.
 
-While it runs, the last line of its output is shown, with a progress bar; when it fails, its last lines. When this process
-ends, even by SIGKILL, the command is asked to end, too. ``--wait-for-earlier FOLDER …`` waits for commands with a log in
-these folders that are still ending.
+While it runs, the last line of its output is shown, with a progress bar; when it fails, its last
+lines. When this process ends, even by SIGKILL, the command is asked to end, too.
+``--wait-for-earlier FOLDER …`` waits for commands with a log in these folders that are still ending.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 RUNNING = ".running"  # beside the logs: process id and start time of the command that runs
-_GRACE_S = 60  # a trainer finishes its batch and saves; SIGKILL would lose the epochs since the last checkpoint
+# A trainer finishes its batch and saves. SIGKILL would lose the epochs since the last checkpoint.
+_GRACE_S = 60
 _EARLIER_S = 90
 
 
@@ -31,20 +32,29 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 def with_bar(line: str) -> str:
     """With a bar in front, if the line speaks of a step of many ("epoch 6/20: …") and has no bar of its own."""
-    found = re.search(r"\b(\d+)\s*/\s*(\d+)\b", line)
-    if "%|" in line or not found or not 0 < int(found[2]) >= int(found[1]):
+    fraction = re.search(r"\b(\d+)\s*/\s*(\d+)\b", line)
+    if fraction is None or "%|" in line:
         return line
-    full = 20 * int(found[1]) // int(found[2])
+    step = int(fraction[1])
+    steps = int(fraction[2])
+    if steps == 0 or step > steps:
+        return line
+    full = 20 * step // steps
     return f"{'█' * full}{'░' * (20 - full)} {line}"
 
 
 def show(text: str) -> None:
     """Print a line, on a terminal in place of the last one."""
-    live, width = sys.stdout.isatty(), shutil.get_terminal_size((100, 24)).columns - 1
-    print(f"\r\x1b[2K{text[:width]}" if live else text, end="" if live else "\n", flush=True)
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size((100, 24)).columns - 1
+        print(f"\r\x1b[2K{text[:width]}", end="", flush=True)
+    else:
+        print(text, flush=True)
 
 
 def run(log: Path, command: list[str]) -> int:
+    """Run the command to its end; returns its exit status, or 1 if a signal ended it."""
+    is_terminal = sys.stdout.isatty()
     began = shown = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(f"$ cd {os.getcwd()} && {' '.join(command)}\n", encoding="utf-8")
@@ -62,17 +72,17 @@ def run(log: Path, command: list[str]) -> int:
         (log.parent / RUNNING).write_text(f"{process.pid} {started}")
     try:
         while process.poll() is None:
-            if time.monotonic() - shown >= (0.5 if sys.stdout.isatty() else 20):
+            if time.monotonic() - shown >= (0.5 if is_terminal else 20):
                 shown = time.monotonic()
-                show(f"      {log.stem}  {shown - began:.0f} s  {with_bar(*last_lines(log, 1))}")
+                line = with_bar(*last_lines(log, 1))
+                show(f"      {log.stem}  {shown - began:.0f} s  {line}")
             time.sleep(0.1)
     finally:
         if process.poll() is None:
             end(process)
-    show(
-        f"      {log.stem}: {time.monotonic() - began:.0f} s"
-        + ("\n" if sys.stdout.isatty() else "")
-    )
+    show(f"      {log.stem}: {time.monotonic() - began:.0f} s")
+    if is_terminal:
+        print()
     if process.returncode:
         lines = "".join(f"  | {line}\n" for line in last_lines(log, 12))
         print(
@@ -100,8 +110,9 @@ def end_with_parent() -> None:
 def earlier_processes(logs: Path) -> list[psutil.Process]:
     """The processes of a noted command that are still there. A process id that was given again does not count."""
     try:
-        pid, started = (logs / RUNNING).read_text().split()
-        session, started = int(pid), float(started)
+        pid, start = (logs / RUNNING).read_text().split()
+        session = int(pid)
+        started = float(start)
     except (OSError, ValueError):
         return []
     processes = []

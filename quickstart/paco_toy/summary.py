@@ -1,4 +1,7 @@
-"""The quickstart's results in numbers: `python -m paco_toy.summary OUT RUN` writes summary.json and summary.txt to OUT."""
+"""The quickstart's results in numbers.
+
+`python -m paco_toy.summary OUT RUN --seed SEED` writes summary.json and summary.txt to OUT.
+"""
 
 import argparse
 import hashlib
@@ -33,10 +36,14 @@ EDIT_MEASURES = {
     "oracle_kept": "the rest is kept",
 }
 LABELS = MEASURES | EDIT_MEASURES
+_RESAMPLES = 400  # of the prompts
 
 
 def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
-    """Measures of an evaluation's images, NaN where one does not apply to the prompt; ``Reading.choices`` by attribute."""
+    """Measures of an evaluation's images, NaN where one does not apply to the prompt.
+
+    Also ``Reading.choices`` of each attribute.
+    """
     rows = read_jsonl(folder / "eval_data.jsonl")
     rewards = pd.DataFrame([row["rewards"] for row in rows], dtype=np.float64)
     if "oracle_edit" in rewards:
@@ -46,74 +53,87 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
             f"{folder} has no images for the oracle to read: leave test.save_eval_images=True"
         )
     named = [read_prompt(row["prompt"]) for row in rows]
+    is_open = [bool(character.left_open) for character in named]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
     scores = {
-        "consistency": np.where([bool(c.left_open) for c in named], np.nan, reading.consistency()),
+        "consistency": np.where(is_open, np.nan, reading.consistency()),
         "agreement": reading.agreement(named),
         "reward": rewards.get("consistency_score", math.nan),
         "alignment": reading.alignment(named),
         "valid": reading.valid.mean(axis=1),
         "distinct": reading.distinctness(),
     }
-    return pd.DataFrame(scores), [reading.choices(named, name) for name in ATTRIBUTES]
+    choices = [reading.choices(named, attribute) for attribute in ATTRIBUTES]
+    return pd.DataFrame(scores), choices
 
 
 def diversity(choices: list[np.ndarray], images: np.ndarray | slice) -> float:
-    """Mean evenness of the attributes that prompts of these images leave open; NaN if there is none."""
-    return pd.Series([evenness(each[images]) for each in choices], dtype=np.float64).mean()
+    """Mean evenness of the attributes that prompts of these images leave open; NaN if none does."""
+    by_attribute = [evenness(of_attribute[images]) for of_attribute in choices]
+    return pd.Series(by_attribute, dtype=np.float64).mean()
 
 
 def policy_measures(run: Path) -> dict[str, Any]:
-    """``before`` and ``after``: means of a run's first and last evaluation; ``change``: paired ``mean`` and ``stderr``.
+    """Means of a run's first and last evaluation, ``before`` and ``after``, and their ``change``.
 
-    The standard error of ``choice``, which is no mean over images, is over resampled prompts.
+    A change has a ``mean`` and a ``stderr``, paired by image. ``choice`` is no mean over images: its
+    standard error is over resampled prompts.
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
         raise SystemExit(
             f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed"
         )
-    (before, first), (after, last) = scores_of(folders[0]), scores_of(folders[-1])
-    change, count = (after - before).dropna(axis=1, how="all"), len(after)
-    found = {
-        "before": before[change.columns].mean().to_dict(),
-        "after": after[change.columns].mean().to_dict(),
-    }
-    found["change"] = {
-        name: {"mean": each.mean(), "stderr": each.sem()} for name, each in change.items()
-    }
-    every, rng = slice(None), np.random.default_rng(0)
-    if not math.isnan(diversity(last, every)):
-        found["before"]["choice"], found["after"]["choice"] = (
-            diversity(first, every),
-            diversity(last, every),
-        )
-        drawn = [rng.integers(count, size=count) for _ in range(400)]
-        error = np.nanstd([diversity(last, images) - diversity(first, images) for images in drawn])
-        mean = found["after"]["choice"] - found["before"]["choice"]
-        found["change"]["choice"] = {"mean": mean, "stderr": float(error)}
+    first_scores, first_choices = scores_of(folders[0])
+    last_scores, last_choices = scores_of(folders[-1])
+    differences = (last_scores - first_scores).dropna(axis=1, how="all")
+    before = first_scores[differences.columns].mean().to_dict()
+    after = last_scores[differences.columns].mean().to_dict()
+    change = {}
+    for name, column in differences.items():
+        change[name] = {"mean": column.mean(), "stderr": column.sem()}
+    count = len(last_scores)
+    every = slice(None)
+    if not math.isnan(diversity(last_choices, every)):
+        before["choice"] = diversity(first_choices, every)
+        after["choice"] = diversity(last_choices, every)
+        rng = np.random.default_rng(0)
+        resampled = []
+        for _ in range(_RESAMPLES):
+            images = rng.integers(count, size=count)
+            resampled.append(diversity(last_choices, images) - diversity(first_choices, images))
+        mean = after["choice"] - before["choice"]
+        change["choice"] = {"mean": mean, "stderr": float(np.nanstd(resampled))}
     config = yaml.safe_load((run / "config.yaml").read_text())
-    found |= {f"{part}_resolution": config[part]["resolution"] for part in ("train", "test")}
-    return found | {"epochs": int(folders[-1].name.removeprefix("epoch_")), "num_images": count}
+    return {
+        "before": before,
+        "after": after,
+        "change": change,
+        "train_resolution": config["train"]["resolution"],
+        "test_resolution": config["test"]["resolution"],
+        "epochs": int(folders[-1].name.removeprefix("epoch_")),
+        "num_images": count,
+    }
 
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items (`accuracy`, `kendalltau`, …)."""
-    metrics = pd.DataFrame(
-        [row["metrics"] for row in read_jsonl(path) if not row.get("error")], dtype=np.float64
-    )
+    rows = [row["metrics"] for row in read_jsonl(path) if not row.get("error")]
+    metrics = pd.DataFrame(rows, dtype=np.float64)
     return metrics.mean().to_dict() | {"items": len(metrics)}
 
 
 def judge_measures(out: Path) -> dict[str, Any]:
-    judged = {
-        name: json.loads((out / f"judge_{name}.json").read_text()) for name in ("base", "lora")
-    }
-    ranks = {
-        path.stem == "histogram": rank_measures(path)
-        for path in (out / "rank_results").glob("*.jsonl")
-    }
-    return {"judge": judged, "rank": ranks[False] | {"histogram": ranks[True]}}
+    """Accuracy of the judge before and after its training, and the benchmark's measures."""
+    judges = {}
+    for name in ("base", "lora"):
+        judges[name] = json.loads((out / f"judge_{name}.json").read_text())
+    rank = {}
+    for path in (out / "rank_results").glob("*.jsonl"):
+        if path.stem != "histogram":
+            rank |= rank_measures(path)
+    rank["histogram"] = rank_measures(out / "rank_results" / "histogram.jsonl")
+    return {"judge": judges, "rank": rank}
 
 
 def judge_id(folder: Path) -> str:
@@ -127,11 +147,10 @@ def commit() -> str:
     command = (
         "git rev-parse --short HEAD && git status --porcelain -uno -- . ':!quickstart/results.csv'"
     )
-    found = subprocess.run(
-        ["bash", "-c", command], cwd=REPO, check=False, capture_output=True, text=True
-    )
-    head, *changes = found.stdout.splitlines() or ["unknown"]
-    return head + ("+changes" if changes else "")
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, cwd=REPO, check=False, capture_output=True, text=True)
+    head, *changes = done.stdout.splitlines() or ["unknown"]
+    return f"{head}+changes" if changes else head
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -142,7 +161,9 @@ def table(summary: dict[str, Any]) -> str:
         lines.append(f"{name:<42}{before[key]:<13.3f}{after[key]:<13.3f}{change}".rstrip())
 
     if "judge" in summary:
-        base, lora, rank = summary["judge"]["base"], summary["judge"]["lora"], summary["rank"]
+        base = summary["judge"]["base"]
+        lora = summary["judge"]["lora"]
+        rank = summary["rank"]
         add("judge: accuracy, held-out pairs", base, lora, "accuracy")
         for name in lora["kinds"]:  # toy_pairs_KIND_test
             add(f"  {name.split('_')[2]}", base["kinds"][name], lora["kinds"][name], "accuracy")
@@ -153,13 +174,8 @@ def table(summary: dict[str, Any]) -> str:
         f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px"
     )
     for name, change in policy["change"].items():
-        add(
-            f"  {LABELS[name]}",
-            policy["before"],
-            policy["after"],
-            name,
-            f"{change['mean']:+.3f} ±{change['stderr']:.3f}",
-        )
+        text = f"{change['mean']:+.3f} ±{change['stderr']:.3f}"
+        add(f"  {LABELS[name]}", policy["before"], policy["after"], name, text)
     return "\n".join([*lines, "", f"{summary['minutes']:.0f} minutes."])
 
 
@@ -170,14 +186,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     arguments = parser.parse_args()
     out = arguments.out
-    seconds = {
-        name: int(value) for name, value in map(str.split, (out / "done").read_text().splitlines())
-    }
+    seconds = {}  # of each stage
+    for line in (out / "done").read_text().splitlines():
+        stage, duration = line.split()
+        seconds[stage] = int(duration)
     (out / "stage_seconds.json").write_text(json.dumps(seconds))
     summary = {
-        "seed": arguments.seed, "commit": commit(), "minutes": sum(seconds.values()) / 60, "stage_seconds": seconds,
+        "seed": arguments.seed,
+        "commit": commit(),
+        "minutes": sum(seconds.values()) / 60,
+        "stage_seconds": seconds,
         "policy": policy_measures(out / arguments.run),
-    }  # fmt: skip
+    }
     if "judge" in seconds:
         summary |= judge_measures(out) | {"judge_id": judge_id(out / "judge")}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
