@@ -1,4 +1,4 @@
-"""The folder of an evaluation that can be continued: what its images and scores depend on, and whether all are there."""
+"""An evaluation that can be continued: what images and scores depend on, and whether all are there."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,8 @@ def is_complete(
 ) -> bool:
     """Whether ``folder`` holds all images and scores of this evaluation.
 
-    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation continues there.
+    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation
+    continues there.
 
     Raises:
         ConfigError: The folder holds images of another evaluation, or its record is damaged.
@@ -37,17 +38,20 @@ def is_complete(
     metrics = folder / "metrics.json"
     if record.exists() or any(folder.glob("[0-9]*.png")):
         earlier = _read_record(record)
-        changed = [
-            name for name in identity if name != "adapter" and earlier.get(name) != identity[name]
-        ]
-        of_images = [name for name in changed if name != "rewards"]
+        changed = [name for name in identity if earlier.get(name) != identity[name]]
+        # The adapter's hash counts, not its place. Other rewards only change the scores.
+        of_images = [name for name in changed if name not in ("adapter", "rewards")]
         if of_images:
             names = ", ".join(of_images)
             raise ConfigError(
                 f"{folder} holds images with another {names}: choose another --output"
             )
         num_images = options.test.num_images or len(items)
-        if not changed and metrics.is_file() and _has_all_scores(folder, num_images, rewards):
+        if (
+            "rewards" not in changed
+            and metrics.is_file()
+            and _has_all_scores(folder, num_images, rewards)
+        ):
             return True
     folder.mkdir(parents=True, exist_ok=True)
     metrics.unlink(missing_ok=True)
@@ -62,27 +66,25 @@ def _identity(
     adapter: Path | None,
 ) -> dict[str, Any]:
     """Everything that changes images or scores; ``rewards`` alone changes only scores."""
-    test = dataclasses.asdict(options.test)
-    identity = {
-        "model": str(options.pretrained.model),
-        "weights": _weights_identity(str(options.pretrained.model)),
-        "quantize": options.pretrained.quantize,
-        "image_positions": options.pretrained.image_positions,
-        "mixed_precision": options.mixed_precision,
-        "allow_tf32": options.allow_tf32,
-        "attention": options.speed.attention,
-        "compile": options.speed.compile,
+    pretrained = options.pretrained
+    identity: dict[str, Any] = {
+        "model": str(pretrained.model),
+        "weights": _weights_identity(str(pretrained.model)),
+        "quantize": pretrained.quantize,
+        "image_positions": pretrained.image_positions,
         "adapter": adapter,
         "adapter_sha256": _adapter_hash(adapter),
         "prompts": hash_value([_item_content(item, options.dataset) for item in items]),
-        "item_size": options.item_size,
         "guidance_scale": options.sample.guidance_scale,
         "negative_prompt": options.sample.negative_prompt,
-        "max_sequence_length": options.max_sequence_length,
-        "seed": options.seed,
-        "test": {name: value for name, value in test.items() if not name.startswith("reward")},
-        "rewards": {},
+        "attention": options.speed.attention,
+        "compile": options.speed.compile,
     }
+    for name in ("mixed_precision", "allow_tf32", "item_size", "max_sequence_length", "seed"):
+        identity[name] = getattr(options, name)
+    test = dataclasses.asdict(options.test)
+    identity["test"] = {name: test[name] for name in test if not name.startswith("reward")}
+    identity["rewards"] = {}
     for name, reward in rewards.items():
         arguments = {key: value for key, value in reward.kwargs.items() if key != "api_key"}
         identity["rewards"][name] = [arguments, reward.record]
@@ -105,14 +107,16 @@ def _has_all_scores(folder: Path, num_images: int, rewards: Mapping[str, Reward]
     """A damaged or incomplete file is as good as none: the images are scored again."""
     try:
         rows = read_rows(folder)
-        scores = [[row["rewards"][name] for name in rewards] for row in rows]
+        for row in rows:
+            if None in [row["rewards"][name] for name in rewards]:
+                return False
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return len(rows) == num_images and all(None not in values for values in scores)
+    return len(rows) == num_images
 
 
 def _item_content(item: Item, dataset: str) -> list[Any]:
-    """What an evaluation takes from an item; reference images in files by samples of their content."""
+    """What an evaluation takes from an item; of reference images, samples of the files' content."""
     names = item.metadata.get("images", [item.metadata.get("image")])
     files = []
     if item.num_images and isinstance(names, list):
