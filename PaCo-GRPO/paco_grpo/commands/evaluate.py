@@ -148,7 +148,8 @@ def sample_adapters(
         if attached is not None:
             remove_lora(policy)
         if adapter is not None:
-            add_lora(policy, lora_path=adapter)
+            option = "--against" if folder.name == "against" else "--adapter"
+            add_lora(policy, lora_path=adapter, option=option)
         attached = adapter
         if is_new:
             strategy.place(policy)

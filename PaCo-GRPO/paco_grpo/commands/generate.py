@@ -95,7 +95,7 @@ def prepare(
     refuse_earlier_images(command, items)
     policy = load_generator(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if adapter:
-        add_lora(policy, lora_path=adapter)
+        add_lora(policy, lora_path=adapter, option="--adapter")
     apply_speed(options, policy)
     return options, policy, judge
 

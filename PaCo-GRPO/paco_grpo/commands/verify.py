@@ -1,4 +1,4 @@
-"""The work of ``scripts/evaluate.py --verify``: a checkpoint in plain diffusers, beside its trained adapter here."""
+"""The work of ``scripts/evaluate.py --verify``: a checkpoint in plain diffusers and here."""
 
 from pathlib import Path
 
@@ -14,7 +14,10 @@ from paco_grpo.training.verification import verify_checkpoint
 
 
 def verify(options: RunOptions, place: str) -> Verification:
-    """Compare ``diffusers/`` of the checkpoint ``place`` with its ``adapter/`` on the first test prompt."""
+    """Compare ``diffusers/`` of the checkpoint ``place`` with its ``adapter/``.
+
+    On the first test prompt.
+    """
     checkpoint = Path(place).expanduser()
     for name in ("adapter", "diffusers"):
         if not (checkpoint / name).is_dir():
@@ -29,6 +32,6 @@ def verify(options: RunOptions, place: str) -> Verification:
     options = with_text_length(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = load_generator(options, device)
-    add_lora(policy, lora_path=checkpoint / "adapter")
+    add_lora(policy, lora_path=checkpoint / "adapter", option="--verify")
     apply_speed(options, policy)
     return verify_checkpoint(policy, options, checkpoint, items[0])

@@ -30,6 +30,7 @@ from paco_grpo.suggest import did_you_mean
 logger = logging.getLogger(__name__)
 
 TRAINED = "default"  # name of the trained adapter; snapshots have other names
+LORA_PATH = "config.train.lora_path"
 START = "start"  # a frozen copy of the adapter that training started from
 
 _PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
@@ -46,6 +47,7 @@ def add_lora(
     alpha: float = 128,
     targets: str | Sequence[str] = "default",
     lora_path: str | Path | None = None,
+    option: str = LORA_PATH,
 ) -> None:
     """Put a trainable LoRA (gaussian A, zero B: no change yet) on the transformer of ``policy``.
 
@@ -57,6 +59,7 @@ def add_lora(
             suffixes, or a regular expression for whole names of linear layers.
         lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha
             and targets.
+        option: What the user wrote ``lora_path`` into; errors begin with it.
 
     Raises:
         PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no
@@ -71,7 +74,7 @@ def add_lora(
         )
         transformer.add_adapter(config, TRAINED)
     else:
-        _load(policy, find_lora(lora_path))
+        _load(policy, find_lora(lora_path, option), option)
     _set_trainable(policy, TRAINED, True)
     policy.transformer.eval()  # without the dropout that an adapter's configuration may name
     for layer in _layers(policy):
@@ -273,7 +276,7 @@ def save_diffusers(policy: Policy, directory: str | Path) -> None:
     )
 
 
-def find_lora(place: str | Path, option: str = "config.train.lora_path") -> Path:
+def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
     """The folder of an adapter, downloaded if ``place`` is a hub name.
 
     Raises a ``PolicyLoadError`` that names ``option`` if there is none.
@@ -304,8 +307,11 @@ def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
-def _load(policy: Policy, folder: Path) -> None:
-    """Attach the adapter in ``folder``, and say how much of the model it changes."""
+def _load(policy: Policy, folder: Path, option: str) -> None:
+    """Attach the adapter in ``folder``, and say how much of the model it changes.
+
+    Errors begin with ``option``.
+    """
     try:
         if (folder / _DIFFUSERS[0]).is_file():
             names = _load_diffusers(policy, folder)
@@ -314,14 +320,13 @@ def _load(policy: Policy, folder: Path) -> None:
         _require_same_tensors(names, _state(policy.transformer))
     except Exception as error:  # damaged files raise anything in peft and diffusers
         raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} is damaged, or made for another model "
-            "than "
+            f"{option}: the LoRA at {folder} is damaged, or made for another model than "
             f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
         ) from error
     weights = _weights(policy.transformer)
     if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise PolicyLoadError(
-            f"config.train.lora_path: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
+            f"{option}: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
         )
     log_adapter(policy, str(folder))
 

@@ -1,6 +1,4 @@
-"""What a run finds in its folder: refused, resumed, or begun. All of it is read before weights are
-loaded.
-"""
+"""What a run finds in its folder: refused, resumed or begun, before weights are loaded."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ import yaml
 
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import read_numbers, verify
-from paco_grpo.hashing import hash_samples, hash_value
+from paco_grpo.hashing import hash_middles, hash_samples, hash_value
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.training.plan import evaluation_images, picture_bytes
@@ -58,6 +56,7 @@ _WITHOUT_EFFECT_ON_EVALUATIONS = (
 _HASHES = {
     "prompts": "dataset",
     "items": "dataset",
+    "references": "dataset",
     "weights": "pretrained.model",
 }
 
@@ -73,8 +72,7 @@ class Earlier:
 
 
 def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence[Item]]) -> Earlier:
-    """Refuse a folder that holds a run, unless it is resumed with what its checkpoints were trained
-    with.
+    """Refuse a folder that holds a run, unless it resumes with what its checkpoints belong to.
 
     Every option that differs from the saved configuration is logged. Other values of ``_BOUND``,
     other training prompts and other weights in the model's folder are refused unless
@@ -116,9 +114,7 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
 
 
 def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, epoch: int) -> int:
-    """Bytes that the checkpoints will need which a run still writes, beyond those that it already
-    has.
-    """
+    """Bytes that the run's further checkpoints will need."""
     # weights, average, two Adam moments and two saved adapters
     size = 6 * 4 * num_weights
     epochs_left = max(0, options.num_epochs - epoch)
@@ -132,9 +128,7 @@ def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, e
 
 
 def space_for_pictures(options: RunOptions, folder: Path, num_items: int, epoch: int) -> int:
-    """Bytes of the pictures of one evaluation, without those that a finished run already has of its
-    last one.
-    """
+    """Bytes of the pictures of one evaluation, except those that a finished run already has."""
     needed = picture_bytes(options, num_items)
     if epoch < options.num_epochs:
         return needed
@@ -146,8 +140,7 @@ def space_for_pictures(options: RunOptions, folder: Path, num_items: int, epoch:
 def _refuse_lost_checkpoints(
     options: RunOptions, folder: Path, rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """A ``ConfigError`` where epochs were trained and their checkpoints are gone; a warning where
-    none was due yet.
+    """Raise a ``ConfigError`` if the checkpoints of trained epochs are gone; warn if none was due.
 
     A run makes the folder of its checkpoints when it starts.
     """
@@ -192,7 +185,10 @@ def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> l
             f"{earlier} was trained with another {', '.join(bound)}; or set "
             "--config.resume_changed=True"
         )
-    if plan.get("test_items", hashes["test_items"]) != hashes["test_items"]:
+    has_other_tests = False
+    for what in ("test_items", "test_references"):
+        has_other_tests |= plan.get(what, hashes[what]) != hashes[what]
+    if has_other_tests:
         logger.warning(
             "%s holds other test items than before: evaluations cannot be compared with earlier "
             "ones",
@@ -203,9 +199,7 @@ def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> l
 
 
 def _changed_options(options: RunOptions, path: Path) -> dict[str, str]:
-    """Name → text of each option that differs from those in ``path``, the config.yaml of a run; all
-    are logged.
-    """
+    """Name → text of each option that differs from the config.yaml ``path``; all are logged."""
     if not path.exists():
         logger.warning("%s is missing: the options are not compared with the earlier ones", path)
         return {"config.yaml": "missing"}
@@ -261,10 +255,15 @@ def damaged(path: Path, error: Exception, consequence: str) -> ConfigError:
 def _hashes(options: RunOptions, items: Mapping[str, Sequence[Item]]) -> dict[str, str]:
     """Of a hub name there are no files of weights here: it is compared by name."""
     transformer = Path(options.pretrained.model).expanduser() / "transformer"
+    references = {}
+    for split in ("train", "test"):
+        references[split] = hash_middles(_reference_files(items[split], options.dataset, split))
     hashes = {
         "prompts": hash_value([item.prompt for item in items["train"]]),
         "items": hash_value([_content(item, options.dataset) for item in items["train"]]),
         "test_items": hash_value([_content(item, options.dataset) for item in items["test"]]),
+        "references": references["train"],
+        "test_references": references["test"],
         "weights": hash_samples(sorted(transformer.glob("*.safetensors"))),
     }
     return {name: digest[:16] for name, digest in hashes.items()}
@@ -272,11 +271,24 @@ def _hashes(options: RunOptions, items: Mapping[str, Sequence[Item]]) -> dict[st
 
 def _content(item: Item, dataset: str) -> list[Any]:
     """What training takes from an item; of reference images in files, their names and sizes."""
-    metadata = dict(item.metadata)
-    names = metadata.get("images", [metadata.get("image")])
     sizes = []
-    if item.num_images and isinstance(names, list):
-        for name in names:
-            path = Path(dataset) / str(name)
-            sizes.append(path.stat().st_size if path.is_file() else None)
+    for path in _image_files(item, dataset):
+        sizes.append(path.stat().st_size if path.is_file() else None)
+    metadata = dict(item.metadata)
     return [item.prompt, item.height, item.width, item.num_images, metadata, sizes]
+
+
+def _image_files(item: Item, dataset: str) -> list[Path]:
+    """Where the reference images of an item are, if each is a file."""
+    names = item.metadata.get("images", [item.metadata.get("image")])
+    if not item.num_images or not isinstance(names, list):
+        return []
+    return [Path(dataset) / str(name) for name in names]
+
+
+def _reference_files(items: Sequence[Item], dataset: str, split: str) -> list[Path]:
+    """The files that hold reference images: one each, or a table of all of them."""
+    files = [Path(dataset) / f"{split}.arrow", Path(dataset) / f"{split}.parquet"]
+    for item in items:
+        files += _image_files(item, dataset)
+    return [file for file in files if file.is_file()]

@@ -1,6 +1,7 @@
-"""Evaluations and adapters: plain diffusers reads them, scripts/evaluate.py repeats them, model cards describe them."""
+"""Adapters: scripts/evaluate.py repeats a run's evaluation, model cards, judged images."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -83,6 +84,17 @@ def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
     assert logged["category/even/brightness_mean"] == pytest.approx(np.mean(even))
 
 
+@pytest.mark.parametrize("option", ["--adapter", "--against"])
+def test_a_damaged_adapter_is_named_as_it_was_typed(option, trained, tmp_path, capsys):
+    _, checkpoint, _ = trained
+    damaged = shutil.copytree(checkpoint / "adapter", tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"no weights")
+    config = checkpoint.parents[1] / "saved.yaml"
+    words = ["--config", config, option, damaged, "--output", tmp_path / "out"]
+    assert load_script("evaluate").main([str(word) for word in words]) == 2
+    assert f"error: {option}: the LoRA at {damaged} is damaged" in capsys.readouterr().err
+
+
 def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
     tiny_flux_dir, tmp_path, monkeypatch
 ):
@@ -90,9 +102,8 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
 
     def diverging(policy, seeds, height, width):
         latents = initial(policy, seeds, height, width)
-        latents[1:2] = (
-            float("nan") if height == 32 else latents[1:2]
-        )  # the second one of the evaluation
+        if height == 32:  # the second one of the evaluation
+            latents[1:2] = float("nan")
         return latents
 
     monkeypatch.setattr(FluxPolicy, "initial_latents", diverging)
@@ -109,18 +120,22 @@ def test_model_card(trained):
     for name, library in (("adapter", "peft"), ("diffusers", "diffusers")):
         text = (checkpoint / name / "README.md").read_text()
         head = yaml.safe_load(text.split("---")[1])
-        found = (head["base_model"], head["library_name"], head["pipeline_tag"])
-        assert found == (options.pretrained.model, library, "text-to-image")
+        assert head["base_model"] == options.pretrained.model
+        assert head["library_name"] == library
+        assert head["pipeline_tag"] == "text-to-image"
         assert options_to_yaml(options) in text
 
 
 def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
-    checkpoint, out, main = trained[1], tmp_path / "out", load_script("generate").main
-    arguments = [
-        "--config", str(checkpoint.parents[1] / "saved.yaml"), "--adapter", str(checkpoint), "--seeds", "3",
-        "--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b.",
-        "--output", str(out), "--config.train.reward_fn_kwargs={'consistency_score': {'model': 'Paco-Reward-7B', 'port': 1}}",
-    ]  # fmt: skip
+    checkpoint = trained[1]
+    out = tmp_path / "out"
+    main = load_script("generate").main
+    kwargs = {"consistency_score": {"model": "Paco-Reward-7B", "port": 1}}
+    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml")]
+    arguments += ["--adapter", str(checkpoint), "--seeds", "3", "--output", str(out)]
+    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b."]
+    arguments += ["--prompt", "2x1 grid. [TOP]: a. [BOTTOM]: b."]
+    arguments.append(f"--config.train.reward_fn_kwargs={kwargs}")
 
     def respond(number, request):
         """The question at the start is answered, the next one is not."""
@@ -135,12 +150,11 @@ def test_generated_images_are_scored_by_a_judge(trained, tmp_path, capsys):
     assert sum(row["judge"] is None for row in rows) == 1
     best = [max(three, key=lambda row: row["judge"] or 0)["file"] for three in (rows[:3], rows[3:])]
     assert [row["file"] for row in rows if row["kept"]] == best
-    names = {path.name for path in out.glob("0*.png")}
-    assert names == {
-        file.replace(".png", f"{panel}.png")
-        for file in best
-        for panel in ("", "_panel1", "_panel2")
-    }
+    expected = set()
+    for file in best:
+        for panel in ("", "_panel1", "_panel2"):
+            expected.add(file.replace(".png", f"{panel}.png"))
+    assert {path.name for path in out.glob("0*.png")} == expected
     height, width, _ = pixels(out / best[0]).shape
     assert pixels(out / best[0].replace(".png", "_panel1.png")).shape == (height, width // 2, 3)
     height, width, _ = pixels(out / "sheet.png").shape

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from tiny_policies import picture
-from tiny_run import load_script, rows_of, tiny_edit_options, tiny_options, train
+from tiny_run import load_script, rows_of, tiny_edit_options, tiny_options, train, write_edits
 
 from paco_grpo.monitoring.trackers import MetricsFile
 from paco_grpo.options import ConfigError
@@ -183,6 +183,23 @@ def test_other_reference_images_are_refused(tiny_folder, tmp_path):
     picture(7, 48, 48).save(tmp_path / "prompts" / "train1.png")
     with pytest.raises(ConfigError, match="holds other items"):
         build_run(tiny_edit_options("toy_kontext", model, tmp_path, resume_from="latest"))
+
+
+def test_another_reference_image_of_as_many_bytes_is_refused(tiny_folder, tmp_path, caplog):
+    model = tiny_folder("flux_kontext")
+    write_edits(tmp_path / "prompts")
+    for name in ("train1", "test1"):
+        picture(1, 48, 48).save(tmp_path / "prompts" / f"{name}.png", compress_level=0)
+    train(tiny_edit_options("toy_kontext", model, tmp_path, num_epochs=1))
+    again = tiny_edit_options("toy_kontext", model, tmp_path, resume_from="latest")
+
+    picture(7, 48, 48).save(tmp_path / "prompts" / "test1.png", compress_level=0)
+    build_run(again).close()
+    assert "holds other test items" in caplog.text
+
+    picture(7, 48, 48).save(tmp_path / "prompts" / "train1.png", compress_level=0)
+    with pytest.raises(ConfigError, match=r"config.dataset \(.* holds other references\)"):
+        build_run(again)
 
 
 def test_space_is_asked_only_for_what_is_still_to_be_written(tmp_path, again):
