@@ -1,4 +1,4 @@
-"""Evaluate an adapter or the base model as a training run does, or on benchmarks; compare two adapters.
+"""Evaluate an adapter or the base model as training does, or on benchmarks; compare two adapters.
 
 python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [OPTION …]
     --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for

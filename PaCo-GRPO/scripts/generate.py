@@ -6,10 +6,10 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --prompt TEXT        what to draw; may be repeated
     --prompts-file FILE  one prompt a line, or a *_metadata.jsonl (its images are relative to its
                          folder)
-    --image FILE         what to edit: once for all prompts, or once for each --prompt in their order
+    --image FILE         what to edit: once for all prompts, or for each --prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
-    --best 1             keep only the image with the highest score of each prompt (2: the best two, …)
+    --best 1             keep only the best image of each prompt by its score (2: the best two, …)
     --overwrite          write over images of an earlier command in the same folder
     --panels             also write each panel of a grid as its command file
     --output DIR         default: generated

@@ -1,7 +1,10 @@
-"""Train: ``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]`` (or a saved config.yaml).
+"""Train a generator.
 
-Usually started by scripts/single_node/*.sh. All options: docs/configuration.md. Exit status: 0 done, 2 refused before
-training, 3 stopped with state saved, 4 failed while training with one message, 128+n ended by signal n.
+``python scripts/train.py --config config/grpo.py:NAME [--config.a.b=value …]``, or a saved
+config.yaml. Usually started by scripts/single_node/*.sh. All options: docs/configuration.md.
+
+Exit status: 0 done, 2 refused before training, 3 stopped with state saved, 4 failed while training
+with one message, 128+n ended by signal n.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ def main(arguments: list[str]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Under torchrun, get a SIGTERM when it dies, also of SIGKILL: otherwise this process trains on alone."""
+    """Under torchrun, get a SIGTERM when it dies, also of SIGKILL.
+
+    Otherwise this process trains on alone.
+    """
     if "LOCAL_RANK" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -105,7 +111,10 @@ def resume_command(trainer: Trainer) -> str:
 
 
 def concerns_run_folder(error: OSError, options: RunOptions, trainer: Trainer | None) -> bool:
-    """Whether a file of the run could not be read or written: others are defects, and need their traceback."""
+    """Whether a file of the run could not be read or written.
+
+    Other errors are defects, and need their traceback.
+    """
     if error.filename is None:  # a write to an open file does not know its name
         return error.errno in WRITE_ERRORS
     folder = trainer.run.folder if trainer else Path(options.save_dir).expanduser()

@@ -2,7 +2,7 @@
 
 While it runs, the last line of its output is shown, with a progress bar; when it fails, its last
 lines. When this process ends, even by SIGKILL, the command is asked to end, too.
-``--wait-for-earlier FOLDER …`` waits for commands with a log in these folders that are still ending.
+``--wait-for-earlier FOLDER …`` waits for commands with a log in these folders that still end.
 """
 
 import contextlib
@@ -31,7 +31,10 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def with_bar(line: str) -> str:
-    """With a bar in front, if the line speaks of a step of many ("epoch 6/20: …") and has no bar of its own."""
+    """With a bar in front, if the line is about a step of many, such as "epoch 6/20: …".
+
+    A line with a bar of its own stays as it is.
+    """
     fraction = re.search(r"\b(\d+)\s*/\s*(\d+)\b", line)
     if fraction is None or "%|" in line:
         return line
@@ -102,13 +105,19 @@ def end(process: subprocess.Popen) -> None:
 
 
 def end_with_parent() -> None:
-    """Let this process get SIGTERM when its parent ends, even by SIGKILL (Linux: PR_SET_PDEATHSIG)."""
+    """Let this process get SIGTERM when its parent ends, even by SIGKILL.
+
+    The first argument of prctl is PR_SET_PDEATHSIG of Linux.
+    """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def earlier_processes(logs: Path) -> list[psutil.Process]:
-    """The processes of a noted command that are still there. A process id that was given again does not count."""
+    """The processes of a noted command that are still there.
+
+    A process id that was given again does not count.
+    """
     try:
         pid, start = (logs / RUNNING).read_text().split()
         session = int(pid)
@@ -124,7 +133,10 @@ def earlier_processes(logs: Path) -> list[psutil.Process]:
 
 
 def wait_for_earlier(folders: list[Path]) -> int:
-    """Wait until the commands of a killed run have ended; exit status 1 and one message if they do not."""
+    """Wait until the commands of a killed run have ended.
+
+    Returns exit status 1, after one message, if they do not.
+    """
     processes = [process for folder in folders for process in earlier_processes(folder)]
     if not processes:
         return 0

@@ -20,7 +20,8 @@ from paco_toy.oracle import evenness, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES, read_jsonl
 
 REPO = Path(__file__).resolve().parents[2]
-# What an evaluation measures -> its label. Consistency is of full prompts only: open ones have agreement.
+# What an evaluation measures -> its label. Consistency is of full prompts only: open ones have
+# agreement.
 MEASURES = {
     "consistency": "consistency, full prompts",
     "agreement": "agreement, open prompts",
@@ -76,13 +77,14 @@ def diversity(choices: list[np.ndarray], images: np.ndarray | slice) -> float:
 def policy_measures(run: Path) -> dict[str, Any]:
     """Means of a run's first and last evaluation, ``before`` and ``after``, and their ``change``.
 
-    A change has a ``mean`` and a ``stderr``, paired by image. ``choice`` is no mean over images: its
-    standard error is over resampled prompts.
+    A change has a ``mean`` and a ``stderr``, paired by image. ``choice`` is no mean over images:
+    its standard error is over resampled prompts.
     """
     folders = sorted(path.parent for path in (run / "eval").glob("epoch_*/eval_data.jsonl"))
     if len(folders) < 2:
         raise SystemExit(
-            f"{run}/eval has {len(folders)} evaluations; one before and one after training are needed"
+            f"{run}/eval has {len(folders)} evaluations; one before and one after training are "
+            "needed"
         )
     first_scores, first_choices = scores_of(folders[0])
     last_scores, last_choices = scores_of(folders[-1])

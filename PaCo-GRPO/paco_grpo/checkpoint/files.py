@@ -173,7 +173,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
     """The checkpoint that ``config.resume_from`` means.
 
-    It is ``latest`` (in ``run_dir``), or the path of a checkpoint or run. Returns None for ``latest`` when this run has no checkpoint yet; another path without one is a
+    It is ``latest`` (in ``run_dir``), or the path of a checkpoint or run. Returns None for
+    ``latest`` when this run has no checkpoint yet; another path without one is a
     ``CheckpointError``.
     """
     path = run_dir

@@ -45,9 +45,9 @@ class Checkpoints:
     def save(self, name: str | None = None) -> Path:
         """Write a checkpoint into a hidden folder that is renamed when it is complete.
 
-        A collective operation. Without ``name``, it is named by the epoch, and checkpoints beyond the limit are removed.
-        When one process could not write, every process raises a ``CheckpointError``; the earlier
-        checkpoints are intact.
+        A collective operation. Without ``name``, it is named by the epoch, and checkpoints beyond
+        the limit are removed. When one process could not write, every process raises a
+        ``CheckpointError``; the earlier checkpoints are intact.
         """
         final = self.root / (name or files.checkpoint_name(self.state.epoch))
         partial = self.root / f".{final.name}.partial"
@@ -146,8 +146,8 @@ class Checkpoints:
 def verify(folder: Path) -> None:
     """Raise a ``CheckpointError`` if a file of a checkpoint's state is not as it was saved.
 
-    All files are read. Checkpoints of earlier versions have no hashes: their tensors are only compared in name and
-    shape, and must be finite.
+    All files are read. Checkpoints of earlier versions have no hashes: their tensors are only
+    compared in name and shape, and must be finite.
     """
     try:
         numbers = read_numbers(folder)
@@ -158,8 +158,8 @@ def verify(folder: Path) -> None:
         raise _unusable(folder, error) from error
     if not has_hashes:
         logger.warning(
-            "%s was saved by an earlier version, without hashes: a damaged weight that is finite is "
-            "not noticed",
+            "%s was saved by an earlier version, without hashes: a damaged weight that is finite "
+            "is not noticed",
             folder,
         )
 

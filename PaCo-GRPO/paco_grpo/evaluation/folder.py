@@ -1,4 +1,4 @@
-"""An evaluation that can be continued: what images and scores depend on, and whether all are there."""
+"""An evaluation that can be continued: what it depends on, and whether all of it is there."""
 
 import dataclasses
 import hashlib

@@ -18,8 +18,8 @@ def epoch_metrics(
 ) -> dict[str, float]:
     """The numbers of an epoch by ``group/name``.
 
-    Of rewards (NaN = missing): mean, std and cv = std / |mean|. What has no meaning is left out (a cv where the mean is 0). What is not finite stays, for
-    ``health`` to judge.
+    Of rewards (NaN = missing): mean, std and cv = std / |mean|. What has no meaning is left out (a
+    cv where the mean is 0). What is not finite stays, for ``health`` to judge.
     """
     metrics = {f"train/{name}": value for name, value in losses.items()}
     for name, values in rewards.items():

@@ -156,8 +156,8 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
         if name not in trained and gain < -_DIVERGENCE:
             message = (
                 f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not "
-                f"trained on, fell by {-gain:.1f} standard errors. Likely cause: the trained reward "
-                "is being exploited; look at the images, give it a weight in "
+                f"trained on, fell by {-gain:.1f} standard errors. Likely cause: the trained "
+                "reward is being exploited; look at the images, give it a weight in "
                 "config.train.reward_fn, or use config.train.beta > 0"
             )
             findings.append(Finding(f"eval/{name}_mean", message))
