@@ -1,4 +1,4 @@
-"""Only what pyproject.toml cannot say: where the judge protocol (paco-judge) lies on this machine."""
+"""Only what pyproject.toml cannot say: where paco-judge lies on this machine."""
 
 from pathlib import Path
 
@@ -23,7 +23,8 @@ setup(
         "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
         "scipy>=1.11",
-        # LLaMA-Factory imports torchaudio, whose newest release (2.11) is built for CUDA 13.0, as torch is up to 2.14.
+        # LLaMA-Factory imports torchaudio, whose newest release (2.11) is built for CUDA 13.0, as
+        # torch is up to 2.14.
         # torch 2.15 is built for CUDA 13.2, and torchaudio refuses to be imported beside it.
         "torch>=2.6,<2.15",
         "torchvision>=0.21,<0.30",

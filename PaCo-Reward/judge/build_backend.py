@@ -1,7 +1,7 @@
 """setuptools as the build backend, fetched for the build where the environment has none.
 
-The published command installs with ``--no-build-isolation``, so that the environment has to bring setuptools. conda's
-do. Those of Python 3.12's ``venv`` and of uv do not.
+The published command installs with ``--no-build-isolation``, so that the environment has to bring
+setuptools. conda's do. Those of Python 3.12's ``venv`` and of uv do not.
 """
 
 import importlib.util

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# EditReward-Bench in the activated environment: bash evaluate_vllm_PaCoReward.sh [--model X …]        (all options: --help)
+# EditReward-Bench in the activated environment (all options: --help):
+#   bash evaluate_vllm_PaCoReward.sh [--model X …]
 set -euo pipefail
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -82,9 +82,7 @@ def run_judge(
     """
     places = [place for place in (args.model, args.adapter) if place]
     short_names = [Path(os.path.abspath(place)).name for place in places]
-    exact_names = [
-        str(Path(place).resolve()) if Path(place).is_dir() else place for place in places
-    ]
+    exact_names = [_exact_name(place) for place in places]
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
@@ -92,6 +90,10 @@ def run_judge(
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{version}.jsonl"
     return run(benchmark, file, stamp, partial(_judge_engine, args), args.batch_size)
+
+
+def _exact_name(place: str) -> str:
+    return str(Path(place).resolve()) if Path(place).is_dir() else place
 
 
 def _judge_engine(args: argparse.Namespace) -> ScorePairs:
@@ -190,7 +192,7 @@ def _score(batch: Sequence[list[Pair]], engine: ScorePairs) -> list[list[Verdict
         verdicts = engine(all_pairs) if all_pairs else []
     except (BenchError, JudgeError):
         raise
-    except Exception as error:  # noqa: BLE001 - a model or processor may refuse one image in any way
+    except Exception as error:  # noqa: BLE001 - a model may refuse one image in any way
         if len(batch) == 1:
             return [f"the engine failed: {type(error).__name__}: {first_line(error)}"]
         return [answer for pairs in batch for answer in _score([pairs], engine)]

@@ -1,5 +1,5 @@
-"""Tables over the results of EditReward-Bench: pairwise accuracy by group and by task type, for each
-model and dimension.
+"""Tables over the results of EditReward-Bench: pairwise accuracy by group and by task type, for
+each model and dimension.
 
 python calculate_statistics.py --results_dir results --output results_summary [--backbone MODEL]
 

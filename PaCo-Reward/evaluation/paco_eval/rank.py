@@ -202,6 +202,7 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         true_order: (n,) the candidates' indices, best first.
     """
     order = predicted_order(scores)
+    # The paper's script correlates the lists of indices in predicted and in true order.
     order_as_published = published_order(scores)
     true_rank = np.argsort(true_order)
     predicted_rank = np.argsort(order)
@@ -216,8 +217,6 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         "top1": top1,
         "bottom1": bottom1,
         "top_bottom_mean": (top1 + bottom1) / 2,
-        # Between the lists of indices in predicted and in true order, as the paper's script
-        # computes them.
         "kendalltau_published": _correlation(kendalltau, order_as_published, true_order),
         "spearmanr_published": _correlation(spearmanr, order_as_published, true_order),
         "ties": float(num_ties),

@@ -48,6 +48,7 @@ class _SentImage:
 
     @classmethod
     def of(cls, image: Image.Image, image_format: str) -> "_SentImage":
+        """Encode an image. Raises UnreadableImage."""
         content = base64.b64encode(encode(image, image_format))
         url = b"data:image/%s;base64,%s" % (image_format.encode(), content)
         return cls(url, hashlib.sha256(url).digest())
@@ -62,6 +63,7 @@ class _Request:
 
     @classmethod
     def of(cls, images: Sequence[_SentImage], fields: dict[str, Any]) -> "_Request":
+        """The request with these fields, in which images have empty URLs, in order."""
         # Quotes inside a JSON text have a backslash before them, so only an empty URL reads so.
         return cls(json.dumps(fields).encode().split(b'"url": ""'), list(images))
 

@@ -225,11 +225,11 @@ def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
 
 def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
     """What was asked, for the files of a run."""
-    asked = []
+    rows = []
     for question in questions:
         digest = hashlib.sha256(question.template.encode()).hexdigest()
-        asked.append(asdict(question) | {"sha256": digest})
-    return {"questions": asked, **asdict(form)}
+        rows.append(asdict(question) | {"sha256": digest})
+    return {"questions": rows, **asdict(form)}
 
 
 @dataclass(frozen=True)

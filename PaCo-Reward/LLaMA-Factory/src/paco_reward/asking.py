@@ -50,6 +50,7 @@ class ScoreReport:
 
     @property
     def about_edits(self) -> bool:
+        """Whether the images after the first are edits of it."""
         return None not in self.questions
 
     @property

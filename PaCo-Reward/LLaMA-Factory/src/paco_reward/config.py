@@ -149,7 +149,7 @@ def check_combinations(config: dict[str, Any]) -> None:
         # flash attention.
         if config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2":
             raise PacoRewardError(
-                "Qwen3.5 needs packing: false, or flash_attn: fa2, so that pairs of a row do not mix"
+                "Qwen3.5 needs packing: false, or flash_attn: fa2: pairs of a row must not mix"
             )
     if config.get("average_tokens_across_devices") is False:
         raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true")

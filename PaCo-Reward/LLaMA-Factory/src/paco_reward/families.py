@@ -15,7 +15,8 @@ from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
 from paco_reward.errors import PacoRewardError
 
-# LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat template renders.
+# LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat
+# template renders.
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}
 _NO_LIMIT = 1 << 60
 

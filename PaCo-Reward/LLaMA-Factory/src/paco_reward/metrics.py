@@ -33,7 +33,7 @@ def auc(p_yes: Any, label: Any) -> float | None:
 
 
 def expected_calibration_error(p_yes: Any, label: Any, bins: int = 10) -> float:
-    """Mean over pairs of |mean P(Yes) - share of Yes| of the pair's bin (arXiv 1706.04599, eq. 3)."""
+    """Mean over pairs of |mean P(Yes) - share of Yes| of their bins (arXiv 1706.04599, eq. 3)."""
     p_yes = np.asarray(p_yes, dtype=np.float64)
     label = np.asarray(label, dtype=bool)
     index = np.minimum((p_yes * bins).astype(np.int64), bins - 1)

@@ -1,4 +1,4 @@
-"""The output folder of a training or an export: one process at a time, room on the disk, resuming."""
+"""The output folder of a training or an export: its lock, room on the disk, resuming."""
 
 import errno
 import fcntl
@@ -161,12 +161,11 @@ def changes(folder: Path, config: dict[str, Any]) -> list[str]:
         raise PacoRewardError(f"{file} cannot be read ({error}); delete it") from error
     if not isinstance(before, dict):
         raise PacoRewardError(f"{file} holds no options; delete it")
-    keys = [key for key in {**before, **config} if key != "resume_from_checkpoint"]
-    return [
-        f"{key} {config.get(key)!r}, before {before.get(key)!r}"
-        for key in keys
-        if config.get(key) != before.get(key)
-    ]
+    differences = []
+    for key in {**before, **config}:
+        if key != "resume_from_checkpoint" and config.get(key) != before.get(key):
+            differences.append(f"{key} {config.get(key)!r}, before {before.get(key)!r}")
+    return differences
 
 
 def _step_of(checkpoint: Path) -> int:

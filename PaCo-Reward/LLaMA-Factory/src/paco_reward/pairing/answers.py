@@ -166,8 +166,10 @@ def rank_by_scores(
         reference = f"images/{folder}/{candidates.ref_image}"
         return reference, f"images/{folder}/{name}", questions[folder]
 
-    asked = [question_about(one, name) for one in sets for name in one.comp_images]
-    known = scores(asked, output, judge, "rankings")
+    pair_questions = []
+    for candidates in sets:
+        pair_questions += [question_about(candidates, name) for name in candidates.comp_images]
+    known = scores(pair_questions, output, judge, "rankings")
     rankings = []
     for candidates in sets:
         p_yes = {

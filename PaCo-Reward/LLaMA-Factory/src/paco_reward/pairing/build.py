@@ -57,7 +57,7 @@ class Inputs:
     editing_questions: tuple[Question, ...]
     form: RequestForm
     judge: JudgeClient | None
-    own: OwnPairs | None
+    user_pairs: OwnPairs | None
 
     def theme_questions(self) -> dict[str, str]:
         """What is asked about sub-figures, by prompt."""
@@ -79,18 +79,19 @@ def build(options: Namespace) -> dict[str, Any]:
         datasets |= theme_datasets(options, read, counts)
     if read.edits and not options.sets_only:
         datasets |= editing_datasets(options, read, counts)
-    if read.own:
-        datasets |= own_datasets(options, read, counts)
+    if read.user_pairs:
+        datasets |= user_datasets(options, read, counts)
     counts = Counter({name: count for name, count in counts.items() if count})
     if options.sets_only and not counts["sets"]:
         raise PacoRewardError(_nothing_left("sets", counts))
     if not options.sets_only and not datasets:
         raise PacoRewardError(_nothing_left("balanced pairs", counts))
+    numbers = files.write_datasets(options.output, datasets, pair_prefix(read.form))
     stats = {
         "seed": options.seed,
         "asked": _record(options, read),
         "counts": dict(counts),
-        "datasets": files.write_datasets(options.output, datasets, pair_prefix(read.form)),
+        "datasets": numbers,
     }
     files.write_json(options.output / "stats.json", stats)
     return stats
@@ -118,11 +119,21 @@ def read_inputs(options: Namespace, counts: Counter) -> Inputs:
     if options.server:
         judge = client_of(options, form)
         judge.check()
-    own = None
+    user_pairs = None
     if options.pairs:
-        own = own_pairs.read_pairs(options.pairs, options.question, options.min_gap, counts)
+        user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap, counts)
     counts.update(prompts=len(items), edits=len(edits))
-    return Inputs(items, edits, rankings, reasons, question, editing_questions, form, judge, own)
+    return Inputs(
+        items=items,
+        edits=edits,
+        rankings=rankings,
+        reasons=reasons,
+        question=question,
+        editing_questions=editing_questions,
+        form=form,
+        judge=judge,
+        user_pairs=user_pairs,
+    )
 
 
 def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
@@ -172,15 +183,15 @@ def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts
     return _named(name, parts)
 
 
-def own_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
+def user_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     """Data sets of a user's own pairs, with all of them that have a usable label.
 
     Unlike generated pairs, similar images may have labels of their own: what makes them differ may
     be what the judge is to learn. They only stay on one side of the split.
     """
-    files.write_images(read.own.images, options.output)
-    leader = select.leaders(read.own.images, options.output, options.duplicate_bits)
-    pairs = select.without_repetition(select.shuffled(read.own.pairs, options.seed), counts)
+    files.write_images(read.user_pairs.images, options.output)
+    leader = select.leaders(read.user_pairs.images, options.output, options.duplicate_bits)
+    pairs = select.without_repetition(select.shuffled(read.user_pairs.pairs, options.seed), counts)
     pairs = _connected_groups(pairs, leader)
     testing = select.groups_with_both_labels(pairs, options.test_share, options.seed)
     if options.test_share and not testing:
@@ -201,7 +212,7 @@ def own_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
 
 
 def _connected_groups(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
-    """The pairs with their groups: those that share an image, or near-duplicates of one, are one."""
+    """The pairs with their groups: one for all that share an image or near-duplicates of one."""
     groups = inputs.connected([(leader[pair.first], leader[pair.second]) for pair in pairs])
     return [
         replace(pair, group=pairs[first].first) for pair, first in zip(pairs, groups, strict=True)
@@ -292,8 +303,8 @@ def _record(options: Namespace, read: Inputs) -> dict[str, Any]:
         questions += (read.question,)
     if read.edits:
         questions += read.editing_questions
-    if read.own:
-        questions += read.own.questions
+    if read.user_pairs:
+        questions += read.user_pairs.questions
     if options.reasons:
         questions += (load_question(answers.REASON),)
     return record(questions, read.form)

@@ -130,8 +130,10 @@ def _write(file: Path, content: str | bytes) -> None:
 
 
 def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines."""
     _write(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file for people, too."""
     _write(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -67,9 +67,8 @@ class PromptRow(Row):
 
     @property
     def files(self) -> list[str]:
-        return (
-            self.image or self.file or self.images
-        )  # tables write null into those that are not used
+        """The images that the line names. Tables write null into columns that are not used."""
+        return self.image or self.file or self.images
 
 
 class CandidateSet(Row):
@@ -148,10 +147,9 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
         try:
             rows.append(kind.model_validate_json(line.removeprefix(codecs.BOM_UTF8)))
         except pydantic.ValidationError as error:
-            found = error.errors()[0]
-            raise PacoRewardError(
-                f"{place}: {'.'.join(map(str, found['loc']))} {found['msg']}"
-            ) from error
+            problem = error.errors()[0]
+            field = ".".join(str(part) for part in problem["loc"])
+            raise PacoRewardError(f"{place}: {field} {problem['msg']}") from error
         rows[-1].place = place
     if not rows:
         raise PacoRewardError(f"{file} holds no lines")
@@ -279,11 +277,11 @@ def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
 
 def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[str], ReasonRow]:
     """Reasons by the two images' paths in the data set. Raises PacoRewardError."""
-    found = {}
+    reasons = {}
     for row in read_rows(file, ReasonRow):
         _check_names(row, row.images, items)
-        found[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
-    return found
+        reasons[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
+    return reasons
 
 
 def _check_names(

@@ -37,6 +37,7 @@ class LabeledPair:
 
     @property
     def verdict(self) -> str:
+        """The answer's first word."""
         return "Yes" if self.label else "No"
 
 
@@ -216,16 +217,16 @@ def groups_with_both_labels(pairs: Sequence[LabeledPair], share: float, seed: in
     for pair in pairs:
         sizes.setdefault(pair.group, Counter())[pair.label] += 1
     total = Counter(pair.label for pair in pairs)
-    wanted = max(1, round(share * min(total[True], total[False])))
+    needed = max(1, round(share * min(total[True], total[False])))
     # One group of many images that are connected is only taken if small ones are not enough.
     order = sorted(
         sizes,
-        key=lambda group: (sizes[group].total() > 4 * wanted, order_key(seed, "split", group)),
+        key=lambda group: (sizes[group].total() > 4 * needed, order_key(seed, "split", group)),
     )
     testing: set[str] = set()
     taken: Counter[bool] = Counter()
     for group in order:
-        is_lacking = any(taken[label] < wanted and sizes[group][label] for label in (True, False))
+        is_lacking = any(taken[label] < needed and sizes[group][label] for label in (True, False))
         after = taken + sizes[group]
         leaves_most = all(2 * after[label] <= total[label] for label in (True, False))
         if is_lacking and leaves_most:
@@ -248,6 +249,7 @@ def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
 
 
 def shuffled(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
+    """The pairs in an order that depends on the seed and on each pair alone."""
     return sorted(
         pairs, key=lambda pair: order_key(seed, pair.kind, pair.first, pair.second, pair.question)
     )
