@@ -4,6 +4,10 @@ without weights.
 ``FakeDevice`` counts bytes, FLOPs and operators. ``fake_cuda`` makes PyTorch believe in a GPU, with
 its autocast and its refusals (tensors on two devices, wrong data types). ``fake_cpu`` is for the
 backward pass, because PyTorch's own autograd works with its tensors.
+
+The tests' pretended GPU (``tests/pretend_cuda.py``) is another mechanism, because its tensors hold
+real numbers on the CPU under a label, whereas these are on CUDA for PyTorch itself and hold none:
+beyond four functions of ``torch.cuda`` there would be nothing to share.
 """
 
 import contextlib
@@ -22,10 +26,10 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-_FLOPS = flop_registry | {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[aten._scaled_dot_product_flash_attention_backward],
-}  # fmt: skip
+_FLOPS = dict(flop_registry)
+for _name in ("", "_backward"):
+    _on_cpu = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{_name}")
+    _FLOPS[_on_cpu] = flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{_name}")]
 
 
 class FakeDevice(TorchDispatchMode):
@@ -53,41 +57,36 @@ class FakeDevice(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             known = _known(args[0])
+            if known is None:
+                return 1e-6 if args[0].is_floating_point() else 1
             with unset_fake_temporarily():
-                return (
-                    known.item()
-                    if known is not None
-                    else 1e-6
-                    if args[0].is_floating_point()
-                    else 1
-                )
+                return known.item()
         values = _values(func, tensors, args, kwargs)
         to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
         if to_cpu and fake and fake[0].fake_device.type == "cuda":  # what comes back is real
             with unset_fake_temporarily():
                 zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
                 return zeros if values is None else values
-        if (
-            func is aten.index.Tensor
-        ):  # a mask whose values are known selects a known number of rows
+        if func is aten.index.Tensor:
+            # A mask whose values are known selects a known number of rows.
             args = args[0], [rows for index in args[1] for rows in _rows(index)]
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         with self.mode:
             if values is not None and torch.Tag.dynamic_output_shape in func.tags:
-                where = fake[0].fake_device
-                out = tree_map_only(
-                    torch.Tensor,
-                    lambda t: torch.empty(t.shape, dtype=t.dtype, device=where),
-                    values,
-                )
+                device = fake[0].fake_device
+
+                def empty(value: torch.Tensor) -> torch.Tensor:
+                    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+                out = tree_map_only(torch.Tensor, empty, values)
             else:
                 out = func(*args, **kwargs)
         self.operators += not func.is_view
         packet = func._overloadpacket
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=out)
-        made = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
-        for tensor in made:
+        results = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        for tensor in results:
             storage = tensor.untyped_storage()
             if tensor.fake_device.type == self.kind and storage not in self.seen:
                 size = -(-storage.nbytes() // 512) * 512  # CUDA's allocator rounds up
@@ -96,15 +95,15 @@ class FakeDevice(TorchDispatchMode):
                 self.peak = max(self.peak, self.live)
                 weakref.finalize(storage, self._free, size)
         if values is not None:
-            for tensor, value in zip(made, tree_leaves(values), strict=True):
+            for tensor, value in zip(results, tree_leaves(values), strict=True):
                 tensor.known = value
         return out
 
     def _faked(self, tensor: torch.Tensor) -> FakeTensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
         with unset_fake_temporarily():
-            return (
-                tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor.detach())
-            )
+            return self.mode.from_tensor(tensor.detach())
 
     def _free(self, size: int) -> None:
         self.live -= size
@@ -173,23 +172,18 @@ def _attention(
 @contextlib.contextmanager
 def fake_cuda(device: FakeDevice) -> Iterator[None]:
     """Inside the block CUDA exists and computes nothing; its autocast is active."""
-    make = torch.tensor
+    make_tensor = torch.tensor
 
-    def of_numbers(
-        data: Any, **kwargs: Any
-    ) -> torch.Tensor:  # a list of CUDA tensors would look for the driver
-        numbers = (
-            [x.item() if isinstance(x, torch.Tensor) else x for x in data]
-            if isinstance(data, list)
-            else data
-        )
-        return make(numbers, **kwargs)
+    def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:
+        """A list of CUDA tensors would look for the driver."""
+        if isinstance(data, list):
+            data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
+        return make_tensor(data, **kwargs)
 
     patches = {
         "torch.cuda.is_available": lambda: True,
-        "torch.cuda.amp.common.amp_definitely_not_available": lambda: (
-            False
-        ),  # autocast would switch itself off
+        # Autocast would switch itself off.
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
         "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.empty_cache": lambda: None,
@@ -206,25 +200,21 @@ def fake_cuda(device: FakeDevice) -> Iterator[None]:
 
 
 # What CUDA's autocast computes in float32, and the CPU's does not.
-_FLOAT32 = (
-    *(
-        f"torch.nn.functional.{name}"
-        for name in ("layer_norm", "rms_norm", "group_norm", "softmax")
-    ),
-    *(
-        f"torch.{place}{name}"
-        for place in ("", "Tensor.")
-        for name in ("pow", "rsqrt", "softmax", "sum")
-    ),
-)
+_FLOAT32 = [
+    f"torch.nn.functional.{name}" for name in ("layer_norm", "rms_norm", "group_norm", "softmax")
+]
+for _name in ("pow", "rsqrt", "softmax", "sum"):
+    _FLOAT32 += [f"torch.{_name}", f"torch.Tensor.{_name}"]
+
+
+def _float_if_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _in_float32(function: Callable) -> Callable:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            args = tree_map_only(
-                torch.Tensor, lambda t: t.float() if t.dtype == torch.bfloat16 else t, args
-            )
+            args = tree_map_only(torch.Tensor, _float_if_bf16, args)
         return function(*args, **kwargs)
 
     return compute
@@ -246,20 +236,22 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
     """Replace the tensors on ``meta`` by fake ones, uncounted: parameters and buffers on ``on``;
     outside ``device``'s block.
     """
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}  # a tensor may have several names
+
+    def fake(tensor: torch.Tensor, where: str) -> torch.Tensor:
+        with device.mode:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+        device.seen.add(empty.untyped_storage())
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
     for part in module.modules():
         for tensors, where in ((part._parameters, on), (part._buffers, on), (vars(part), "cpu")):
             for name, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                    if id(tensor) not in made:
-                        with device.mode:
-                            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-                        device.seen.add(new.untyped_storage())
-                        parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = (
-                            nn.Parameter(new, tensor.requires_grad) if parameter else new
-                        )
-                    tensors[name] = made[id(tensor)]
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = fake(tensor, where)
+                    tensors[name] = fakes[id(tensor)]
 
 
 class Measured(NamedTuple):
