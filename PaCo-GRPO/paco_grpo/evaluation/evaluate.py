@@ -162,10 +162,13 @@ class Evaluation:
         batches = []
         for plan in evaluation_batches(policy, items, self.options):
             batch = dataclasses.replace(plan, numbers=[numbers[i] for i in plan.numbers])
-            if keep_images and all(pictures.read(number) for number in batch.numbers):
-                score([pictures.read(number) for number in batch.numbers], batch)
-            else:
+            saved: list[Image.Image | None] = [None]
+            if keep_images:
+                saved = [pictures.read(number) for number in batch.numbers]
+            if None in saved:
                 batches.append(batch)
+            else:
+                score(saved, batch)
 
         # Sample the others. In lockstep with other processes, some batches are dummies.
         (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
