@@ -103,10 +103,9 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
                 f"config.train.lora_targets={targets!r} is no regular expression: {error}"
             ) from error
     else:
-        matches = {
-            target: [name for name in layers if f".{name}".endswith(f".{target}")]
-            for target in targets
-        }
+        matches = {}
+        for target in targets:
+            matches[target] = [name for name in layers if f".{name}".endswith(f".{target}")]
     for target, matching in matches.items():
         if matching:
             continue
@@ -153,9 +152,10 @@ def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
 def lora_parameters(policy: Policy, name: str = "") -> list[nn.Parameter]:
     """The parameters of the adapter ``name``, or of all adapters, trainable or not."""
     adapter = f"{name}." if name else ""
-    factors = f".lora_A.{adapter}", f".lora_B.{adapter}"
+    a = f".lora_A.{adapter}"
+    b = f".lora_B.{adapter}"
     named = policy.transformer.named_parameters()
-    return [parameter for key, parameter in named if any(factor in key for factor in factors)]
+    return [parameter for key, parameter in named if a in key or b in key]
 
 
 def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
@@ -169,9 +169,8 @@ def reference(policy: Policy) -> AbstractContextManager[None]:
 
     For forwards without gradient.
     """
-    return snapshot(
-        policy, START if START in getattr(policy.transformer, "peft_config", {}) else None
-    )
+    has_start = START in getattr(policy.transformer, "peft_config", {})
+    return snapshot(policy, START if has_start else None)
 
 
 @contextmanager
@@ -182,9 +181,9 @@ def snapshot(policy: Policy, name: str | None) -> Iterator[None]:
     """
     layers = _layers(policy)
     active = [list(layer.active_adapters) for layer in layers]
-    flags = [
-        (parameter, parameter.requires_grad) for layer in layers for parameter in layer.parameters()
-    ]
+    flags = []
+    for layer in layers:
+        flags += [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
     try:
         for layer in layers:
             if name is None:
@@ -214,9 +213,8 @@ def merged(policy: Policy) -> Iterator[None]:
     ]
     saved = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     try:
-        with torch.autocast(
-            policy.device.type, enabled=False
-        ):  # the product of A and B in their own precision
+        # The product of A and B is computed in their own precision.
+        with torch.autocast(policy.device.type, enabled=False):
             for layer in layers:
                 layer.merge(adapter_names=list(layer.active_adapters))
         yield
@@ -227,9 +225,8 @@ def merged(policy: Policy) -> Iterator[None]:
 
 
 def _layers(policy: Policy) -> list[BaseTunerLayer]:
-    layers = [
-        module for module in policy.transformer.modules() if isinstance(module, BaseTunerLayer)
-    ]
+    modules = policy.transformer.modules()
+    layers = [module for module in modules if isinstance(module, BaseTunerLayer)]
     if not layers:
         raise ValueError(
             "there is no LoRA to switch off: set config.use_lora = True or config.train.beta = 0"
@@ -282,8 +279,9 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
     Raises a ``PolicyLoadError`` that names ``option`` if there is none.
     """
     folder = local_folder(place, *_DIFFUSERS, *_PEFT, option=option)
-    if any(all((folder / file).is_file() for file in files) for files in (_DIFFUSERS, _PEFT)):
-        return folder
+    for files in (_DIFFUSERS, _PEFT):
+        if all((folder / file).is_file() for file in files):
+            return folder
     raise PolicyLoadError(
         f"{option}: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
         f"{' and '.join(_PEFT)} (PEFT)"
