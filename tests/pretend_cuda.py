@@ -35,7 +35,6 @@ import torch.nn.attention
 import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 _INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
@@ -79,7 +78,15 @@ def _named(device: Any) -> torch.device:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    tensors: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            tensors += _tensors(part)
+    return tensors
 
 
 class _Following(TorchFunctionMode):
@@ -235,19 +242,15 @@ def _always(value: Any) -> Callable:
     return lambda *_, **__: value
 
 
-def _no_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext()
+_NO_CONTEXT = _always(contextlib.nullcontext())
 
 
 def _cuda() -> dict[str, Any]:
     """What replaces the functions of torch.cuda and torch.accelerator; the others do nothing."""
-    card = SimpleNamespace(name="Pretended GPU", major=9, minor=0, multi_processor_count=132)
-    card.total_memory = 80 * 2**30
-    card.uuid = "pretended"
+    card = SimpleNamespace(name="Pretended GPU", major=9, minor=0, total_memory=80 * 2**30)
     rng_state = torch.zeros(16, dtype=torch.uint8)
     values = {
         "is_available": True,
-        "is_initialized": True,
         "is_bf16_supported": True,
         "device_count": _current.count,
         "current_accelerator": torch.device("cuda"),
@@ -256,7 +259,6 @@ def _cuda() -> dict[str, Any]:
         "get_device_properties": card,
         "mem_get_info": (card.total_memory, card.total_memory),
         "max_memory_allocated": 0,
-        "memory_stats": {},
         "get_rng_state": rng_state,
         "get_rng_state_all": [rng_state] * _current.count,
     }
@@ -264,7 +266,7 @@ def _cuda() -> dict[str, Any]:
     silent = [name for name, value in functions.items() if inspect.isfunction(value)]
     replaced = dict.fromkeys(silent, _always(False))
     replaced |= {name: _always(value) for name, value in values.items()}
-    replaced |= dict.fromkeys(("stream", "device", "device_of", "_DeviceGuard"), _no_context)
+    replaced |= dict.fromkeys(("stream", "device", "device_of", "_DeviceGuard"), _NO_CONTEXT)
     replaced |= dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), _Stream)
     replaced |= dict.fromkeys(("current_device", "current_device_index"), lambda: _current.index)
     replaced["set_device"] = lambda device: setattr(_current, "index", _named(device).index)
@@ -338,17 +340,18 @@ def _changes() -> dict[Any, dict[str, Any]]:
     def index_of(tensor):
         return -1 if device_of(tensor).index is None else device_of(tensor).index
 
-    def uncompiled(model=None, **_):
-        return (lambda function: function) if model is None else model
-
     cuda = _cuda()
     nccl = _nccl()
     return {
         torch.cuda: cuda,
         torch.accelerator: cuda,
         torch.cuda.amp.common: {"amp_definitely_not_available": _always(False)},
-        torch: _autocast() | {"Generator": _Generator, "compile": uncompiled},
-        torch.nn.attention: {"sdpa_kernel": _no_context},
+        torch: _autocast()
+        | {
+            "Generator": _Generator,
+            "compile": lambda model=None, **_: model or (lambda model: model),
+        },
+        torch.nn.attention: {"sdpa_kernel": _NO_CONTEXT},
         torch.Tensor: {
             "cuda": to_gpu,
             "cpu": lambda tensor, **kwargs: tensor.to("cpu", **kwargs),

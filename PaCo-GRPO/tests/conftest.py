@@ -1,5 +1,6 @@
 """Shared by all PaCo-GRPO tests: one thread, and tiny random pipeline folders."""
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -8,9 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # so that `from tiny_pipelines import …` works under importlib mode
+# So that `from tiny_pipelines import …` works under importlib mode.
+sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
 settings.register_profile("paco_grpo", deadline=None)  # a busy machine is not a failure
@@ -19,7 +19,9 @@ settings.load_profile("paco_grpo")
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """Policy name (see tiny_policies.py) → folder of its tiny random pipeline, built on first use; read only."""
+    """Policy name (see tiny_policies.py) → folder of its tiny random pipeline, built on first use;
+    read only.
+    """
     from tiny_policies import build
 
     return functools.cache(lambda name: build(name, tmp_path_factory.mktemp(name)))
@@ -43,3 +45,19 @@ def trained_run(tiny_flux_dir, tmp_path_factory):
     ).run
     (run.folder / "saved.yaml").write_text(options_to_yaml(run.options))
     return run
+
+
+@pytest.fixture
+def on():
+    """``with on("cpu")`` or ``on("cuda")``, a pretended GPU: accelerate looks for devices again."""
+    from accelerate.state import AcceleratorState
+    from pretend_cuda import pretended_gpu
+
+    @contextlib.contextmanager
+    def machine(device: str):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with pretended_gpu() if device == "cuda" else contextlib.nullcontext():
+            yield
+
+    yield machine
+    AcceleratorState._reset_state(reset_partial_state=True)

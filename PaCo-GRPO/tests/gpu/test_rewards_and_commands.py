@@ -11,10 +11,13 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file
+from starlette.testclient import TestClient
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import ROOT, as_arguments, load_script, overrides_for
 
 from paco_grpo.rewards.registry import CheckedReward
+from paco_grpo.rewards.remote import service
+from paco_grpo.rewards.remote.wire import decode_scores, encode_request
 from paco_grpo.types import Item
 
 GPU = str(ROOT.parent / "tests" / "pretend_cuda.py")
@@ -47,6 +50,21 @@ def test_scores_are_those_of_the_cpu(tmp_path, on, name):
             reward = CheckedReward(name, arguments, torch.device(device))
             scores[device] = reward(images, items)
     assert np.isfinite(scores["cpu"]).all()
+    np.testing.assert_allclose(scores["cuda"], scores["cpu"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_service_scores_as_on_the_cpu(tmp_path, on, monkeypatch):
+    services = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **_: services.append(app))
+    options = ["--reward", "clipscore", "--kwargs", json.dumps({"model": save_clip(tmp_path)})]
+    body = encode_request(pictures(), [Item(0, PROMPT), Item(1, PROMPT)])
+    scores = {}
+    for device in ("cpu", "cuda"):
+        with on(device):
+            assert service.main([*options, "--device", device]) == 0
+            answer = TestClient(services[-1]).post("/score", content=body)
+        scores[device] = decode_scores(answer.content, 2)
     np.testing.assert_allclose(scores["cuda"], scores["cpu"], rtol=1e-6)
 
 
