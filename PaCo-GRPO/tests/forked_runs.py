@@ -214,7 +214,7 @@ def observe(trainer, folder: Path) -> None:
         "dtypes": sorted({str(p.dtype) for p in base}),
         "advantages": [],
     }
-    original = updater.run
+    original = updater.update
 
     def update(rollouts, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
@@ -225,7 +225,7 @@ def observe(trainer, folder: Path) -> None:
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
         return result
 
-    updater.run = update
+    updater.update = update
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

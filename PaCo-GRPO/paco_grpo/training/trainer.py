@@ -211,7 +211,7 @@ class Trainer:
 
     def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
         with self._timed("train"):
-            return self.run.updater.run(
+            return self.run.updater.update(
                 rollouts, result.advantages, result.kept, self.state.epoch, self._signaled
             )
 

@@ -87,7 +87,7 @@ class Updater:
     options: RunOptions
     gradient_steps: int  # optimizer steps per pass over the samples
 
-    def run(
+    def update(
         self,
         rollouts: Rollouts,
         advantages: np.ndarray,

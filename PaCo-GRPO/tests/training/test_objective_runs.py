@@ -113,7 +113,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
     run.state.optimizer.step = lambda: found.update(
         {n: p.grad.clone() for n, p in run.state.parameters.items()}
     )
-    run.updater.run(rollouts, advantages, np.ones(8, bool), epoch=0)
+    run.updater.update(rollouts, advantages, np.ones(8, bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
     steps = run.updater._steps(EpochPass(rollouts, advantages, epoch=0), np.arange(8), weight=1.0)
     (sum(joint_dgpo(step, run.state.policy, run.options.train) for step in steps) / 16).backward()
