@@ -18,6 +18,7 @@ The columns:
   ``_after`` training. A run may have further rows, for evaluations on the way.
 - ``minutes``: of the training, on a machine that may be shared. ``cpu_minutes``: of the trainer's
   processes, evaluations included, without the judge.
+- ``teraflops``: of the transformer in all epochs so far, without evaluations.
 - ``warnings``: signs of collapse (docs/recovery.md), each with the epoch of its first warning.
 
 The quickstart's settings were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with
@@ -26,6 +27,7 @@ commit e89da58 are of a toy world whose prompts also left the shape open.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -40,6 +42,8 @@ from typing import Any
 
 import pandas as pd
 
+from paco_grpo.estimate.generator import estimate
+from paco_grpo.options import read_options
 from paco_toy.summary import (
     MEASURES,
     commit,
@@ -206,6 +210,16 @@ def training_arguments(run: Run, epochs: int) -> list[str]:
     return [study.config, *(f"--config.{name}={value}" for name, value in options.items())]
 
 
+def teraflops_of_epoch(run: Run) -> float:
+    """What the transformer computes in an epoch of sampling and training, as estimate.py counts."""
+    config, *arguments = training_arguments(run, epochs=1)
+    with contextlib.chdir(GRPO):  # paths of its configuration start there
+        options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
+        work = estimate(options, run.name).work["an epoch"]
+    pieces = {piece.name: piece.pieces * piece.flops / 1e12 for piece in work}
+    return pieces["denoise"] + pieces["train"]
+
+
 def agreement_command(run: Run) -> list[str]:
     """Measures w, b and κ of a run's last checkpoint, or of the base model."""
     study = STUDIES[run.study]
@@ -243,11 +257,10 @@ def run_command(command: Sequence[str], log: Path) -> float:
     return (usage.ru_utime + usage.ru_stime) / 60
 
 
-def finish(run: Run, epochs: int, judge: str) -> list[dict[str, Any]]:
-    """Trains and evaluates; returns the rows of results.csv, the trained model's last."""
+def finish(run: Run, epochs: int, teraflops: float) -> list[dict[str, Any]]:
+    """Trains and evaluates; returns the columns of each evaluation, the trained model's last."""
     log = OUT / f"{run.folder.name}.log"
     print(f"started {run.name}, seed {run.seed}; log: {log}", flush=True)
-    key = dict(zip(KEY, [run.study, run.name, run.seed, commit(), judge], strict=True))
     row = {}
     earlier = []
     if run.name != "base":
@@ -259,12 +272,12 @@ def finish(run: Run, epochs: int, judge: str) -> list[dict[str, Any]]:
         if is_new:
             row["cpu_minutes"] = cpu_minutes
         row["warnings"] = warnings_of(log.read_text(errors="replace"))
-        *earlier, last = evaluations_of(run.folder)
+        *earlier, last = evaluations_of(run.folder, teraflops)
         row |= before_and_after(policy_measures(run.folder)) | last
     if STUDIES[run.study].images_per_prompt:
         run_command(agreement_command(run), log)
         row |= agreement_columns(run)
-    return [key | evaluation for evaluation in [*earlier, row]]
+    return [*earlier, row]
 
 
 # --- what came out --------------------------------------------------------------------------------
@@ -288,13 +301,13 @@ def before_and_after(policy: Mapping[str, Any]) -> dict[str, float]:
     return columns
 
 
-def evaluations_of(folder: Path) -> list[dict[str, float]]:
-    """The columns of every evaluation of a run, in the order of epochs."""
+def evaluations_of(folder: Path, teraflops: float) -> list[dict[str, float]]:
+    """The columns of every evaluation of a run, which takes ``teraflops`` an epoch."""
     evaluations = []
     for path in sorted((folder / "eval").glob("epoch_*/eval_data.jsonl")):
         scores, _ = scores_of(path.parent)
         epoch = int(path.parent.name.removeprefix("epoch_"))
-        columns = {"epochs": epoch, "images": len(scores)}
+        columns = {"epochs": epoch, "images": len(scores), "teraflops": epoch * teraflops}
         for measure, mean in scores.mean().dropna().items():
             columns[f"{measure}_after"] = mean
         rewards = pd.DataFrame([row["rewards"] for row in read_jsonl(path)])
@@ -322,9 +335,12 @@ def read_results() -> pd.DataFrame:
     return pd.read_csv(RESULTS, dtype={"commit": str, "judge": str})
 
 
-def keep(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Adds a finished run to results.csv."""
-    results = pd.concat([read_results(), pd.DataFrame(rows)])
+def keep(run: Run, judge: str, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Adds a finished run to results.csv: one row for each evaluation."""
+    key = {"study": run.study, "run": run.name, "seed": run.seed}
+    key |= {"commit": commit(), "judge": judge}
+    rows = pd.DataFrame([key | columns for columns in evaluations])
+    results = pd.concat([read_results(), rows])
     results.to_csv(RESULTS, index=False, float_format="%.4f")
 
 
@@ -413,17 +429,18 @@ def _markdown(rows: pd.DataFrame, labels: Sequence[str]) -> str:
 
 
 def run_quickstart(seed: int) -> dict[str, Any]:
-    """The whole quickstart, with a judge of its own; returns the row of results.csv."""
+    """The whole quickstart, with a judge of its own; returns columns of results.csv."""
     # The limit of minutes is one that no machine reaches, so that all train all epochs.
     subprocess.run(
         ["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"], check=True
     )
     out = HERE / "out"
     measures = judge_measures(out)
-    row = dict(zip(KEY, ["quickstart", "quickstart", seed, commit(), "own"], strict=True))
-    row["judge_accuracy"] = measures["judge"]["lora"]["accuracy"]
-    row["kendalltau"] = measures["rank"]["kendalltau"]
-    return row | before_and_after(policy_measures(out / "runs" / "toy_t2is_awm"))
+    columns = {
+        "judge_accuracy": measures["judge"]["lora"]["accuracy"],
+        "kendalltau": measures["rank"]["kendalltau"],
+    }
+    return columns | before_and_after(policy_measures(out / "runs" / "toy_t2is_awm"))
 
 
 def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:
@@ -439,9 +456,12 @@ def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:
     pool = ThreadPoolExecutor(jobs)
     try:
         subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
-        futures = [pool.submit(finish, run, epochs, judge_id(judge)) for run in runs]
+        futures = {}
+        for run in runs:
+            teraflops = 0.0 if run.name == "base" else teraflops_of_epoch(run)
+            futures[pool.submit(finish, run, epochs, teraflops)] = run
         for future in as_completed(futures):
-            keep(future.result())
+            keep(futures[future], judge_id(judge), future.result())
     finally:
         pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
@@ -478,7 +498,7 @@ def main() -> None:
         runs = [run for run in runs if not is_finished(run, arguments)]
         for run in runs:
             if run.study == "quickstart":
-                keep([run_quickstart(run.seed)])
+                keep(run, "own", [run_quickstart(run.seed)])
         judged = [run for run in runs if run.study != "quickstart"]
         if judged:
             run_all(judged, arguments.epochs, arguments.judge, arguments.jobs)

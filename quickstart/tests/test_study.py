@@ -106,11 +106,19 @@ def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
         "before": dict.fromkeys(MEASURES, 0.1),
         "after": dict.fromkeys(MEASURES, 0.2),
     }
-    row = dict(zip(study.KEY, ["rewards", "variety", 2, "123", "abc"], strict=True))
-    study.keep([row | study.before_and_after(policy) | {"oracle_kappa": 0.5}])
+    columns = study.before_and_after(policy) | {"oracle_kappa": 0.5}
+    study.keep(study.Run("rewards", "variety", 2), "abc", [columns])
     results = study.read_results()
     assert len(results) == len(known) + 1
     last = results.iloc[-1]
-    assert (last["commit"], last["judge"]) == ("123", "abc")
+    assert (last["study"], last["run"], last["judge"]) == ("rewards", "variety", "abc")
     assert (last["agreement_before"], last["agreement_after"]) == (0.1, 0.2)
     assert last["oracle_kappa"] == 0.5
+
+
+def test_the_transformers_work_grows_with_the_number_of_tokens():
+    runs = [study.Run("objectives", "awm", 0), study.Run("resolution", "128px", 0)]
+    small, large = [study.teraflops_of_epoch(run) for run in runs]
+    # 64 image tokens at 64 px, 256 at 128 px, and 32 text tokens at both.
+    linear = (256 + 32) / (64 + 32)
+    assert linear < large / small < linear**2
