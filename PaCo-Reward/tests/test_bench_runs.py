@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from bench_tools import RANK_FOLDER, BrightnessJudge, edit_lines
+from bench_tools import EVALUATION, RANK_FOLDER, BrightnessJudge, edit_lines
 from fakes import fake_judge
 from PIL import Image
 
@@ -164,6 +164,15 @@ def test_a_server_and_one_that_goes_away(edits):
     assert [row["scores"] for row in edits.rows] == [pytest.approx([0.75, 0.75])] * 20
     with pytest.raises(JudgeError, match=judge.url):
         engine([Pair(IMAGE, IMAGE, "a question that was not asked before")])
+
+
+def test_an_import_changes_nothing():
+    """The programs find paco_eval and paco_judge; its modules neither look for them nor exit."""
+    modules = ", ".join(f"paco_eval.{file.stem}" for file in EVALUATION.glob("paco_eval/[a-z]*.py"))
+    code = f"import sys; before = sys.path[:]; import {modules}; assert sys.path == before"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=EVALUATION, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_packages_are_one_sentence():
