@@ -40,122 +40,134 @@ def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     if name == "dgpo":
         set_group_weights(objective, steps, policy)
     outputs = [objective.loss(step, policy) for step in steps]
-    metrics = {
-        key: torch.stack([output.metrics[key] for output in outputs], dim=1)
-        for key in outputs[0].metrics
-    }
-    return torch.stack([output.loss for output in outputs], dim=1), metrics
+    losses = torch.stack([output.loss for output in outputs], dim=1)
+    metrics = {}
+    for key in outputs[0].metrics:
+        metrics[key] = torch.stack([output.metrics[key] for output in outputs], dim=1)
+    return losses, metrics
 
 
-def numpy_loss(name, policy, result, train):
+class NumpyLoss:
     """docs/method.md §6 per sample and step in float64, with transitions recomputed from plain
-    velocities.
+    velocities. ``b`` is the number of a sample.
     """
 
-    def velocity(parameters, x, sigma, b):
-        p = parameters.detach().numpy()
-        return p[0] * x + p[1] * sigma * result.conditioning.direction[b].numpy()
+    def __init__(self, name, policy, result, train):
+        self.name = name
+        self.weights = policy.transformer
+        self.result = result
+        self.train = train
 
-    def noised(step, b, seed):
-        t, clean = float(result.sigmas[step.index]), result.clean_latents[b].numpy()
-        eps = (
-            step_noise([seed], (1 << 20) + step.index, result.clean_latents[b : b + 1])[0]
-            .double()
-            .numpy()
-        )
-        return t, clean, eps, (1 - t) * clean + t * eps
+    def losses(self):
+        """(B, steps)"""
+        term = {"nft": self.nft, "awm": self.awm, "dgpo": self.dgpo}.get(self.name, self.ratio)
+        steps = self.result.noise_steps
+        return np.array([[term(step, b) for step in steps] for b in range(len(ADVANTAGES))])
 
-    def error(parameters, step, b, seed):
-        t, clean, eps, x = noised(step, b, seed)
-        return np.mean((velocity(parameters, x, t, b) - (eps - clean)) ** 2)
+    def velocity(self, weights, x, sigma, b):
+        scale, shift = weights.detach().numpy()
+        return scale * x + shift * sigma * self.result.conditioning.direction[b].numpy()
 
-    def distance(parameters, step, b, seed):
-        t, _, _, x = noised(step, b, seed)
-        return np.mean(
-            (velocity(policy.transformer.current, x, t, b) - velocity(parameters, x, t, b)) ** 2
-        )
+    def noised(self, step, b, seed):
+        """Clean latents, noise, and their mixture at the step's σ."""
+        sigma = float(self.result.sigmas[step.index])
+        latents = self.result.clean_latents[b : b + 1]
+        noise = step_noise([seed], (1 << 20) + step.index, latents)[0].double().numpy()
+        clean = latents[0].numpy()
+        return clean, noise, (1 - sigma) * clean + sigma * noise
 
-    def awm(step, b, advantage):
-        seed, t = int(result.seeds[b]), float(result.sigmas[step.index])
+    def error(self, weights, step, b, seed):
+        clean, noise, x = self.noised(step, b, seed)
+        velocity = self.velocity(weights, x, float(self.result.sigmas[step.index]), b)
+        return np.mean((velocity - (noise - clean)) ** 2)
 
-        def likelihood(parameters):
-            return -t * 4 * ((error(parameters, step, b, seed) + 1e-10) ** 0.25 - 1e-10**0.25)
+    def distance(self, weights, step, b, seed):
+        """Of the current velocity from another."""
+        sigma = float(self.result.sigmas[step.index])
+        _, _, x = self.noised(step, b, seed)
+        current = self.velocity(self.weights.current, x, sigma, b)
+        return np.mean((current - self.velocity(weights, x, sigma, b)) ** 2)
 
-        ratio = np.exp(likelihood(policy.transformer.current) - likelihood(policy.transformer.old))
-        scaled = advantage / train.adv_clip_max
-        clip = np.clip(ratio, 1 - train.awm_clip_range, 1 + train.awm_clip_range)
-        return (
-            max(-scaled * ratio, -scaled * clip)
-            + train.awm_slow_beta * distance(policy.transformer.slow, step, b, seed)
-            + train.beta * distance(policy.transformer.base, step, b, seed)
-        )
+    def awm(self, step, b):
+        seed = int(self.result.seeds[b])
+        sigma = float(self.result.sigmas[step.index])
 
-    def dgpo(step, b, advantage):
-        current, seeds = (
-            policy.transformer.current,
-            [(5 << 32) + int(item) for item in result.item_ids],
-        )
-        members = np.flatnonzero(result.item_ids.numpy() == int(result.item_ids[b]))
-        mean = np.mean([ADVANTAGES[i] for i in members])
-        changes = [
-            error(current, step, i, seeds[i]) - error(policy.transformer.base, step, i, seeds[i])
-            for i in members
-        ]
-        total = train.dgpo_beta * np.mean(
-            [(ADVANTAGES[i] - mean) * c for i, c in zip(members, changes, strict=True)]
-        )
-        kl = distance(policy.transformer.base, step, b, seeds[b])
-        return (advantage - mean) / (1 + np.exp(-total)) * error(
-            current, step, b, seeds[b]
-        ) + train.beta * kl
+        def log_likelihood(weights):
+            error = self.error(weights, step, b, seed)
+            return -sigma * 4 * ((error + 1e-10) ** 0.25 - 1e-10**0.25)
 
-    def nft(step, b, advantage):
-        seed = int(result.seeds[b])
-        t, clean, _, x = noised(step, b, seed)
-        v, old = (
-            velocity(policy.transformer.current, x, t, b),
-            velocity(policy.transformer.old, x, t, b),
-        )
-        r = np.clip(advantage / train.adv_clip_max / 2 + 0.5, 0, 1)
+        ratio = np.exp(log_likelihood(self.weights.current) - log_likelihood(self.weights.old))
+        clip_range = self.train.awm_clip_range
+        clipped = np.clip(ratio, 1 - clip_range, 1 + clip_range)
+        advantage = ADVANTAGES[b] / self.train.adv_clip_max
+        loss = max(-advantage * ratio, -advantage * clipped)
+        loss += self.train.awm_slow_beta * self.distance(self.weights.slow, step, b, seed)
+        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
+
+    def dgpo(self, step, b):
+        items = self.result.item_ids.numpy()
+        members = np.flatnonzero(items == items[b])
+        seed = (5 << 32) + int(items[b])  # of the whole group
+        advantages = np.array(ADVANTAGES)
+        advantages -= advantages[members].mean()
         total = 0.0
-        for share, mixed in (
-            (r, train.nft_beta * v + (1 - train.nft_beta) * old),
-            (1 - r, (1 + train.nft_beta) * old - train.nft_beta * v),
-        ):
-            error = x - t * mixed - clean
-            total += share * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
-        return train.adv_clip_max / train.nft_beta * total + train.beta * distance(
-            policy.transformer.base, step, b, seed
-        )
+        for member in members:
+            error = self.error(self.weights.current, step, member, seed)
+            change = error - self.error(self.weights.base, step, member, seed)
+            total += self.train.dgpo_beta * advantages[member] * change / len(members)
+        weight = advantages[b] / (1 + np.exp(-total))
+        loss = weight * self.error(self.weights.current, step, b, seed)
+        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
 
-    def ratio_loss(step, b, advantage):
-        sigma, following = float(result.sigmas[step.index]), float(result.sigmas[step.index + 1])
-        x, after = step.latents[b].numpy(), step.next_latents[b].numpy()
+    def nft(self, step, b):
+        seed = int(self.result.seeds[b])
+        sigma = float(self.result.sigmas[step.index])
+        clean, _, x = self.noised(step, b, seed)
+        current = self.velocity(self.weights.current, x, sigma, b)
+        old = self.velocity(self.weights.old, x, sigma, b)
+        beta = self.train.nft_beta
+        positive = beta * current + (1 - beta) * old
+        negative = (1 + beta) * old - beta * current
+        share = np.clip(ADVANTAGES[b] / self.train.adv_clip_max / 2 + 0.5, 0, 1)
+        total = 0.0
+        for part, velocity in ((share, positive), (1 - share, negative)):
+            error = x - sigma * velocity - clean
+            total += part * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
+        loss = self.train.adv_clip_max / beta * total
+        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
 
-        def step_of(parameters):
-            v = velocity(parameters, x, sigma, b)
-            return numpy_step(x, v, sigma, following, float(result.sigmas[1]), result.noise_level)
+    def ratio(self, step, b):
+        """ppo, guard_grpo and flow_dppo."""
+        advantage = ADVANTAGES[b]
+        sigmas = [float(sigma) for sigma in self.result.sigmas]
+        sigma = sigmas[step.index]
+        following = sigmas[step.index + 1]
+        x = step.latents[b].numpy()
 
-        (mean, s, std), scale = step_of(policy.transformer.current), 1.0
-        var, change = std**2, np.mean((mean - step.mean[b].numpy()) ** 2)
-        kl = np.mean((mean - step_of(policy.transformer.base)[0]) ** 2) / (2 * s**2 + 1e-7)
-        log_prob = np.mean(-((after - mean) ** 2) / (2 * var) - 0.5 * np.log(2 * np.pi * var))
+        def transition(weights):
+            """Mean, scale of the noise, and standard deviation."""
+            velocity = self.velocity(weights, x, sigma, b)
+            return numpy_step(x, velocity, sigma, following, sigmas[1], self.result.noise_level)
+
+        mean, noise_scale, std = transition(self.weights.current)
+        base_mean, _, _ = transition(self.weights.base)
+        var = std**2
+        kl = np.mean((mean - base_mean) ** 2) / (2 * noise_scale**2 + 1e-7)
+        squares = (step.next_latents[b].numpy() - mean) ** 2
+        log_prob = np.mean(-squares / (2 * var) - 0.5 * np.log(2 * np.pi * var))
+        divergence = np.mean((mean - step.mean[b].numpy()) ** 2) / (2 * var)
         exponent = log_prob - float(step.log_prob[b])
-        if name == "guard_grpo":
-            exponent = (exponent + change / (2 * var)) * std
-            scale = 1 / (sigma - following)
+        weight = 1.0
+        if self.name == "guard_grpo":
+            exponent = (exponent + divergence) * std
+            weight = 1 / (sigma - following)
         ratio = np.exp(exponent)
-        if name == "flow_dppo":
+        if self.name == "flow_dppo":
             moved = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
-            masked = moved and change / (2 * var) >= train.dppo_divergence
-            return (0 if masked else -advantage * ratio) + train.beta * kl
-        clipped = np.clip(ratio, 1 - train.clip_range, 1 + train.clip_range)
-        return scale * max(-advantage * ratio, -advantage * clipped) + train.beta * kl
-
-    term = {"nft": nft, "awm": awm, "dgpo": dgpo}.get(name, ratio_loss)
-    return np.array(
-        [[term(step, b, a) for step in result.noise_steps] for b, a in enumerate(ADVANTAGES)]
-    )
+            masked = moved and divergence >= self.train.dppo_divergence
+            return (0 if masked else -advantage * ratio) + self.train.beta * kl
+        clipped = np.clip(ratio, 1 - self.train.clip_range, 1 + self.train.clip_range)
+        return weight * max(-advantage * ratio, -advantage * clipped) + self.train.beta * kl
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -168,39 +180,42 @@ def test_against_numpy(name, clip_range, beta):
         "awm_clip_range": clip_range,
         "dppo_divergence": clip_range / 100,
     }
-    result, train = sample(policy), train_options(beta=beta, **limits)
+    result = sample(policy)
+    train = train_options(beta=beta, **limits)
     losses, metrics = evaluate(name, result, policy, train)
-    np.testing.assert_allclose(
-        losses.detach().numpy(), numpy_loss(name, policy, result, train), rtol=1e-6, atol=1e-6
-    )
+    expected = NumpyLoss(name, policy, result, train).losses()
+    np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-6, atol=1e-6)
     assert all(value.shape == losses.shape for value in metrics.values())
     assert ("kl" in metrics) == (beta != 0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "dgpo"]
-)  # compared with its joint loss instead
+# dgpo is compared with its joint loss instead.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dgpo"])
 def test_gradient_matches_finite_differences(name, beta, monkeypatch):
     """In float64; the weights of nft's normalizers are constants of its gradient, so the
     differences hold them fixed.
     """
     policy = ToyPolicy(dtype=torch.float64)
-    result, train = sample(policy), train_options(clip_range=10.0, beta=beta)
+    result = sample(policy)
+    train = train_options(clip_range=10.0, beta=beta)
 
     def value(parameters):
         policy.transformer._parameters["current"] = parameters
         return evaluate(name, result, policy, train)[0].sum()
 
-    start, scales, original = policy.transformer.current, [], torch.Tensor.clamp_min
+    start = policy.transformer.current
     if name == "nft":  # record the normalizers at the start, then replay them
-        monkeypatch.setattr(
-            torch.Tensor,
-            "clamp_min",
-            lambda x, least: scales.append(original(x, least)) or scales[-1],
-        )
+        normalizers = []
+        clamp_min = torch.Tensor.clamp_min
+
+        def record(x, least):
+            normalizers.append(clamp_min(x, least))
+            return normalizers[-1]
+
+        monkeypatch.setattr(torch.Tensor, "clamp_min", record)
         value(start)
-        replay = itertools.cycle(scales)
+        replay = itertools.cycle(normalizers)
         monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: next(replay))
     assert torch.autograd.gradcheck(value, start, rtol=1e-5, atol=1e-7)
 
@@ -209,9 +224,8 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
 def test_a_reference_forward_happens_only_with_a_kl_weight(name):
     policy = ToyPolicy()
     result = sample(policy)
-    forwards = 2 * {"nft": 2, "awm": 3, "dgpo": 3}.get(
-        name, 1
-    )  # two steps; old and slow policies, first pass
+    # Two steps; with the old and the slow policy, or a first pass.
+    forwards = 2 * {"nft": 2, "awm": 3, "dgpo": 3}.get(name, 1)
     evaluate(name, result, policy, train_options(beta=0.0))
     assert policy.calls == [3] * forwards
     policy.calls.clear()
@@ -230,31 +244,26 @@ def test_on_policy_ratio_is_one_and_the_gradient_is_not_clipped(name):
     }
     losses, metrics = evaluate(name, sample(policy, moved=False), policy, train_options(**narrow))
     assert (metrics["ratio_mean"] == 1).all()
-    assert not any(
-        metrics[key].any()
-        for key in ("ratio_deviation", "clip_share", "beyond_share")
-        if key in metrics
-    )
+    for key in metrics.keys() & {"ratio_deviation", "clip_share", "beyond_share"}:
+        assert not metrics[key].any()
     losses.sum().backward()
     assert policy.transformer.current.grad.abs().min() > 0
 
 
 def test_ratio_metrics():
     policy = ToyPolicy()
-    _, metrics = evaluate(
-        "ppo", sample(policy), policy, train_options(clip_range=0.002), (1.0, 1.0, 1.0)
-    )
+    train = train_options(clip_range=0.002)
+    _, metrics = evaluate("ppo", sample(policy), policy, train, (1.0, 1.0, 1.0))
     ratio = metrics["ratio_mean"]
-    assert (
-        torch.equal(metrics["clip_share"], ((ratio - 1).abs() > 0.002).float())
-        and 0 < metrics["clip_share"].mean() < 1
-    )
+    assert torch.equal(metrics["clip_share"], ((ratio - 1).abs() > 0.002).float())
+    assert 0 < metrics["clip_share"].mean() < 1
     torch.testing.assert_close(metrics["approx_kl"], 0.5 * ratio.log().square())
     torch.testing.assert_close(metrics["ratio_deviation"], (ratio - 1).abs())
 
 
 def test_trained_steps():
-    result, rng = sample(ToyPolicy()), np.random.default_rng(0)
+    result = sample(ToyPolicy())
+    rng = np.random.default_rng(0)
     plain = sample(ToyPolicy(), noise_steps=())
 
     def steps(name, timesteps, rollout):
@@ -281,23 +290,20 @@ def test_trained_steps():
 )
 def test_an_objective_checks_its_options(name, changes, option):
     assert list(get_objective(name).check(load_named("t2is"))) == []
-    (problem,) = get_objective(name).check(
-        load_named("t2is", *((key, str(value)) for key, value in changes.items()))
-    )
+    overrides = [(key, str(value)) for key, value in changes.items()]
+    (problem,) = get_objective(name).check(load_named("t2is", *overrides))
     assert problem.startswith(option)
 
 
-def test_decay_of_the_old_policy():
-    for decay_type, expected, limit in (
-        (None, 0.1, 0.5),
-        (0, 0.0, 0.0),
-        (1, 0.1, 0.5),
-        (2, 0.1875, 0.999),
-    ):
-        (snapshot,) = get_objective("nft")(train_options(decay_type=decay_type)).snapshots
-        assert snapshot.decay(0) == 0
-        assert snapshot.decay(100) == pytest.approx(expected)
-        assert snapshot.decay(10**6) == limit
+@pytest.mark.parametrize(
+    ("decay_type", "expected", "limit"),
+    [(None, 0.1, 0.5), (0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)],
+)
+def test_decay_of_the_old_policy(decay_type, expected, limit):
+    (snapshot,) = get_objective("nft")(train_options(decay_type=decay_type)).snapshots
+    assert snapshot.decay(0) == 0
+    assert snapshot.decay(100) == pytest.approx(expected)
+    assert snapshot.decay(10**6) == limit
 
 
 def by_hand(step, policy, train):
