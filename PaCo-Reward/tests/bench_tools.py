@@ -25,7 +25,10 @@ def brightness(image):
 
 
 class BrightnessJudge:
-    """An engine that scores how similar two images' brightness is (squared for the instruction question)."""
+    """An engine that scores how similar the brightness of two images is.
+
+    For the question about the instruction, the score is squared.
+    """
 
     def __init__(self, stop_after=None):
         self.batches, self.questions, self.stop_after = [], [], stop_after
@@ -63,7 +66,7 @@ class BenchCommand:
 
 
 def save_rank_bench(root, items):
-    """A ConsistencyRank-Bench with three candidates for each item, listed in another order than ranked."""
+    """A ConsistencyRank-Bench: three candidates for each item, not listed as they are ranked."""
     ranks, prompts = [], []
     for index in range(items):
         folder = root / "images" / f"{index:04d}"

@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 
-# vLLM's CPU build refuses Qwen3.5 in float32 ("CPU GDN attention requires BF16"): its scores are rounded.
+# vLLM's CPU build refuses Qwen3.5 in float32 ("CPU GDN attention requires BF16"), so that its
+# scores are rounded.
 TOLERANCE = {"qwen3_5": 5e-2}
 
 

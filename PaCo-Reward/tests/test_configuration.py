@@ -158,7 +158,8 @@ TOY = {
     "finetuning_type": "lora",
     "lora_rank": 64,
     "lora_alpha": 128,
-    "lora_target": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,attn.qkv,attn.proj,mlp.0,mlp.2",
+    "lora_target": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,"
+    "attn.qkv,attn.proj,mlp.0,mlp.2",
     "freeze_vision_tower": False,
     "freeze_multi_modal_projector": False,
     "first_token_weight": 0.1,
@@ -184,7 +185,7 @@ TOY = {
     "num_train_epochs": 5.0,
     "disable_gradient_checkpointing": True,
     "use_cpu": True,
-}  # fmt: skip
+}
 
 
 def test_every_configuration_file_has_its_values():

@@ -79,7 +79,8 @@ def test_scores_are_the_judges_answers_and_tables_are_files(edits, examples, tmp
             assert answers == pytest.approx(asked)
             expected["overall"] = np.sqrt(follows * stays)
             assert score == pytest.approx(expected[row["dimension"]])
-    # 20 rows are about 7 times two edits, each asked two questions once (overall repeats what the other two ask).
+    # 20 rows are about 7 times two edits, each asked two questions once: overall repeats what the
+    # other two ask.
     assert sum(judge.batches) == 7 * 2 * 2
 
     edits.file.with_name("second_judge.jsonl").write_text(edits.file.read_text())

@@ -43,7 +43,7 @@ def test_training_says_so_before_anything_else(other_cuda):
 
 
 def test_both_subprojects_allow_the_same_torch():
-    """One environment may hold both; without our pins the newest release that is allowed is installed."""
+    """One environment may hold both; without our pins, the newest allowed release is installed."""
     reward = tomllib.loads((PACKAGE / "LLaMA-Factory/pyproject.toml").read_text())["project"]
     grpo = tomllib.loads((PACKAGE.parent / "PaCo-GRPO/pyproject.toml").read_text())["project"]
     setup = (PACKAGE / "LLaMA-Factory/setup.py").read_text()
@@ -60,7 +60,7 @@ def test_both_subprojects_allow_the_same_torch():
 
 
 def test_flash_attention_works_without_attention_sinks(monkeypatch):
-    """transformers 5.6.0 converts ``s_aux`` to another type even where it is None, as in every Qwen model."""
+    """transformers 5.6.0 converts ``s_aux`` to another type even where it is None: in every Qwen."""
     seen = {}
 
     def attention(query, key, value, *arguments, **options):

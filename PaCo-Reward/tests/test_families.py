@@ -58,7 +58,7 @@ def config_of(judge, data, output, **changes):
 
 
 def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data, tmp_path):
-    """LLaMA-Factory's data pipeline against the processor of an export: prompts, first labels, pixels."""
+    """LLaMA-Factory's data against the processor of an export: prompts, first labels, pixels."""
     overlay.install()
     from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset
     from llamafactory.hparams import get_train_args
@@ -129,7 +129,7 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
 
 
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
-    """As the -Thinking models: the server's prompt ends with an opened block of thoughts, the training's does not."""
+    """As the -Thinking models: only the server's prompt ends with an opened block of thoughts."""
     model = shutil.copytree(judge, tmp_path / "thinking")
     file = model / "chat_template.jinja"
     file.write_text(file.read_text() + "<think>\n")

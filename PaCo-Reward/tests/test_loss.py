@@ -48,7 +48,7 @@ def numpy_sequence(batches, weight):
 
 
 def numpy_released(batches, weight):
-    """The authors' trainer: per micro-batch, weighted sum / answer tokens; mean over micro-batches."""
+    """The authors' trainer: weighted sum / answer tokens of a micro-batch, mean over these."""
     values = []
     for batch in batches:
         answers = numpy_answers(*batch)
@@ -126,7 +126,7 @@ def test_a_batch_without_answers_has_zero_loss_and_gradient():
 def test_logits_of_the_answers_alone_give_the_same_loss_and_gradients(
     scheme, checkpointing, scorer
 ):
-    """The judge in float64, rows with answers at different places (two of them in the last), against all logits."""
+    """The judge in float64 against all logits; answers are at different places, two in one row."""
     model = copy.deepcopy(scorer.model).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

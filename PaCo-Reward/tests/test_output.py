@@ -220,7 +220,7 @@ def long_training(judge_dir, data_dir, tmp_path) -> dict:
 
 @pytest.mark.slow
 def test_a_killed_training_leaves_no_process_and_is_resumed(long_training, tmp_path):
-    """kill -9 of the command alone, in the middle of two processes; then again with other options."""
+    """kill -9 of the command alone, amid two processes; then again with other options."""
     output = tmp_path / "out"
     training = start(long_training, tmp_path / "a.yaml", 2)
     wait_for(lambda: list(output.glob("checkpoint-*/trainer_state.json")), training)

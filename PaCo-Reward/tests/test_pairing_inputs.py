@@ -1,4 +1,4 @@
-"""build-dataset: problems of inputs and options are reported before anything is cut or asked; unusual valid inputs."""
+"""build-dataset: problems are reported before anything is cut or asked; unusual valid inputs."""
 
 import shutil
 from pathlib import Path

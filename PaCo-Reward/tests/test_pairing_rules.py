@@ -1,4 +1,4 @@
-"""build-dataset: labels, splits, balance, near-duplicates, reading of reasons and the journal, as properties."""
+"""build-dataset: properties of labels, splits, balance, duplicates, reasons and the journal."""
 
 from collections import Counter
 
@@ -53,7 +53,7 @@ def test_groups_are_connected_directly_or_through_others():
 
 
 def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
-    # Grids: a single centred shape is symmetric, and the signs of frequencies that are zero are noise.
+    # Grids, because a single centred shape is symmetric: the signs of its zero frequencies are noise.
     def pixels(character, views):
         return assemble_grid([render_panel(CHARACTERS[character], view, 48) for view in views])
 

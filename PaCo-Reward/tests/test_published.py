@@ -1,4 +1,4 @@
-"""The published training file is used as it is; the global batch of ours on any number of processes."""
+"""The published training file is used as it is; ours has its global batch on any processes."""
 
 import json
 import os

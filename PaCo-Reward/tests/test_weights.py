@@ -39,7 +39,10 @@ def renamed(*replacements: tuple[str, str]) -> Callable[[dict], dict]:
 def put(
     part: str, value: torch.Tensor | None, new_part: str | None = None
 ) -> Callable[[dict], dict]:
-    """A change of the first tensor whose name holds ``part``; with ``new_part``, under a new name. None: removed."""
+    """A change of the first tensor whose name holds ``part``; None removes it.
+
+    With ``new_part``, it gets a new name.
+    """
 
     def change(weights: dict) -> dict:
         name = next(name for name in weights if part in name)
@@ -50,7 +53,7 @@ def put(
 
 
 def test_whole_weights_pass_under_old_and_new_names(judge_dir, adapter_dir, tmp_path, capfd):
-    """As transformers saves them; as in the published folders of Qwen2.5-VL; and by the new names alone."""
+    """As transformers saves them, as in the published Qwen2.5-VL, and by the new names alone."""
     published_names = renamed((r"^model\.visual\.", "visual."))
     published = changed(judge_dir, tmp_path / "published", MODEL, published_names)
     new_names = renamed((r"^model\.(?!visual)", "model.language_model."))
