@@ -1,4 +1,6 @@
-"""A judge on loopback whose answers a test decides (shared with paco-judge's tests), and free ports."""
+"""A judge on loopback whose answers a test decides (shared with paco-judge's tests), and free
+ports.
+"""
 
 import importlib.util
 import socket

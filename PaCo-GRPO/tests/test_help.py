@@ -1,4 +1,6 @@
-"""``--help`` of the Python commands: at once, each option once, and nothing is imported that takes seconds."""
+"""``--help`` of the Python commands: at once, each option once, and nothing is imported that takes
+seconds.
+"""
 
 import re
 import subprocess

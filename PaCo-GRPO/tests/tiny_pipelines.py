@@ -35,16 +35,18 @@ QWEN3 = {
 }
 KLEIN_CHAT = (  # short, and it shows its two switches
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
 Z_IMAGE_CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    "{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 MISTRAL_CHAT = (
     "<s>{% for message in messages %}{% set text = message.content[0].text %}"
-    "{% if message.role == 'user' %}[INST]{{ text }}[/INST]{% else %}{{ text }}{% endif %}{% endfor %}"
+    "{% if message.role == 'user' %}[INST]{{ text }}[/INST]{% else %}{{ text }}{% endif %}"
+    "{% endfor %}"
 )
 
 
@@ -220,9 +222,8 @@ def build_tiny_z_image() -> DiffusionPipeline:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 64, 64],
     )
-    torch.nn.init.normal_(
-        transformer.x_pad_token
-    )  # zeros in a new model, which would hide what they do
+    # They are zeros in a new model, which would hide what they do.
+    torch.nn.init.normal_(transformer.x_pad_token)
     torch.nn.init.normal_(transformer.cap_pad_token)
     tokenizer = qwen_tokenizer("<think>", "</think>")
     tokenizer.chat_template = Z_IMAGE_CHAT
@@ -245,9 +246,8 @@ def build_tiny_z_image() -> DiffusionPipeline:
 
 def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> DiffusionPipeline:
     torch.manual_seed(0)
-    vae = build_vae(
-        diffusers.AutoencoderKLFlux2
-    )  # with random statistics, else wrong normalization would go unseen
+    vae = build_vae(diffusers.AutoencoderKLFlux2)
+    # With random statistics, else wrong normalization would go unseen.
     vae.bn.running_mean.normal_(std=0.3)
     vae.bn.running_var.uniform_(0.5, 2.0)
     transformer = diffusers.Flux2Transformer2DModel(
@@ -276,17 +276,10 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
         return diffusers.Flux2KleinPipeline(
             text_encoder=encoder, tokenizer=tokenizer, is_distilled=is_distilled, **parts
         )
-    more = [
-        "[INST]",
-        "[/INST]",
-        "[IMG]",
-        "[IMG_BREAK]",
-        "[IMG_END]",
-        SYSTEM_MESSAGE,
-    ]  # one token for the fixed system message
-    tokenizer = character_tokenizer(
-        ["<pad>", "<unk>", "<s>", "</s>", *more], additional_special_tokens=more
-    )
+    # The fixed system message is one token.
+    special = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]
+    vocabulary = ["<pad>", "<unk>", "<s>", "</s>", *special]
+    tokenizer = character_tokenizer(vocabulary, additional_special_tokens=special)
     vision = {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -318,14 +311,11 @@ def build_tiny_qwen(
     tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     # A token each: then 34 tokens come before a prompt, as many as QwenImagePipeline drops.
-    words = "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
-    special = (
-        f"<|{name}|>"
-        for name in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
-    )
-    tokenizer = qwen_tokenizer(
-        *special, "system", "Describe", "user", *(f" {word}" for word in words.split())
-    )
+    words = " the image by detailing color shape size texture quantity text spatial"
+    words += " relationships of objects and background"
+    special = "<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+    whole_words = [f" {word}" for word in words.split()]
+    tokenizer = qwen_tokenizer(*special.split(), "system", "Describe", "user", *whole_words)
     sizes = {
         "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64},
         "min_pixels": 8 * 8,
@@ -334,10 +324,8 @@ def build_tiny_qwen(
         "merge_size": 2,
         "temporal_patch_size": 2,
     }
-    images, videos = (
-        transformers.Qwen2VLImageProcessor(**sizes),
-        transformers.Qwen2VLVideoProcessor(**sizes),
-    )
+    images = transformers.Qwen2VLImageProcessor(**sizes)
+    videos = transformers.Qwen2VLVideoProcessor(**sizes)
     processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4,

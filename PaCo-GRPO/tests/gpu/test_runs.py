@@ -9,11 +9,17 @@ from tiny_run import family_options, rows_of, train
 
 from paco_grpo.objectives import OBJECTIVES
 
-# What takes a branch of its own on a GPU: the outer autocast, offloading, recomputed activations, resume.
+# What takes a branch of its own on a GPU: the outer autocast, offloading, recomputed activations,
+# resume.
 LIKE_ON_A_GPU = {
-    "mixed_precision": "bf16", "speed__offload_vae": True, "enable_gradient_checkpointing": True, "save_freq": 1,
-    "eval_freq": 1, "num_epochs": 2, "train__beta": 0.01,
-}  # fmt: skip
+    "mixed_precision": "bf16",
+    "speed__offload_vae": True,
+    "enable_gradient_checkpointing": True,
+    "save_freq": 1,
+    "eval_freq": 1,
+    "num_epochs": 2,
+    "train__beta": 0.01,
+}
 SIGMAS = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction": 1}
 QUICK = {("flux", "ppo"), ("qwen_image_edit", "awm"), ("flux_kontext", "dgpo")}
 

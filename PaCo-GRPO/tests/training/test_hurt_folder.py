@@ -112,7 +112,7 @@ def test_errors_of_libraries_in_rust_are_known_too():
 
 
 # --- signals
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_while_building_is_one_line(tiny_flux_dir, tmp_path, monkeypatch, capsys):

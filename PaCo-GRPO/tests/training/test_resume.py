@@ -1,4 +1,6 @@
-"""What a resume finds in the run's folder: damaged files, lost checkpoints, other items, too little space."""
+"""What a resume finds in the run's folder: damaged files, lost checkpoints, other items, too little
+space.
+"""
 
 import json
 import shutil
