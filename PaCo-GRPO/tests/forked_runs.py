@@ -53,7 +53,9 @@ COMPARABLE = {
     "train__max_missing_reward_fraction": 1,
 }
 TOLERANCE = 3e-6
-FAILED, STOPPED, REFUSED = 2, 3, 4
+FAILED = 2
+STOPPED = 3
+REFUSED = 4
 # So that the server finds this module.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -120,7 +122,8 @@ _METHODS = {
 
 def injected(fault: Fault):
     owner, name = _METHODS[fault.method]
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def method(*arguments, **keywords):
         calls.append(1)
@@ -203,7 +206,8 @@ def run_to_end(flux: Path, folder: Path, processes: int = 1, **options) -> None:
 
 
 def observe(trainer, folder: Path) -> None:
-    updater, rank = trainer.run.updater, trainer.accelerator.process_index
+    updater = trainer.run.updater
+    rank = trainer.accelerator.process_index
     named = list(trainer.state.policy.transformer.named_parameters())
     base = [p for name, p in named if "lora_" not in name]
     seen = {

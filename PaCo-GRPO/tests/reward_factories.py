@@ -63,10 +63,8 @@ def unlike_others(calls=None, unscored=""):
             calls.append(len(images))
         if unscored in [item.prompt for item in items]:
             raise ValueError(unscored)
-        gray, ids = (
-            np.array([np.asarray(image.convert("L")).mean() for image in images]),
-            [i.item_id for i in items],
-        )
+        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        ids = [i.item_id for i in items]
         same = np.equal.outer(ids, ids) & ~np.eye(len(ids), dtype=bool)
         others = (same @ gray) / np.maximum(same.sum(axis=1), 1)
         return np.where(same.any(axis=1), abs(gray - others), 0)

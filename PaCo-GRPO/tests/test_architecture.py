@@ -35,7 +35,8 @@ def import_graph():
     known = {name.removesuffix(".__init__") for name in files}
     graph = {}
     for name, file in files.items():
-        package, module = name.rpartition(".")[0], name.removesuffix(".__init__")
+        package = name.rpartition(".")[0]
+        module = name.removesuffix(".__init__")
         graph[module] = set(imports_of(ast.parse(file.read_text()), package, known)) - {module}
     return graph
 

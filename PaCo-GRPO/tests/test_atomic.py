@@ -35,7 +35,9 @@ def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypa
 
 def test_the_content_reaches_the_disk_before_the_name(tmp_path, monkeypatch):
     """Otherwise a power loss leaves an empty file under the final name."""
-    calls, fsync, replace = [], os.fsync, type(tmp_path).replace
+    calls = []
+    fsync = os.fsync
+    replace = type(tmp_path).replace
 
     def sync(descriptor):
         calls.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")

@@ -122,7 +122,8 @@ def test_objective(recipes, tiny_flux_dir, tmp_path):
 
 
 def test_generator(recipes, monkeypatch, tiny_flux_dir):
-    item, images = Item(0, "a red star"), []
+    item = Item(0, "a red star")
+    images = []
     for target in (POLICIES["FluxPipeline"], "my_policies:MyPolicy"):
         monkeypatch.setitem(POLICIES, "FluxPipeline", target)
         policy = load_policy(tiny_flux_dir, PolicySettings(max_sequence_length=16))

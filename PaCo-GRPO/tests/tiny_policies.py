@@ -181,7 +181,8 @@ def items(
     reference: tuple[int, int] | None = None,
 ):
     """An item for each prompt; for an editor with pictures, the first of size ``reference``."""
-    made, count = [], (FAMILIES | VARIANTS)[name].references
+    made = []
+    count = (FAMILIES | VARIANTS)[name].references
     for i, prompt in enumerate(prompts):
         references = tuple(picture(i + 100 * k, *(reference or size)) for k in range(count))
         made.append(Item(i, prompt, *size, references=references))
@@ -210,7 +211,8 @@ def trained(name: str, folder: Path, rank: int = 3, alpha: float = 6, **options)
 
 def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> torch.Tensor:
     """At σ = 0.6, from fixed noise."""
-    count, conditioning = len(prompts), policy.encode(items(name, *prompts, size=(size, size)))
+    count = len(prompts)
+    conditioning = policy.encode(items(name, *prompts, size=(size, size)))
     latents = policy.initial_latents(range(count), size, size)
     return policy.velocity(latents, torch.full((count,), 0.6), conditioning, size, size)
 

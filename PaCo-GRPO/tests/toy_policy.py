@@ -114,7 +114,8 @@ def numpy_step(x, v, sigma, following, first, a, cps=False):
             x + (1 - sigma) * v
         )
         return mean, s, s
-    s, dt = a * np.sqrt(sigma / (1 - (first if sigma == 1 else sigma))), following - sigma
+    s = a * np.sqrt(sigma / (1 - (first if sigma == 1 else sigma)))
+    dt = following - sigma
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
     return mean, s, s * np.sqrt(-dt)
 

@@ -38,7 +38,8 @@ def epochs(draw, missing=0.2):
 
 
 def expected(total, items, global_std, per_prompt=True):
-    advantages, kept = np.zeros(len(total)), np.zeros(len(total), bool)
+    advantages = np.zeros(len(total))
+    kept = np.zeros(len(total), bool)
     single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = [
         [
@@ -158,7 +159,8 @@ def test_what_is_wrong_is_named():
     ],
 )
 def test_means_and_product(name, formula):
-    rng, function = np.random.default_rng(0), get_aggregate_fn(name, WEIGHTS)
+    rng = np.random.default_rng(0)
+    function = get_aggregate_fn(name, WEIGHTS)
     rewards = {
         name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")}
         for name, scale in (("a", 1.0), ("b", 30.0))
@@ -197,7 +199,9 @@ def test_log_tame(threshold, tamed):
 @pytest.mark.parametrize("global_std", [False, True])
 def test_weighted_advantage_sum(global_std):
     rng = np.random.default_rng(3)
-    a, b, items = rng.random(6), 100 * rng.random(6), np.array([0, 0, 0, 1, 1, 1])
+    a = rng.random(6)
+    b = 100 * rng.random(6)
+    items = np.array([0, 0, 0, 1, 1, 1])
     function = weighted_advantage_sum_aggregate_fn(WEIGHTS, global_std)
     result = compute_advantages({"a": a, "b": b}, items, items.astype(str), function, DEFAULT)
     by_hand = 0.2 * expected(a, items, global_std)[0] + 1.5 * expected(b, items, global_std)[0]

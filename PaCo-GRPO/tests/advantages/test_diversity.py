@@ -52,7 +52,8 @@ def test_factors_are_the_relative_distance_to_the_nearest_neighbor():
 
 
 def test_what_they_do_to_advantages():
-    scores, ids = RNG.normal(size=8), np.repeat([0, 1], 4)
+    scores = RNG.normal(size=8)
+    ids = np.repeat([0, 1], 4)
     groups = [np.arange(4), np.arange(4, 8)]
 
     def advantages(**train):
@@ -63,7 +64,8 @@ def test_what_they_do_to_advantages():
             {"r": scores}, ids, prompts, aggregate_fn, options, FEATURES[:8]
         ).advantages
 
-    plain, factors = advantages(), nearest_neighbor_factors(FEATURES[:8], groups)
+    plain = advantages()
+    factors = nearest_neighbor_factors(FEATURES[:8], groups)
     np.testing.assert_allclose(
         advantages(neighbor_factor=True), np.where(plain > 0, plain * factors, plain)
     )

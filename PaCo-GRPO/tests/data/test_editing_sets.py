@@ -23,7 +23,8 @@ def encoded(color, kind="PNG", size=(12, 8), **more) -> bytes:
     return buffer.getvalue()
 
 
-RED, BLUE = encoded("red"), encoded("blue")
+RED = encoded("red")
+BLUE = encoded("blue")
 
 
 def write_jsonl(folder, *rows):

@@ -122,7 +122,8 @@ def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):
     rows = [{"input_prompt": "two", "input_image": ["a.png", "b.png"]}]  # left out
     with tarfile.open(source / "text_and_image_to_image_part_0.tar", "w") as archive:
         for i in range(40):
-            name, data = f"text_and_image_to_image/input_{i}.png", encoded((i, 0, 0))
+            name = f"text_and_image_to_image/input_{i}.png"
+            data = encoded((i, 0, 0))
             if i % 2:
                 write(source / name, data)
             else:

@@ -143,7 +143,8 @@ def test_uneven_work_does_not_hang_and_changes_nothing(trained):
 @pytest.mark.long
 def test_training_everything(trained):
     """Without LoRA, parameters, gradients and optimizer are sharded too."""
-    one, two = trained(1, **FULL), trained(2, **FULL, **FSDP2)
+    one = trained(1, **FULL)
+    two = trained(2, **FULL, **FSDP2)
     assert_same_training(one, two)
     assert observed(two)["optimizer_here"] < 0.6 * observed(one)["optimizer_here"]
     alone, sharded = (
@@ -160,7 +161,8 @@ def test_training_everything(trained):
 @pytest.mark.long
 def test_resume_is_bit_identical(trained, tiny_flux_dir):
     options = FULL | FSDP2 | {"save_freq": 1}
-    whole, half = trained(2, **options), trained(2, **options, num_epochs=1)
+    whole = trained(2, **options)
+    half = trained(2, **options, num_epochs=1)
     run_to_end(tiny_flux_dir, half, 2, **COMPARABLE | options, resume_from="latest")
     assert state(whole, 2) == state(half, 2)
 

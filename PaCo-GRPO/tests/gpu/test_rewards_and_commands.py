@@ -25,7 +25,8 @@ PROMPT = '1x2 grid of a cat that says "HI". [LEFT]: asleep. [RIGHT]: awake.'
 
 
 def pictures() -> list[Image.Image]:
-    font, images = ImageFont.load_default(40), []
+    font = ImageFont.load_default(40)
+    images = []
     for color in ("black", "navy"):
         image = Image.new("RGB", (256, 128), "white")
         ImageDraw.Draw(image).text((90, 40), "HI", color, font)
@@ -44,7 +45,9 @@ def test_scores_are_those_of_the_cpu(tmp_path, on, name):
     else:
         clip = save_clip(tmp_path / "clip")
         arguments = {"model": clip} | ({"processor": clip} if name == "pickscore" else {})
-    images, items, scores = pictures(), [Item(0, PROMPT), Item(1, PROMPT)], {}
+    images = pictures()
+    items = [Item(0, PROMPT), Item(1, PROMPT)]
+    scores = {}
     for device in ("cpu", "cuda"):
         with on(device):
             reward = CheckedReward(name, arguments, torch.device(device))

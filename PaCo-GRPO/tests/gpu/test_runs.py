@@ -53,7 +53,8 @@ def test_a_run_ends_as_on_the_cpu(tiny_folder, tmp_path, on, name, loss_type):
     changes = LIKE_ON_A_GPU | {"train__loss_type": loss_type}
     if loss_type in ("awm", "dgpo"):
         changes |= SIGMAS
-    weights, rows = {}, {}
+    weights = {}
+    rows = {}
     for device in ("cpu", "cuda"):
         options = family_options(name, tiny_folder(name), tmp_path / device, **changes)
         with on(device):

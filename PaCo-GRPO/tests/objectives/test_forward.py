@@ -37,7 +37,8 @@ def gradient(policy, value):
     st.integers(2, 50), st.booleans(), st.floats(0.1, 1.0), st.integers(1, 6), st.integers(0, 10**6)
 )
 def test_sampled_sigmas(num_steps, with_one, fraction, count, seed):
-    first, end = (0 if with_one else 1), math.floor(num_steps * fraction + 1e-9)
+    first = 0 if with_one else 1
+    end = math.floor(num_steps * fraction + 1e-9)
     assume(count <= end - first)
     steps, again = (
         sample_sigmas(num_steps, count, fraction, with_one, np.random.default_rng(seed))
@@ -61,7 +62,8 @@ def test_noise_of_samples_and_of_groups():
             .round(decimals=4)
         )
 
-    own, shared = noise(step, False), noise(step, True)
+    own = noise(step, False)
+    shared = noise(step, True)
     assert torch.equal(shared[0], shared[2]) and len(torch.unique(own.flatten(1), dim=0)) == 3
     assert not torch.equal(shared[0], shared[1])
     one = Step(step.rollout.select([2]), 2, step.advantages[2:], epoch_seed=7)
@@ -111,7 +113,8 @@ def dgpo_loss(step, policy, train):
 @settings(max_examples=30)
 @given(st.tuples(*[st.floats(-5, 5)] * 3), st.floats(0.1, 1000))
 def test_two_passes_of_dgpo_are_the_joint_loss(advantages, beta):
-    policy, train = ToyPolicy(dtype=f64), TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)
+    policy = ToyPolicy(dtype=f64)
+    train = TrainOptions(dgpo_beta=beta, dgpo_clip_range=None)
     step = step_of(policy, advantages, moved=True)
     found = gradient(policy, dgpo_loss(step, policy, train).loss.sum())
     expected = gradient(policy, joint_dgpo(step, policy, train))
@@ -142,7 +145,8 @@ def test_dgpo_masks_what_moved_far_enough():
 
 
 def test_group_weights_are_finite_and_centered():
-    changes, items = np.array([[1e6], [-1e6], [3.0], [4.0]]), np.array([0, 0, 1, 1])
+    changes = np.array([[1e6], [-1e6], [3.0], [4.0]])
+    items = np.array([0, 0, 1, 1])
     weights = group_weights(changes, items, np.array([9.0, -5.0, 2.0, 2.0]), TrainOptions())
     assert (
         np.isfinite(weights).all()
@@ -162,10 +166,12 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
     """μ_old lies √(2τ)·d·(1 ± 1e-3) from μ; x' on one side of both or the other makes the ratio
     more or less than 1.
     """
-    policy, train = ToyPolicy(dtype=f64), TrainOptions()
+    policy = ToyPolicy(dtype=f64)
+    train = TrainOptions()
     step = step_of(policy, (sign, -sign, sign))
     transition = step.transition(policy)
-    mean, std = transition.mean.detach(), float(transition.std[0])
+    mean = transition.mean.detach()
+    std = float(transition.std[0])
     change = math.sqrt(2 * train.dppo_divergence) * std * (1.001 if beyond else 0.999)
     step.noise.mean = mean - change
     for towards in (1, -1):  # x' towards μ: the ratio is above 1
@@ -183,7 +189,8 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
 
 
 def test_flow_dppo_recomputes_beyond_a_tenth_of_tau():
-    policy, train = ToyPolicy(dtype=f64), TrainOptions()
+    policy = ToyPolicy(dtype=f64)
+    train = TrainOptions()
     step = step_of(policy, (1.0, 1.0, 1.0))
     objective = get_objective("flow_dppo")(train)
 

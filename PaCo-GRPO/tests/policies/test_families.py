@@ -25,14 +25,16 @@ PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 
 def sample(policy, chosen, seeds, **options):
     """Latents of ``chosen`` in their order, and the batch size of each transformer forward."""
-    latents, forwards = [None] * len(chosen), []
+    latents = [None] * len(chosen)
+    forwards = []
     hook = policy.transformer.register_forward_pre_hook(
         lambda _, args, kwargs: forwards.append(len([*args, *kwargs.values()][0])), with_kwargs=True
     )
     options = {"noise_level": 0.7} | options
     for batch in batches_by_key([policy.batch_key(item) for item in chosen], 8):
         group = [chosen[i] for i in batch]
-        height, width = group[0].height, group[0].width
+        height = group[0].height
+        width = group[0].width
         draws = Draws(batch, [seeds[i] for i in batch], height, width)
         record = rollout(policy, policy.encode(group), draws, Sampling(STEPS, **options))
         for i, row in zip(batch, record.clean_latents, strict=True):
@@ -99,17 +101,16 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
         else {"guidance_scale": 2.5}
     )
     policy = load(name, tiny_folder(name), max_sequence_length=40, **options)
-    chosen, seeds = mixed_items(name), [5, 2**31 + 7, 11, 12]
+    chosen = mixed_items(name)
+    seeds = [5, 2**31 + 7, 11, 12]
     assert policy.size_multiple_with(policy.pipeline.vae.config) == policy.size_multiple
     latents, forwards = sample(policy, chosen, seeds)
     groups = [2, 1] + [1] * (len(chosen) - 3)  # one forward each per step, two with true CFG
     assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.guided else 1))
     pipe = load_pipeline(policy, tiny_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
-        ours, theirs = (
-            pixels(policy, latent, item),
-            stock_image(pipe, policy, name, item, seed, monkeypatch),
-        )
+        ours = pixels(policy, latent, item)
+        theirs = stock_image(pipe, policy, name, item, seed, monkeypatch)
         assert ours.shape == theirs.shape == (3, item.height, item.width)
         assert (ours - theirs).abs().max() <= 1e-5
     silent, _ = sample(policy, chosen, seeds, noise_steps=(1,), noise_level=0.0)
@@ -144,7 +145,9 @@ def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, monkeypatch, p
 
 @pytest.mark.parametrize("name", ["flux2", "flux2_klein", "z_image"])
 def test_the_length_of_texts_counts_the_template(tiny_folder, name):
-    folder, (item,), seen = tiny_folder(name), items(name, "make the star blue"), []
+    folder = tiny_folder(name)
+    (item,) = items(name, "make the star blue")
+    seen = []
     tokenizer = load_tokenizer(str(folder))
     counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
     policy = load(name, folder, max_sequence_length=len(counted) + 1)
@@ -191,7 +194,8 @@ def test_every_adapter_weight_gets_a_gradient(tiny_folder, name):
     """But those whose output the model discards; with true CFG in both forwards."""
     policy = trained(name, tiny_folder(name))
     velocity_of(policy, name, *PROMPTS[:2]).square().mean().backward()
-    silent, layers = set(), set()
+    silent = set()
+    layers = set()
     for parameter_name, parameter in policy.transformer.named_parameters():
         if parameter.requires_grad:
             layer = parameter_name.split(".lora_")[0]

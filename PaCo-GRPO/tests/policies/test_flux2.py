@@ -79,7 +79,8 @@ def test_bfloat16_rounds_neither_the_time_nor_the_statistics(tiny_folder, name):
     assert all(
         torch.equal(tensor, saved[key]) for key, tensor in policy.pipeline.vae.state_dict().items()
     )
-    times, sigma = [], torch.tensor([0.93418])
+    times = []
+    sigma = torch.tensor([0.93418])
     policy.transformer.time_guidance_embed.time_proj.register_forward_pre_hook(
         lambda _, args: times.append(args[0])
     )

@@ -17,7 +17,8 @@ def encoded(policy, item):
     """Features of ``item``, the arguments of its text encoder and the position ids of the language
     model.
     """
-    seen, encoder = {}, policy.pipeline.text_encoder
+    seen = {}
+    encoder = policy.pipeline.text_encoder
     encoder.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
     )
@@ -43,10 +44,8 @@ def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     image = own[
         :, seen["input_ids"] == encoder.config.image_token_id
     ].T.tolist()  # (time, row, column) of each token
-    start, (_, rows, columns) = (
-        image[0][0],
-        (seen["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist(),
-    )
+    start = image[0][0]
+    _, rows, columns = (seen["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
     assert image == [
         [start, start + row, start + column] for row in range(rows) for column in range(columns)
     ]

@@ -67,7 +67,8 @@ def test_reference_and_snapshot(tiny_folder, name):
     disturb(policy)
     trainable = trainable_parameters(policy)
     add_snapshot(policy, "old")
-    first, start = latents_of(policy, name), [p.detach().clone() for p in trainable]
+    first = latents_of(policy, name)
+    start = [p.detach().clone() for p in trainable]
     disturb(policy, seed=1)
     second = latents_of(policy, name)
     flags = [p.requires_grad for p in policy.transformer.parameters()]
@@ -282,7 +283,8 @@ def test_kohyas_names_are_converted_and_leftovers_named(tiny_flux_dir, tmp_path,
     add_lora(again, lora_path=tmp_path / "kohya")
     assert "2 of 2 layers, 4 tensors, rank 4, scale 1" in caplog.text
     name = "transformer_blocks.1.attn.to_out.0"
-    ours, theirs = updates(policy)[name], updates(again)[name]
+    ours = updates(policy)[name]
+    theirs = updates(again)[name]
     torch.testing.assert_close(theirs, 0.5 * ours)  # alpha / rank is multiplied into the factors
     with pytest.raises(PolicyLoadError, match="double_blocks_57"):
         add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path / "kohya_of_a_deeper_model")
@@ -405,7 +407,8 @@ def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch
     )
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    again, other = load("flux", tiny_flux_dir), load("flux", tiny_flux_dir)
+    again = load("flux", tiny_flux_dir)
+    other = load("flux", tiny_flux_dir)
     add_lora(again, lora_path="someone/adapter")
     other.transformer = PeftModel.from_pretrained(other.transformer, str(tmp_path / "lora"))
     assert torch.equal(latents_of(again), latents_of(policy))

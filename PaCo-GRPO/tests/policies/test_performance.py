@@ -28,10 +28,8 @@ def ready(name, folder, targets="default"):
 
 def forward(policy, name, batch=2, size=32, gradient=False, inside=nullcontext):
     """The velocity and, if asked for, the gradients of its mean square."""
-    prompts, parameters = (
-        [f"{'long ' * i}prompt {i}" for i in range(batch)],
-        trainable_parameters(policy),
-    )
+    prompts = [f"{'long ' * i}prompt {i}" for i in range(batch)]
+    parameters = trainable_parameters(policy)
     with torch.set_grad_enabled(gradient), inside():
         velocity = velocity_of(policy, name, *prompts, size=size)
         gradients = ()
@@ -120,7 +118,8 @@ def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatc
             module.__class__ = Float32RMSNorm
     (expected,) = forward(policy, "flux")
     set_attention(policy, "flex")
-    backends, dtypes = _AttentionBackendRegistry._backends, []
+    backends = _AttentionBackendRegistry._backends
+    dtypes = []
     compute = backends[AttentionBackendName("flex")]
 
     def recorded(query, key, value, **others):
@@ -150,7 +149,8 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     for module in policy.text_encoders():
         module.register_forward_pre_hook(lambda *_: seen.append(addresses(policy.text_encoders())))
     wanted = items(name, "one", "two", "three")
-    conditioning, expected = policy.encode(wanted), plain.encode(wanted)
+    conditioning = policy.encode(wanted)
+    expected = plain.encode(wanted)
     assert torch.equal(conditioning.prompt_embeds, expected.prompt_embeds)
     assert seen and not set(seen[0]) & set(home), "computed with the weights at home"
     assert all(at == seen[0] for at in seen), "copied once for all three"

@@ -64,7 +64,8 @@ def test_a_run_starts_at_ratio_one_and_its_lora_fits_the_whole_base(tiny_flux_di
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path / "lora")
     # alpha / r = 2 is multiplied into the file's B: A, and the update, are the same bits
-    ours, theirs = policy.transformer.state_dict(), again.transformer.state_dict()
+    ours = policy.transformer.state_dict()
+    theirs = again.transformer.state_dict()
     for name in (name for name in ours if ".lora_A." in name):
         assert torch.equal(ours[name], theirs[name])
         other = name.replace(".lora_A.", ".lora_B.")

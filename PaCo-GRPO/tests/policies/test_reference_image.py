@@ -111,7 +111,8 @@ def test_references_of_different_size_or_number_do_not_share_a_forward(policy, n
             Item(3, "x", 64, 64),
         ]
     assert len({policy.batch_key(item) for item in chosen}) == len(chosen)
-    conditioning, sigma = policy.encode(chosen), torch.full((len(chosen),), 0.5)
+    conditioning = policy.encode(chosen)
+    sigma = torch.full((len(chosen),), 0.5)
     latents = policy.initial_latents(range(len(chosen)), 64, 64)
     with pytest.raises(ValueError, match="batch_key"):
         policy.velocity(latents, sigma, conditioning, 64, 64)
@@ -132,7 +133,8 @@ def test_everything_is_encoded_once(policy, name):
     )
     # Kontext's text does not see the image; Qwen's does, and true CFG adds the negative prompt for
     # each image
-    texts, reads = 2 if name == "flux_kontext" else 4, []
+    texts = 2 if name == "flux_kontext" else 4
+    reads = []
     first = policy.encode(items(name, "a", "b"))
     assert calls == {"text": texts, "vae": 2}
     second = policy.encode([*items(name, "a", "b"), *items(name, "a")])

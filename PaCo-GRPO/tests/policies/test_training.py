@@ -16,10 +16,8 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 def sample(policy, name, noise_steps, **options):
-    conditioning, sampling = (
-        policy.encode(items(name, *PROMPTS)),
-        Sampling(4, noise_steps, noise_level=0.7, **options),
-    )
+    conditioning = policy.encode(items(name, *PROMPTS))
+    sampling = Sampling(4, noise_steps, noise_level=0.7, **options)
     return rollout(policy, conditioning, Draws(range(3), range(4, 7), 32, 32), sampling)
 
 
@@ -41,7 +39,8 @@ def test_nft_trains_the_conditional_velocity(tiny_folder):
     policy = trained(name, tiny_folder(name))
     lora.add_snapshot(policy, "old")
     disturb(policy, seed=3, scale=0.05)
-    step, losses = Step(sample(policy, name, (1,)), 1, torch.tensor([1.0, -0.7, 0.3])), []
+    step = Step(sample(policy, name, (1,)), 1, torch.tensor([1.0, -0.7, 0.3]))
+    losses = []
     for scale in (4.0, 2.0):
         policy.guidance_scale = scale
         losses.append(

@@ -123,7 +123,8 @@ def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, ca
 @pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
 def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
     folder = tiny_folder(name)
-    policy, fewest = load(name, folder), fewest_steps(folder)
+    policy = load(name, folder)
+    fewest = fewest_steps(folder)
     assert (
         size_multiple(folder) == policy.size_multiple
         and len(policy.sigmas(fewest, 32, 32)) == fewest + 1

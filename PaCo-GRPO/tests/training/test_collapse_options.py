@@ -31,7 +31,9 @@ def test_features_of_the_images_reach_the_advantages(kind, tiny_flux_dir, tmp_pa
         if kind == "clip"
         else {"train__neighbor_factor": True},
     )
-    run, seen, images = build_run(options), [], []
+    run = build_run(options)
+    seen = []
+    images = []
     monkeypatch.setattr(
         trainer_module,
         "compute_advantages",
@@ -81,6 +83,7 @@ def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path
         write_prompts(tmp_path / "prompts", first_open=4)
         train(options)
         (row,) = rows_of(options, "train")
-    within, between = row["reward/consistency_score_mean"], 1 - row["reward/between_images_mean"]
+    within = row["reward/consistency_score_mean"]
+    between = 1 - row["reward/between_images_mean"]
     assert (row["reward/within"], row["reward/between"]) == pytest.approx((within, between))
     assert row["reward/kappa"] == pytest.approx((within - between) / (1 - between))

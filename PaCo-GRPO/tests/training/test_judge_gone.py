@@ -15,7 +15,8 @@ DEADLINE = 1.5
 
 
 def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, caplog):
-    asked, back = [], []
+    asked = []
+    back = []
 
     def respond(number, request):
         """Half of the second epoch is answered, then connections are closed without a word until

@@ -66,7 +66,8 @@ def test_mixed_sizes_and_resume(tiny_folder, tmp_path, name):
     def build(**changes):
         return build_run(family_options(name, tiny_folder(name), tmp_path, **options | changes))
 
-    whole, sizes = build(), []
+    whole = build()
+    sizes = []
     decode = whole.state.policy.decode
     whole.state.policy.decode = lambda latents, h, w: (
         sizes.append((h, w, len(latents))) or decode(latents, h, w)

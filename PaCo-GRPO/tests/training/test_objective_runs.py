@@ -124,7 +124,8 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
 
 
 def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_run):
-    updater, item_ids = dgpo_run.updater, np.array([0, 1, 2, 0, 1, 2, 2, 0])
+    updater = dgpo_run.updater
+    item_ids = np.array([0, 1, 2, 0, 1, 2, 2, 0])
     updater.gradient_steps = 2
     for inner in (0, 1):
         chunks = updater._chunks(item_ids, epoch=3, inner_epoch=inner)

@@ -111,7 +111,8 @@ def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatc
     finished.
     """
     changes = THREE_EPOCHS | {"save_freq": 0}
-    stopped, calls = tiny_options(tiny_flux_dir, tmp_path, **changes), []
+    stopped = tiny_options(tiny_flux_dir, tmp_path, **changes)
+    calls = []
     steps = Updater._steps
 
     def signal_then_steps(*arguments):

@@ -97,7 +97,9 @@ def test_an_epoch_computes_each_thing_once(make, tmp_path):
             health__probe_images=2,
         )
     )
-    pipeline, counted, trainer = run.state.policy.pipeline, Counter(), Trainer(run)
+    pipeline = run.state.policy.pipeline
+    counted = Counter()
+    trainer = Trainer(run)
 
     def forward(module, arguments, keywords, output):
         images = len(keywords["hidden_states"])

@@ -47,7 +47,8 @@ def test_an_aggregation_that_fails_stops_with_all_saved_and_closed(tiny_flux_dir
     options = tiny_options(
         tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation"
     )
-    trainer, closed = Trainer(build_run(options)), []
+    trainer = Trainer(build_run(options))
+    closed = []
     trainer.run.tracker = SimpleNamespace(
         close=lambda: closed.append("tracker"), log=lambda *_: None
     )
