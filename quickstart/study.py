@@ -42,8 +42,6 @@ from typing import Any
 
 import pandas as pd
 
-from paco_grpo.estimate.generator import estimate
-from paco_grpo.options import read_options
 from paco_toy.summary import (
     MEASURES,
     commit,
@@ -164,6 +162,14 @@ STUDIES = {
         {
             "sum": LOUD_AND_QUIET | {"train.aggregate_fn": None},
             "log_tame": LOUD_AND_QUIET | {"train.aggregate_fn": "log_tame_aggregate_fn"},
+            # The log of both rewards in every epoch.
+            "log_tame_always": {
+                **LOUD_AND_QUIET,
+                "train.aggregate_fn": {
+                    "name": "log_tame_aggregate_fn",
+                    "arguments": {"threshold": 0},
+                },
+            },
             "advantage_sum": {
                 **LOUD_AND_QUIET,
                 "train.aggregate_fn": "weighted_advantage_sum_aggregate_fn",
@@ -212,6 +218,10 @@ def training_arguments(run: Run, epochs: int) -> list[str]:
 
 def teraflops_of_epoch(run: Run) -> float:
     """What the transformer computes in an epoch of sampling and training, as estimate.py counts."""
+    # Imported here, so that tables need no PyTorch.
+    from paco_grpo.estimate.generator import estimate
+    from paco_grpo.options import read_options
+
     config, *arguments = training_arguments(run, epochs=1)
     with contextlib.chdir(GRPO):  # paths of its configuration start there
         options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
