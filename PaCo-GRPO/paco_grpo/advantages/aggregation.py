@@ -204,8 +204,8 @@ def _find(
         if name in FACTORIES:
             factory = FACTORIES[name]
             of_run = {"reward_weights": reward_weights, "global_std": global_std}
-            taken = _arguments(factory)
-            defaults = {argument: of_run[argument] for argument in of_run if argument in taken}
+            parameters = _arguments(factory)
+            defaults = {key: value for key, value in of_run.items() if key in parameters}
             return factory(**defaults | arguments)
         if arguments:
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")

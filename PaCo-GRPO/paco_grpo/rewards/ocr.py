@@ -42,11 +42,11 @@ def text_score(wanted: str, read: str) -> float:
     """
     from rapidfuzz.distance import Levenshtein
 
-    wanted = _without_spaces_and_case(wanted)
-    read = _without_spaces_and_case(read)
-    if wanted in read:
+    target = _without_spaces_and_case(wanted)
+    text = _without_spaces_and_case(read)
+    if target in text:
         return 1.0
-    return 1.0 - min(Levenshtein.distance(wanted, read), len(wanted)) / len(wanted)
+    return 1.0 - min(Levenshtein.distance(target, text), len(target)) / len(target)
 
 
 def _without_spaces_and_case(text: str) -> str:
@@ -77,8 +77,8 @@ def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
         read = load()
         scores = []
         for image, item in zip(images, items, strict=True):
-            wanted = wanted_text(item.prompt)
-            scores.append(text_score(wanted, read(image.convert("RGB"))))
+            target = wanted_text(item.prompt)
+            scores.append(text_score(target, read(image.convert("RGB"))))
         return np.array(scores)
 
     return score

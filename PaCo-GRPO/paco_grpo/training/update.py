@@ -280,7 +280,7 @@ class Updater:
         return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     def _blend_snapshots(self, every_step: bool) -> None:
-        """Move the snapshots of every optimizer step, or of an epoch, toward the trained weights."""
+        """Move the snapshots of each step, or of each epoch, toward the trained weights."""
         for snapshot in self.objective.snapshots:
             if snapshot.every_step == every_step:
                 decay = snapshot.decay(self.state.step)
