@@ -1,6 +1,7 @@
 """One port for several judges: each request goes to the server of the ``model`` that it names.
 
-    python -m vllm_server.gateway --port 8000 --upstream NAME=http://127.0.0.1:8001 --upstream NAME=http://127.0.0.1:8002
+    python -m vllm_server.gateway --port 8000 \\
+        --upstream NAME=http://127.0.0.1:8001 --upstream NAME=http://127.0.0.1:8002
 
 If VLLM_API_KEY is set, this key is needed on every route except /health, and passed on.
 """
@@ -38,8 +39,10 @@ def build_app(
     max_body_bytes: int = 32 << 20,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
-    """The gateway as an application. ``upstreams``: URL by served name; ``transport``: to the
-    servers, in tests.
+    """The gateway as an application.
+
+    ``upstreams`` are the servers' URLs by served name. ``transport`` leads to the servers in
+    tests.
     """
     http: httpx.AsyncClient
 
@@ -115,6 +118,7 @@ def _chosen(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str
 
 
 def main() -> None:
+    """The command, which runs until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -25,8 +25,9 @@ def gpu_memory() -> list[int]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES (indices, or UUIDs of GPUs and MIG instances); all GPUs if it is not
-    set.
+    """The GPUs in CUDA_VISIBLE_DEVICES, or all if it is not set.
+
+    They are indices, or UUIDs of GPUs and MIG instances.
 
     Raises LaunchError: There is no such GPU.
     """
@@ -49,8 +50,9 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def fits_heads(size: int, config: Mapping) -> bool:
-    """Whether ``size`` GPUs can share attention heads, and share or copy key/value heads, evenly;
-    true if unknown.
+    """Whether ``size`` GPUs can share attention heads evenly; true if unknown.
+
+    Key/value heads are shared, or copied, evenly too.
     """
     heads = int(config.get("num_attention_heads", size))
     key_value_heads = int(config.get("num_key_value_heads", heads))
@@ -59,8 +61,9 @@ def fits_heads(size: int, config: Mapping) -> bool:
 
 
 def parallel_size(gpus: int, config: Mapping, enough: float = float("inf")) -> int:
-    """The first power of two that is ``enough``, else the largest that ``gpus`` and the heads
-    allow; 1 if unknown.
+    """The first power of two that is ``enough``, or the largest possible one.
+
+    ``gpus`` and the heads limit it. It is 1 if the heads are unknown.
     """
     size = 1
     if "num_attention_heads" not in config:

@@ -1,10 +1,10 @@
-"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs, with
-transformers.
+"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs.
 
     python -m vllm_server.judge_server --model FOLDER --served-model-name NAME --port 8000
 
-Answers are greedy. ``top_logprobs`` are those of the first token. Requests that arrive while a
-batch runs become the next batch.
+It answers with transformers, greedily. ``top_logprobs`` are those of the first token. Requests that
+arrive while a batch runs become the next batch. A request is read by ``parse_request``, waits in
+``Engine.ask``, and is answered by ``Engine.work``.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
     StrictInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -58,32 +58,36 @@ class _TextPart(BaseModel):
 
 class _ImagePart(BaseModel):
     type: Literal["image_url"]
-    image_url: Annotated[
-        str,
-        BeforeValidator(lambda url: url.get("url") if isinstance(url, dict) else url),
-        Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,"),  # nothing is fetched
-    ]
+    image_url: str = Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,")  # nothing is fetched
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _unwrap(cls, url: Any) -> Any:
+        """OpenAI's form of it is an object with a ``url``."""
+        return url.get("url") if isinstance(url, dict) else url
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
 class _Message(BaseModel):
     role: Literal["system", "user", "assistant"]
-    content: Annotated[
-        list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
-        Field(min_length=1),
-        BeforeValidator(
-            lambda content: (
-                [{"type": "text", "text": content}] if isinstance(content, str) else content
-            )
-        ),
-    ]
+    content: list[_Part] = Field(min_length=1)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_parts(cls, content: Any) -> Any:
+        """A string is a list of one text."""
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 _Length = Annotated[StrictInt, Field(ge=1, le=1 << 20)]
 
 
 class ChatRequest(BaseModel):
-    """The accepted fields; a null counts as missing. Sampling options accept only the value of a
-    greedy answer.
+    """The accepted fields; a null counts as missing.
+
+    Sampling options accept only the value of a greedy answer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -131,13 +135,16 @@ def parse_request(content: bytes, served: str, max_images: int = 16) -> ChatRequ
         request = ChatRequest.model_validate_json(content)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
-        where = list(map(str, first["loc"])) or ["body"]
-        message = f"{'.'.join(where)}: {first['msg']}, got {reprlib.repr(first['input'])}; use vLLM for other requests"
+        where = [str(part) for part in first["loc"]] or ["body"]
+        value = reprlib.repr(first["input"])
+        message = f"{'.'.join(where)}: {first['msg']}, got {value}; use vLLM for other requests"
         raise ApiError(message, param=where[0]) from invalid
     if request.model != served:
         message = f"model {request.model[:200]!r} is not served here; served: {served}"
         raise ApiError(message, 404, param="model", code="model_not_found")
-    if (count := len(request.chat()[1])) > max_images:
+    _, urls = request.chat()
+    count = len(urls)
+    if count > max_images:
         message = f"{count} images in one request; at most {max_images} (VLLM_MAX_IMAGES)"
         raise ApiError(message, param="messages")
     return request
@@ -207,7 +214,10 @@ class Engine:
                     job.answer.set_result(job.result)
 
     def work(self, jobs: Sequence[Job]) -> None:
-        """Find the result of each job without one; what is wrong with one costs the others nothing."""
+        """Find the result of each job without one.
+
+        What is wrong with one costs the others nothing.
+        """
         groups: list[list[Job]] = []  # for one forward each
         for job in jobs:
             if job.result is not None:
@@ -245,7 +255,8 @@ class Engine:
             ]
             if sum(image.width * image.height for image in images) > MAX_REQUEST_PIXELS:
                 raise UnreadableImage(
-                    f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request; make it smaller"
+                    f"has too many pixels: at most {MAX_REQUEST_PIXELS} in a request; "
+                    "make it smaller"
                 )
             job.chat = Chat(messages, images)
             job.tokens = self.scorer.length(job.chat)
@@ -390,6 +401,7 @@ def build_app(
 
 
 def main() -> int:
+    """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
         description="Serve a judge with transformers (a subset of OpenAI's API)"
     )

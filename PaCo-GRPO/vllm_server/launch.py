@@ -47,6 +47,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
+    """The command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="launch.sh", description=__doc__)
     parser.parse_args()
     for number in _SIGNALS:
@@ -112,7 +113,8 @@ def _refuse_running(servers: Sequence[Server], folder: Path, what: str) -> None:
 
 def _refuse_port(settings: LaunchSettings, root: Path) -> None:
     """vLLM would share the port with another server. Raises LaunchError."""
-    host, port = settings.host, settings.port
+    host = settings.host
+    port = settings.port
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
@@ -262,8 +264,9 @@ def _free_ports(count: int) -> list[int]:
 
 
 def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
-    """Start a server in a session of its own, which outlives the shell, and note its process and
-    its log in it.
+    """Start a server in a session of its own, which outlives the shell.
+
+    Its process and its log are noted in it.
     """
     server.log = str(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', server.name)}.log")
     server.mark = uuid.uuid4().hex
@@ -290,8 +293,9 @@ def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subpr
 def wait_until_ready(
     servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings
 ) -> None:
-    """Wait until every server lists its names, with progress lines. Raises LaunchError with the end
-    of a log.
+    """Wait until every server lists its names, with progress lines.
+
+    Raises LaunchError with the end of a log.
     """
     began = time.monotonic()
     printed = began

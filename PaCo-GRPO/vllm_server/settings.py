@@ -1,5 +1,6 @@
-"""What to serve: the environment variables of a launch and the models they name. Nothing is started
-here.
+"""What to serve: the environment variables of a launch and the models they name.
+
+Nothing is started here.
 """
 
 import ipaddress
@@ -125,6 +126,8 @@ def is_loopback(host: str) -> bool:
 
 @dataclass
 class Model:
+    """A model to serve, and what its files say about it."""
+
     name: str
     path: str  # a local folder, absolute, or a hub name
     config: dict  # of its language model
@@ -156,8 +159,9 @@ def _read_model(name: str, path: str) -> Model:
 
 
 def _hub_folder(name: str) -> Path:
-    """The folder in the hub's cache with a model's settings, and with its weights if it was
-    downloaded.
+    """The folder in the hub's cache with a model's settings.
+
+    It also has the model's weights if they were downloaded.
     """
     # Not needed for folders, which is all that an environment with nothing but vLLM may serve.
     from huggingface_hub import snapshot_download

@@ -69,8 +69,9 @@ class Server:
         return [process for process in members if _runs(process)]
 
     def state(self, api_key: str | None) -> str:
-        """``healthy``: it lists its names; ``other key``: not the launch's; ``loading or stuck``;
-        ``ended``.
+        """``healthy``, ``other key``, ``loading or stuck``, or ``ended``.
+
+        A healthy server lists its names. One with another key does not accept that of the launch.
         """
         if not self.alive():
             return "ended"
@@ -165,8 +166,9 @@ def _signal(
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:
-    """PACO_RUNTIME_DIR, else paco-rl/HOST under XDG_STATE_HOME or ~/.local/state (machines may
-    share a home).
+    """PACO_RUNTIME_DIR, or a folder of this machine in the user's home.
+
+    That is paco-rl/HOST under XDG_STATE_HOME or ~/.local/state, because machines may share a home.
 
     Raises LaunchError: The folder cannot be created, belongs to another user, or others can write
     in it.

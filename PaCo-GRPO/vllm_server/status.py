@@ -1,7 +1,9 @@
 """Shows which servers run and whether they answer, and ends the servers of a label.
 
-    python -m vllm_server.status [--json]    exit status 0 when all are healthy, else 3; 1 after errors
-    python -m vllm_server.status --stop      ends the servers of VLLM_LABEL and no other process; twice is fine
+    python -m vllm_server.status [--json]
+        exit status 0 when all are healthy, else 3; 1 after errors
+    python -m vllm_server.status --stop
+        ends the servers of VLLM_LABEL and no other process; twice is fine
 
 A state is healthy, loading or stuck, other key (VLLM_API_KEY is not the one of the launch), or
 ended.
@@ -20,6 +22,7 @@ _LINE = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
 
 
 def main() -> int:
+    """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,8 +39,9 @@ def main() -> int:
 
 
 def status(as_json: bool) -> int:
-    """Print a row for each server; the exit status. A label whose file is damaged hides no other
-    label.
+    """Print a row for each server; returns the exit status.
+
+    A label whose file is damaged hides no other label.
     """
     rows = []
     is_damaged = False
@@ -63,7 +67,7 @@ def status(as_json: bool) -> int:
 
 
 def stop() -> int:
-    """End the servers of one label; the exit status."""
+    """End the servers of one label; returns the exit status."""
     folder = label_folder(os.environ)
     servers = read(folder)
     ended = end(folder, servers)

@@ -27,8 +27,9 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def judge_folder(tiny, tmp_path_factory) -> Path:
-    """A random judge, whose Yes and No have larger embeddings: random weights seldom put them among
-    the top 20.
+    """A random judge whose Yes and No have larger embeddings.
+
+    Random weights seldom put them among the top 20.
     """
     folder = tiny.save_judge(tmp_path_factory.mktemp("judge"))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

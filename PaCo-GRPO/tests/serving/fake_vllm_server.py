@@ -1,5 +1,6 @@
-"""A fake of vLLM's server for the launch tests: takes its command line, and fails as FAKE_VLLM
-requests.
+"""A fake of vLLM's server for the launch tests.
+
+It takes vLLM's command line, and fails as FAKE_VLLM requests.
 """
 
 import argparse

@@ -79,9 +79,13 @@ class Shell:
     def start(self, script: str, *arguments, **variables) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", str(ROOT / "vllm_server" / script), *arguments],
-            env={**self.environment, **variables}, cwd=self.cwd, start_new_session=True,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env={**self.environment, **variables},
+            cwd=self.cwd,
+            start_new_session=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def run(
         self, script: str, *arguments, timeout: float = 300, **variables

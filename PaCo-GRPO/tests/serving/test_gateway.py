@@ -102,30 +102,30 @@ async def test_requests_go_to_the_server_of_their_model(upstreams):
 @pytest.mark.parametrize(
     ("content", "status"),
     [
-        (b"{", 400), (b"[1]", 400), (b"{}", 400), (b'{"model": 3}', 404), (b"[" * 100_000, 400), (b"\xff", 400),
-        (b'{"model": "C"}', 404), (b"x" * (1 << 20) + b"x", 413),
-        (b'{"model": "down"}', 502), (b'{"model": "hangs"}', 502), (b'{"model": "breaks"}', 502),
+        (b"{", 400),
+        (b"[1]", 400),
+        (b"{}", 400),
+        (b"[" * 100_000, 400),
+        (b"\xff", 400),
+        (b'{"model": 3}', 404),
+        (b'{"model": "C"}', 404),
+        (b"x" * (1 << 20) + b"x", 413),
+        (b'{"model": "down"}', 502),
+        (b'{"model": "hangs"}', 502),
+        (b'{"model": "breaks"}', 502),
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_forwarded_is_an_error_in_openais_format(upstreams, content, status):
     lifespan, http = await client(upstreams, NAMES, max_body_bytes=1 << 20)
     async with lifespan, http:
         health = await http.get("/health")
-        assert health.status_code == 503 and health.json()["models"] == {
-            n: port < 3 for n, port in NAMES.items()
-        }
-        assert [row["id"] for row in (await http.get("/v1/models")).json()["data"]] == [
-            "A",
-            "a-lora",
-            "B",
-        ]
+        assert health.status_code == 503
+        assert health.json()["models"] == {name: port < 3 for name, port in NAMES.items()}
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [row["id"] for row in models] == ["A", "a-lora", "B"]
         answer = await http.post("/v1/chat/completions", content=content)
-        assert answer.status_code == status and set(answer.json()["error"]) == {
-            "message",
-            "type",
-            "param",
-            "code",
-        }
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert not upstreams.asked
 
 
@@ -136,9 +136,16 @@ async def test_no_path_leads_out_of_v1(upstreams, path):
     """httpx would tidy them up first, so the gateway gets them as a server hands them over."""
     app = build_app({"A": "http://u:1"}, transport=upstreams)
     scope = {
-        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "headers": [],
-        "path": unquote(path), "raw_path": path.encode(), "query_string": b"", "root_path": "",
-    }  # fmt: skip
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "headers": [],
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+    }
     sent = []
 
     async def receive():

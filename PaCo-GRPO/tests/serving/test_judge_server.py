@@ -1,5 +1,6 @@
-"""The engine on transformers: scores as the scorer's, limits, and one request's fault costs no
-other.
+"""The engine on transformers: its scores and its limits.
+
+What is wrong with one request costs no other request anything.
 """
 
 import asyncio
@@ -182,8 +183,9 @@ async def test_routes_bodies_and_key(engine, http):
 
 
 async def test_a_request_that_fails_costs_the_others_nothing(engine, http, tiny, monkeypatch):
-    """And a batch that fails is tried twice, whole and one by one. Damaged weights are not worth a
-    repetition.
+    """A batch that fails is tried twice, whole and one by one.
+
+    Damaged weights are not worth a repetition.
     """
     plain, measure, calls = engine.scorer.first_token_logits, engine.scorer.length, []
 

@@ -1,5 +1,6 @@
-"""launch.sh, stop.sh and status.sh as a user types them: one model, on a fake vLLM; real engines at
-the end.
+"""launch.sh, stop.sh and status.sh as a user types them.
+
+One model on a fake vLLM, and real engines at the end.
 """
 
 import errno
@@ -281,9 +282,12 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     assert (
         ask(shell, "Third", "geheim").status_code == 404 and ask(shell, "Judge").status_code == 401
     )
-    assert [(row["name"], row["engine"], row["state"]) for row in shell.status(VLLM_API_KEY="geheim")] == [
-        ("gateway", "gateway", "healthy"), ("Judge", "vllm", "healthy"), ("Other", "vllm", "healthy")
-    ]  # fmt: skip
+    rows = shell.status(VLLM_API_KEY="geheim")
+    assert [(row["name"], row["engine"], row["state"]) for row in rows] == [
+        ("gateway", "gateway", "healthy"),
+        ("Judge", "vllm", "healthy"),
+        ("Other", "vllm", "healthy"),
+    ]
     assert shell.status()[0]["state"] == "other key", "it answers, and wants a key"
     for record in shell.records(2):
         assert option(record["argv"], "--host") == "127.0.0.1", (
@@ -306,14 +310,20 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
 
 
 RECORD = {
-    "name": "J", "model": "m", "url": "http://127.0.0.1:1", "engine": "vllm", "names": ("J",),
-    "gpus": (), "command": [],
-}  # fmt: skip
+    "name": "J",
+    "model": "m",
+    "url": "http://127.0.0.1:1",
+    "engine": "vllm",
+    "names": ("J",),
+    "gpus": (),
+    "command": [],
+}
 
 
 def test_stop_signals_nothing_but_what_it_started(tmp_path):
-    """A pid that was reused, by a process or as the number of a session whose first process has
-    ended.
+    """A pid may have been reused.
+
+    By a process, or as the number of a session whose first process has ended.
     """
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
     shell = subprocess.Popen(

@@ -1,5 +1,6 @@
-"""What a launch would start: how GPUs are divided, command lines and environments. No process is
-started.
+"""What a launch would start: how GPUs are divided, command lines and environments.
+
+No process is started.
 """
 
 import json
@@ -106,8 +107,9 @@ def test_a_hub_model_has_the_settings_and_the_size_of_its_cached_snapshot(tmp_pa
 
 @pytest.fixture
 def planned(monkeypatch, model, two):
-    """``planned(**variables)``: the servers that a launch would start with vLLM, by name; by
-    default of one model.
+    """``planned(**variables)``: the servers that a launch would start with vLLM, by name.
+
+    They serve one model by default.
     """
     monkeypatch.setattr(launch, "choose_engine", lambda *_: VLLM)
     monkeypatch.setattr(launch, "check_weights", lambda model: None)
@@ -260,9 +262,14 @@ def test_vllm_understands_its_command_line():
     lines = [eight[options:], [*eight[options:], "--api-server-count", "3"], command()[options:]]
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
-        [str(VLLM_PYTHON), "-c", _PARSE], input=json.dumps(lines), env=environment,
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        [str(VLLM_PYTHON), "-c", _PARSE],
+        input=json.dumps(lines),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     read = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert read == [

@@ -1,5 +1,6 @@
-"""The shell scripts: their --help, and a Slurm job with programs that only record how they were
-called.
+"""The shell scripts: their --help, and a Slurm job.
+
+The job's programs only record how they were called.
 """
 
 import os
@@ -51,7 +52,11 @@ def test_launch_help_lists_every_variable():
 
 
 _RECORD = """#!/usr/bin/env bash
-{ echo "$0 $*"; env | grep -E '^(CUDA|NNODES|NODE_RANK|MASTER|VLLM_|SLURM_NODEID)' | sort; echo; } >> "$RECORD"
+{
+  echo "$0 $*"
+  env | grep -E '^(CUDA|NNODES|NODE_RANK|MASTER|VLLM_|SLURM_NODEID)' | sort
+  echo
+} >> "$RECORD"
 """
 _SRUN = r"""#!/usr/bin/env bash
 printf 'srun %s\n\n' "$*" >> "$RECORD"
@@ -64,8 +69,9 @@ done
 
 
 class Cluster:
-    """A clone whose server and interpreter only record their calls, and a Slurm that runs all nodes
-    here.
+    """A clone whose server and interpreter only record their calls.
+
+    Its Slurm runs all nodes on this machine.
     """
 
     def __init__(self, folder: Path):
