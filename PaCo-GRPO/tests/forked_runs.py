@@ -223,9 +223,8 @@ def observe(trainer, folder: Path) -> None:
     def update(rollouts, advantages, kept, epoch, should_stop):
         seen["advantages"].append(np.where(kept, advantages, 0).tolist())
         result = original(rollouts, advantages, kept, epoch, should_stop)
-        seen["optimizer_here"] = sum(
-            _local(entry["exp_avg"]).numel() for entry in updater.state.optimizer.state.values()
-        )
+        entries = updater.state.optimizer.state.values()
+        seen["optimizer_here"] = sum(_local(entry["exp_avg"]).numel() for entry in entries)
         (folder / f"observed_{rank}.json").write_text(json.dumps(seen))
         return result
 
@@ -273,40 +272,33 @@ def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, 
 
 def rows(folder: Path) -> list[dict]:
     """metrics.jsonl without times."""
-    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [
-        {
-            k: v
-            for k, v in json.loads(line).items()
-            if k not in ("time", "train_time") and not k.startswith("time/")
-        }
-        for line in lines
-    ]
+    without_times = []
+    for line in (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        names = [name for name in row if name.split("/")[0] not in ("time", "train_time")]
+        without_times.append({name: row[name] for name in names})
+    return without_times
+
+
+def evaluated_seeds(folder: Path) -> list[int]:
+    file = folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl"
+    return [json.loads(line)["seed"] for line in file.read_text().splitlines()]
 
 
 def assert_same_training(one: Path, other: Path) -> None:
     """Advantages, numbers of every epoch and evaluation, and weights, which did change."""
-    # rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal
-    np.testing.assert_allclose(
-        observed(one)["advantages"], observed(other)["advantages"], rtol=0, atol=5e-3
-    )
+    # Rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal.
+    advantages = [observed(folder)["advantages"] for folder in (one, other)]
+    np.testing.assert_allclose(*advantages, rtol=0, atol=5e-3)
+    compared = ("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")
     for a, b in zip(rows(one), rows(other), strict=True):
-        assert [a[key] for key in ("phase", "epoch", "step")] == [
-            b[key] for key in ("phase", "epoch", "step")
-        ]
+        for key in ("phase", "epoch", "step"):
+            assert a[key] == b[key]
         for key, value in a.items():
-            if key.startswith(
-                ("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")
-            ):
+            if key.startswith(compared):
                 assert b[key] == pytest.approx(value, rel=2e-3, abs=1e-6), key
-    evaluations = [
-        folder / "runs" / "run" / "eval" / "epoch_0002" / "eval_data.jsonl"
-        for folder in (one, other)
-    ]
-    seeds = [
-        [json.loads(line)["seed"] for line in path.read_text().splitlines()] for path in evaluations
-    ]
-    assert seeds[0] == seeds[1] and len(seeds[0]) == 5
+    seeds = evaluated_seeds(one)
+    assert seeds == evaluated_seeds(other) and len(seeds) == 5
     for name in ("trainable", "ema"):
         torch.testing.assert_close(weights(other, name), weights(one, name), rtol=0, atol=TOLERANCE)
     pairs = zip(weights(one).values(), weights(one, "ema").values(), strict=True)

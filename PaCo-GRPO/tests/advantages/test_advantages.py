@@ -40,17 +40,12 @@ def epochs(draw, missing=0.2):
 def expected(total, items, global_std, per_prompt=True):
     advantages = np.zeros(len(total))
     kept = np.zeros(len(total), bool)
-    single = not per_prompt or all(np.sum(items == i) == 1 for i in items)
-    members_of = [
-        [
-            j
-            for j in range(len(items))
-            if (single or items[j] == items[i]) and not np.isnan(total[j])
-        ]
-        for i in range(len(items))
-    ]
-    for i, members in enumerate(members_of):
-        kept[i] = not np.isnan(total[i]) and len(members) >= 2
+    one_group = not per_prompt or all(np.sum(items == i) == 1 for i in items)
+    members_of = []
+    for i in range(len(items)):
+        group = np.ones(len(items), bool) if one_group else items == items[i]
+        members_of.append(np.flatnonzero(group & ~np.isnan(total)))
+        kept[i] = not np.isnan(total[i]) and len(members_of[i]) >= 2
     everything = np.sqrt(np.mean((total[kept] - np.mean(total[kept])) ** 2)) if kept.any() else 0
     for i, members in enumerate(members_of):
         if kept[i]:
@@ -161,10 +156,9 @@ def test_what_is_wrong_is_named():
 def test_means_and_product(name, formula):
     rng = np.random.default_rng(0)
     function = get_aggregate_fn(name, WEIGHTS)
-    rewards = {
-        name: {key: rng.uniform(0, scale, 4) for key in ("p", "q")}
-        for name, scale in (("a", 1.0), ("b", 30.0))
-    }
+    rewards = {}
+    for reward, scale in (("a", 1.0), ("b", 30.0)):
+        rewards[reward] = {key: rng.uniform(0, scale, 4) for key in ("p", "q")}
     rewards["a"]["p"][0] = 0.0
     for key, values in function(**rewards).items():
         np.testing.assert_allclose(values, formula(rewards["a"][key], rewards["b"][key]))

@@ -62,7 +62,8 @@ class NumpyLoss:
         """(B, steps)"""
         term = {"nft": self.nft, "awm": self.awm, "dgpo": self.dgpo}.get(self.name, self.ratio)
         steps = self.result.noise_steps
-        return np.array([[term(step, b) for step in steps] for b in range(len(ADVANTAGES))])
+        losses = [term(step, b) for b in range(len(ADVANTAGES)) for step in steps]
+        return np.reshape(losses, (len(ADVANTAGES), len(steps)))
 
     def velocity(self, weights, x, sigma, b):
         scale, shift = weights.detach().numpy()
