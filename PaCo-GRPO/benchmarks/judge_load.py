@@ -72,8 +72,9 @@ def request_bodies(model: str, count: int, size: int, rng: np.random.Generator) 
 async def ask(
     url: str, headers: dict, bodies: Sequence[bytes], concurrency: int
 ) -> tuple[float, list, list]:
-    """Send all requests, ``concurrency`` at a time: seconds, latencies in ms of the answered ones,
-    errors.
+    """Send all requests, ``concurrency`` at a time.
+
+    Returns seconds, latencies in ms of the answered requests, and errors.
     """
     waiting = list(bodies)
     latencies = []
@@ -105,8 +106,9 @@ async def ask(
 
 
 def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
-    """All rounds of all targets without the warm-up. Raises JudgeError: A server is missing or
-    lacks the model.
+    """All rounds of all targets without the warm-up.
+
+    Raises JudgeError: A server is missing or lacks the model.
     """
     key = arguments.api_key or os.environ.get("VLLM_API_KEY")
     models = {}
@@ -220,8 +222,9 @@ def read_targets(texts: Sequence[str]) -> dict[str, str]:
 def read_earlier(
     reports: Sequence[Path], settings: Mapping[str, Any], targets: Mapping[str, str]
 ) -> list[Row]:
-    """The rows of earlier reports. Raises OSError, ValueError: They cannot be compared with this
-    measurement.
+    """The rows of earlier reports.
+
+    Raises OSError, ValueError: They cannot be compared with this measurement.
     """
     rows = []
     for file in reports:
