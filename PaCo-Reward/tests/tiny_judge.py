@@ -1,5 +1,7 @@
-"""Judges of random weights with a small tokenizer (Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5), and a small pair
-data set."""
+"""Judges of random weights with a small tokenizer, and a small pair data set.
+
+Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5, and two of other makers.
+"""
 
 import json
 from pathlib import Path
@@ -57,19 +59,22 @@ def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForCo
 
 # The published templates in short: no system text; Qwen3.5 thinks unless it is told not to.
 _QWEN3_VL_CHAT = CHAT_TEMPLATE.replace(
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}",
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}",
     "",
 )
 _QWEN3_5_CHAT = _QWEN3_VL_CHAT.replace(
     "assistant\n{% endif %}",
-    "assistant\n<think>\n{% if enable_thinking is defined and enable_thinking is false %}{{ '\n' }}</think>\n\n{% endif %}{% endif %}",
+    "assistant\n<think>\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '\n' }}</think>\n\n{% endif %}{% endif %}",
 )
 
 
 def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
-    """A model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``): 32 px a token, 4 to 64 tokens an image.
+    """A model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``).
 
-    Yes and No have larger embeddings: random weights seldom put them among the top 20.
+    A token is 32 px, an image 4 to 64 tokens. Yes and No have larger embeddings, because random
+    weights seldom put them among the top 20.
     """
     tokenizer = make_processor().tokenizer
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -81,38 +86,53 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
     processor = Qwen3VLProcessor(
         images, tokenizer, Qwen3VLVideoProcessor(patch_size=16), chat_template=chat
     )
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
-        ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"),
-    )}  # fmt: skip
+    ids = {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        "video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    }
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.06,
-        "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     vision = {
-        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
-        "num_position_embeddings": 16, "initializer_range": 0.06,
-    }  # fmt: skip
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 16,
+        "initializer_range": 0.06,
+    }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
     if family == "qwen3_5":
         rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
         # vLLM's CPU build has linear attention for few widths, among them the real one.
-        linear = {
-            "key_head_dim": 128,
-            "value_head_dim": 128,
-            "num_key_heads": 2,
-            "num_value_heads": 4,
-        }
         text |= {
             "num_hidden_layers": 4,
             "rope_parameters": rope,
-            **{f"linear_{name}": n for name, n in linear.items()},
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
         }
-        kind, config = Qwen3_5ForConditionalGeneration, Qwen3_5Config
+        kind = Qwen3_5ForConditionalGeneration
+        config = Qwen3_5Config
     else:
         text |= {"num_hidden_layers": 3, "rope_parameters": rope | {"mrope_section": [8, 4, 4]}}
         vision |= {"deepstack_visual_indexes": [0, 1]}
-        kind, config = Qwen3VLForConditionalGeneration, Qwen3VLConfig
+        kind = Qwen3VLForConditionalGeneration
+        config = Qwen3VLConfig
     torch.manual_seed(seed)
     model = kind(
         config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
@@ -148,7 +168,8 @@ def save_other_judge(folder: Path, family: str, seed: int = 0) -> Path:
             chat_template=_OTHER_CHAT,
             num_additional_image_tokens=1,
         )
-        kind, config = LlavaForConditionalGeneration, LlavaConfig
+        kind = LlavaForConditionalGeneration
+        config = LlavaConfig
         vision = {"vision_config": CLIPVisionConfig(**vision)}
     else:
         pixels = {"longest_edge": 28}
@@ -156,7 +177,8 @@ def save_other_judge(folder: Path, family: str, seed: int = 0) -> Path:
             size=pixels, max_image_size=pixels, do_image_splitting=False
         )
         processor = Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=_OTHER_CHAT)
-        kind, config = Idefics3ForConditionalGeneration, Idefics3Config
+        kind = Idefics3ForConditionalGeneration
+        config = Idefics3Config
         vision = {"vision_config": vision, "scale_factor": 2}
     text = LlamaConfig(
         vocab_size=len(processor.tokenizer),
@@ -194,18 +216,16 @@ def picture(seed: int, size: int = 32) -> Image.Image:
 def save_pairs(
     folder: Path, count: int = 8, name: str = "pairs", seed: int = 0, size: int = 32
 ) -> Path:
-    """A ShareGPT data set of ``count`` pairs with answers of different lengths; returns the folder."""
+    """A ShareGPT data set of ``count`` pairs with answers of different lengths; its folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for index in range(count):
         files = [f"images/{name}_{index}_{side}.png" for side in "ab"]
         for side, file in enumerate(files):
             picture(seed + 2 * index + side * (index % 2), size).save(folder / file)
-        answer = (
-            "Yes. " + REASONS[index % 3]
-            if index % 2 == 0
-            else "No. " + " ".join(REASONS[: index % 3 + 1])
-        )
+        answer = "Yes. " + REASONS[index % 3]
+        if index % 2:
+            answer = "No. " + " ".join(REASONS[: index % 3 + 1])
         question = theme_question(THEMES[index % 3])
         turns = [
             {"role": "user", "content": "<image><image>" + question},
@@ -231,9 +251,10 @@ def save_pairs(
 
 
 def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
-    """A judge as a folder, changed so that Yes and No are its most probable tokens: else no pair has a score.
+    """A judge as a folder, changed so that Yes and No are its most probable tokens.
 
-    A multiple of the mean last hidden state is added to both rows of the head, which keeps the logits' difference.
+    Otherwise no pair has a score. A multiple of the mean last hidden state is added to both rows of
+    the head, which keeps the logits' difference.
     """
     judge = JudgeScorer.from_pretrained(source)
     states = []
@@ -248,7 +269,8 @@ def save_answering(source: Path, folder: Path, least: float = 40) -> Path:
     head = torch.nn.Parameter(judge.model.lm_head.weight.detach().clone())
     head.data[[*judge.yes_ids, *judge.no_ids]] += towards * least / (states @ towards).min()
     judge.model.lm_head.weight = head
-    judge.model.config.tie_word_embeddings = judge.model.config.get_text_config().tie_word_embeddings = False
+    judge.model.config.tie_word_embeddings = False
+    judge.model.config.get_text_config().tie_word_embeddings = False
     save_model(judge.model, folder)
     judge.processor.save_pretrained(folder)
     return folder
