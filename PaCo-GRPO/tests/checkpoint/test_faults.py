@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, or out of disk: checkpoints are whole, and a resumed run ends with the same bits."""
+"""Runs that are killed, stopped, or out of disk: a resumed run ends with the same bits."""
 
 import signal
 from pathlib import Path
@@ -41,9 +41,12 @@ def kill_in(phase: str, processes: int) -> Fault:
     """In the second epoch, in the middle of a phase."""
     batches = IMAGES // 4 // processes
     return {
-        "sampling": Fault("decode", batches + 2), "reward": Fault("score", batches + 1, after=True),
-        "training": Fault("update", 4), "saving": Fault("write", 5), "committing": Fault("commit", 2),
-    }[phase]  # fmt: skip
+        "sampling": Fault("decode", batches + 2),
+        "reward": Fault("score", batches + 1, after=True),
+        "training": Fault("update", 4),
+        "saving": Fault("write", 5),
+        "committing": Fault("commit", 2),
+    }[phase]
 
 
 def assert_resumes(flux: Path, folder: Path, expected: Path, processes: int = 1) -> None:
@@ -67,7 +70,8 @@ def test_killed_and_resumed_is_bit_identical(
     uninterrupted, tiny_flux_dir, tmp_path, phase, processes
 ):
     killed = run(tiny_flux_dir, tmp_path, processes, kill_in(phase, processes))
-    # Where one is killed, the other may end by itself, without a partner, before the launcher kills it.
+    # Where one is killed, the other may end by itself, without a partner, before the launcher
+    # kills it.
     assert -signal.SIGKILL in killed and 0 not in killed
     assert [name for name in checkpoints(tmp_path) if not name.startswith(".")] == ["epoch_0001"]
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(processes), processes)

@@ -1,4 +1,4 @@
-"""A checkpoint is verified before weights are loaded: changed bytes, exchanged files, numbers of another run."""
+"""A checkpoint is verified before weights are loaded: changed bytes, files of another epoch."""
 
 import json
 import shutil
@@ -193,7 +193,10 @@ def write_checkpoint(root, epoch):
 
 
 def test_half_removed_and_half_written_checkpoints_go(tmp_path):
-    """What a kill leaves: of an earlier version a checkpoint without trainer.json, of this one a hidden folder."""
+    """What a kill leaves.
+
+    Of an earlier version a checkpoint without trainer.json, of this one a hidden folder.
+    """
     for epoch in (1, 2, 3):
         write_checkpoint(tmp_path, epoch)
     for name in (".epoch_0000.removed", ".epoch_0004.partial"):

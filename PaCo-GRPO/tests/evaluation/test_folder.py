@@ -1,4 +1,4 @@
-"""An evaluation's folder is continued, or called complete, only by the evaluation that began there."""
+"""Only the evaluation that began in a folder continues there, or calls it complete."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""scripts/generate.py makes the images of the evaluation, with every policy, and refuses wrong arguments."""
+"""scripts/generate.py draws the evaluation's images with every policy; refuses wrong arguments."""
 
 import json
 
@@ -33,18 +33,18 @@ def arguments(name, model, *more):
 @pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
 def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, name, capsys):
     guidance = {"flux": 3.5, "qwen_image_edit": 4.0}[name]
-    positions = (
-        {"image_positions": "stock"} if name == "qwen_image_edit" else {}
-    )  # as in toy_qwen_edit
+    positions = {}
+    if name == "qwen_image_edit":  # as in toy_qwen_edit
+        positions["image_positions"] = "stock"
     policy = load(name, tiny_folder(name), guidance_scale=guidance, **positions)
     add_lora(policy, rank=2, alpha=4)
     disturb(policy)
     save_peft(policy, tmp_path / "adapter")
     picture(1, 48, 48).save(tmp_path / "a.png")
     picture(2, 40, 90).save(tmp_path / "b.png")
-    images = (
-        ["--image", tmp_path / "a.png", "--image", tmp_path / "b.png"] if name in EDITORS else []
-    )
+    images = []
+    if name in EDITORS:
+        images = ["--image", tmp_path / "a.png", "--image", tmp_path / "b.png"]
     if name == "qwen_image_edit":  # with true CFG, which the toy configuration does not use
         images += [
             f"--config.sample.guidance_scale={guidance}",
@@ -72,22 +72,19 @@ def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
     rows = [{"prompt": "x"}, {"prompt": "y", "image": "a.png"}]
     (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out"]
-    assert (
-        generate.main(
-            arguments("flux2", tiny_folder("flux2"), *more, "--config.sample.guidance_scale=4")
-        )
-        == 0
-    )
+    more.append("--config.sample.guidance_scale=4")
+    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more)) == 0
     assert (tmp_path / "out" / "sheet.png").is_file()
 
 
 def test_images_of_an_earlier_command_are_kept(generate, tiny_folder, tmp_path, capsys):
     command = arguments("flux", tiny_folder("flux"), "--prompt", "x", "--output", tmp_path / "out")
     assert generate.main(command) == 0
-    made = (tmp_path / "out" / "00000_seed0.png").read_bytes()
+    image = tmp_path / "out" / "00000_seed0.png"
+    content = image.read_bytes()
     assert generate.main([*command, "--config.seed=1"]) == 2
     assert "00000_seed0.png is there already" in capsys.readouterr().err
-    assert (tmp_path / "out" / "00000_seed0.png").read_bytes() == made
+    assert image.read_bytes() == content
     assert generate.main([*command, "--seeds", "1,2"]) == 0  # other files
     assert generate.main([*command, "--overwrite"]) == 0
 
@@ -117,11 +114,11 @@ def test_wrong_arguments_are_one_clear_line(
     (tmp_path / "number.jsonl").write_text('{"prompt": "x", "image": 5}\n')
     (tmp_path / "numbers.jsonl").write_text('{"prompt": "x", "images": 5}\n')
     words = words.replace("FOLDER", str(tmp_path)).split()
-    assert (
-        generate.main(arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")) == 2
-    )
+    command = arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")
+    assert generate.main(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and named in error
+    assert error.startswith("error: ")
+    assert named in error
     for seeds in ("0", "1,-1", "x", "0,0", "3,1,3", "1000000000", "99999999999999999999"):
         with pytest.raises(SystemExit, match="2"):
             generate.main(["--prompt", "x", f"--seeds={seeds}"])

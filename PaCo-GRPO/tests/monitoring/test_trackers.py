@@ -1,4 +1,4 @@
-"""The metrics file; trackers with their real packages, offline, and the error where one cannot be used."""
+"""The metrics file; trackers with their real packages, offline, and errors where one is missing."""
 
 import json
 import os
@@ -17,21 +17,13 @@ from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
 def test_metrics_continue_where_the_run_resumes(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for epoch in range(4):
-        metrics.write(
-            {
-                "epoch": epoch,
-                "phase": "eval" if epoch == 2 else "train",
-                "stderr": float("inf"),
-                "mean": 1e300,
-            }
-        )
+        phase = "eval" if epoch == 2 else "train"
+        metrics.write({"epoch": epoch, "phase": phase, "stderr": float("inf"), "mean": 1e300})
     with metrics.path.open("a") as file:
         file.write('{"epoch": 4, "pha')  # killed while writing
-    assert (
-        metrics.rows("eval")
-        == [{"epoch": 2, "phase": "eval", "mean": 1e300, "not_finite": ["stderr"]}]
-        and len(metrics.rows()) == 4
-    )
+    row = {"epoch": 2, "phase": "eval", "mean": 1e300, "not_finite": ["stderr"]}
+    assert metrics.rows("eval") == [row]
+    assert len(metrics.rows()) == 4
     metrics.keep_until(1)
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
 
@@ -72,7 +64,11 @@ def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
 
 
 # As scripts/train.py, with the trackers' packages behind this environment's own.
-TRAIN = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_path(sys.argv[0], run_name='__main__')"
+TRAIN = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.long
@@ -85,11 +81,16 @@ def test_the_real_package_gets_a_whole_run(tiny_flux_dir, tmp_path, name):
     changes = {"logging_platform": name, "project_name": "the-project", "num_epochs": 1}
     options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))
     code = TRAIN.replace("sys.argv[0]", repr(str(ROOT / "scripts" / "train.py")))
+    configuration = f"{ROOT}/config/grpo.py:toy_t2is"
     done = subprocess.run(
-        [sys.executable, "-c", code, packages, "--config", f"{ROOT}/config/grpo.py:toy_t2is", *options],
+        [sys.executable, "-c", code, packages, "--config", configuration, *options],
         env=os.environ | {f"{name.upper()}_MODE": "offline", "PYTHONPATH": str(ROOT / "tests")},
-        cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "run" / name
     (log,) = folder.rglob(f"*.{name}")
