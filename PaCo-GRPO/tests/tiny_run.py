@@ -61,7 +61,6 @@ TINY = {
 
 def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int = 0) -> Path:
     """A geneval prompt set of two-panel items; the ``first_open`` ones leave the subject open."""
-    folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
         rows = [
             {
@@ -72,9 +71,7 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int =
             }
             for i in range(count)
         ]
-        (folder / f"{split}_metadata.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        _write_rows(folder, split, rows)
     return folder
 
 
@@ -83,23 +80,23 @@ def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1
 
     Several to a row: the first's picture is the last.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
-        for i in range(count):
-            picture(i, 32, 64 if i % 2 else 32).save(folder / f"{split}{i}.png")
-        rows = [
-            {"prompt": f"{i}{split} make it red", "image": f"{split}{i}.png"} for i in range(count)
-        ]
+        files = [f"{split}{i}.png" for i in range(count)]
+        rows = [{"prompt": f"{i}{split} make it red", "image": files[i]} for i in range(count)]
         if references > 1:
             for i, row in enumerate(rows):
-                row["images"] = [
-                    f"{split}{(i + k) % count}.png" for k in reversed(range(references))
-                ]
                 del row["image"]
-        (folder / f"{split}_metadata.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+                row["images"] = [files[(i + k) % count] for k in reversed(range(references))]
+        _write_rows(folder, split, rows)
+        for i, file in enumerate(files):
+            picture(i, 32, 64 if i % 2 else 32).save(folder / file)
     return folder
+
+
+def _write_rows(folder: Path, split: str, rows: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / f"{split}_metadata.jsonl").write_text("".join(lines))
 
 
 # Undoes the differences between the toy editors and toy_t2is, so that tests run the same on all

@@ -285,14 +285,11 @@ def test_comfyuis_prefix_is_converted(tiny_folder, tmp_path, name):
     policy = trained(name, tiny_folder(name), rank=4, alpha=10)
     save_diffusers(policy, tmp_path)
     weights = load_file(tmp_path / DIFFUSERS_FILE)
-    save_file(
-        {key.replace("transformer.", "diffusion_model.", 1): t for key, t in weights.items()},
-        tmp_path / DIFFUSERS_FILE,
-    )
+    renamed = {key.replace("transformer.", "diffusion_model.", 1): weights[key] for key in weights}
+    save_file(renamed, tmp_path / DIFFUSERS_FILE)
     again = load(name, tiny_folder(name))
     add_lora(again, lora_path=tmp_path)
-    for layer, update in updates(policy).items():
-        torch.testing.assert_close(updates(again)[layer], update)
+    assert_same_updates(again, policy)
 
 
 def updates(policy) -> dict[str, torch.Tensor]:
@@ -302,6 +299,12 @@ def updates(policy) -> dict[str, torch.Tensor]:
         for name, layer in policy.transformer.named_modules()
         if hasattr(layer, "get_delta_weight")
     }
+
+
+def assert_same_updates(policy, expected) -> None:
+    actual = updates(policy)
+    for layer, update in updates(expected).items():
+        torch.testing.assert_close(actual[layer], update)
 
 
 @BY_FORMAT
@@ -345,8 +348,7 @@ def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_di
     )
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path)
-    for layer, update in updates(policy).items():
-        torch.testing.assert_close(updates(again)[layer], update)
+    assert_same_updates(again, policy)
 
 
 def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path, caplog):
@@ -375,8 +377,7 @@ def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, 
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path / "diffusers")
     assert "rank 2 to 4, scale 1" in caplog.text
-    for layer, update in updates(policy).items():
-        torch.testing.assert_close(updates(again)[layer], update)
+    assert_same_updates(again, policy)
 
 
 def test_adapters_of_the_hub_and_plain_peft(tiny_flux_dir, tmp_path, monkeypatch):
