@@ -42,9 +42,8 @@ FOUR_VIEWS = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4
 
 def draw(characters, views=(0, 3, 6, 9), side=32, seed=0):
     rng = np.random.default_rng(seed)
-    return to_image(
-        render_grid([CHARACTERS[c] for c in characters], [VIEWS[v] for v in views], side, rng)
-    )
+    shown = [CHARACTERS[c] for c in characters]
+    return to_image(render_grid(shown, [VIEWS[v] for v in views], side, rng))
 
 
 @given(st.sampled_from(CHARACTERS), st.sampled_from([(), *OPENINGS]), FOUR_VIEWS)
@@ -68,9 +67,8 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
     named = [read_prompt(row["prompt"]) for row in rows]
     assert [row["open"] for row in rows] == [bool(c.left_open) for c in named]
     counts = {name: sum(name in c.left_open for c in named) for name in ATTRIBUTES}
-    assert (
-        counts["style"] == counts["colour"] > 0 == counts["shape"]
-    )  # the base cannot draw an open shape
+    assert counts["style"] == counts["colour"] > 0
+    assert counts["shape"] == 0  # the base cannot draw an open shape
     assert Counter(row["open"] for row in rows) == {True: 48, False: 48}
     assert list(Counter(row["category"] for row in rows).values()) == [24] * 4
 
@@ -84,17 +82,14 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
 )
 def test_the_oracle_is_exact_on_clean_renderings(characters, views, side, seed):
     reading = read_grids([draw(characters, views, side, seed)])
-    assert (
-        reading.valid.all()
-        and reading.character.tolist() == [characters]
-        and reading.view.tolist() == [list(views)]
-    )
+    assert reading.valid.all()
+    assert reading.character.tolist() == [characters]
+    assert reading.view.tolist() == [list(views)]
     same = [a == b for i, a in enumerate(characters) for b in characters[i + 1 :]]
     assert reading.consistency()[0] == pytest.approx(np.mean(same))
     assert reading.distinctness()[0] == 1.0
-    assert reading.alignment([CHARACTERS[characters[0]]])[0] == np.mean(
-        [c == characters[0] for c in characters]
-    )
+    like_first = np.mean([c == characters[0] for c in characters])
+    assert reading.alignment([CHARACTERS[characters[0]]])[0] == like_first
 
 
 STAR = opened(Character("striped", "red", "star"), ["colour"])
@@ -114,11 +109,8 @@ def reading_of(*grids):
     [
         (stars("red", "red", "red", "red"), 1.0, 1.0),
         (stars("red", "red", "blue", "blue"), 2 / 6, 1.0),
-        (
-            [*stars("red", "red", "blue"), *stars("red", shape="circle")],
-            1 / 3,
-            0.75,
-        ),  # the circle is not asked for
+        # The circle is not named.
+        ([*stars("red", "red", "blue"), *stars("red", shape="circle")], 1 / 3, 0.75),
         ([*stars("red", "red"), -1, -1], 1.0, 0.5),
         ([-1] * 4, 0.0, 0.0),
     ],
@@ -136,37 +128,31 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
         stars(*["red"] * 4),
         stars(*["blue"] * 4, shape="cross"),
     ]
-    images = [draw(each) for each in panels]
-    open_prompt, full = grid_prompt(STAR, VIEWS[:4]), grid_prompt(CHARACTERS[0], VIEWS[:4])
-    items = [Item(0, open_prompt), Item(0, open_prompt), Item(1, open_prompt), Item(0, open_prompt)]
+    images = [draw(characters) for characters in panels]
+    open_prompt = grid_prompt(STAR, VIEWS[:4])
+    full_prompt = grid_prompt(CHARACTERS[0], VIEWS[:4])
+    items = [Item(item_id, open_prompt) for item_id in (0, 0, 1, 0)]
+    score = oracle_between_images()
     # Of the panels' pairs, half are equal; an image alone is like no other.
-    assert oracle_between_images()(images, items) == pytest.approx(
-        [1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0]
-    )
-    assert oracle_between_images()(images[:1] * 2, [Item(0, full)] * 2).tolist() == [1.0, 1.0]
-    assert oracle_between_images()([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [
-        0.0,
-        0.0,
-    ]
+    assert score(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
+    assert score([images[0]] * 2, [Item(0, full_prompt)] * 2).tolist() == [1.0, 1.0]
+    assert score([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [0.0, 0.0]
     gray = Image.new("RGB", (64, 64), (128,) * 3)  # panels that show no character are like no other
-    assert oracle_between_images()([gray] * 2, [Item(0, open_prompt)] * 2).tolist() == [1.0, 1.0]
+    assert score([gray] * 2, [Item(0, open_prompt)] * 2).tolist() == [1.0, 1.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
-    reds, blues, tie = (
-        stars(*["red"] * 4),
-        stars("blue", "blue", "blue", "red"),
-        stars("red", "red", "blue", "blue"),
-    )
+    reds = stars(*["red"] * 4)
+    blues = stars("blue", "blue", "blue", "red")
+    tie = stars("red", "red", "blue", "blue")
     bit = np.log(2) / np.log(7)
     assert evenness(reading_of(reds, reds).choices([STAR] * 2, "colour")) == 0.0
     assert evenness(reading_of(reds, blues).choices([STAR] * 2, "colour")) == pytest.approx(bit)
     assert evenness(reading_of(tie).choices([STAR], "colour")) == pytest.approx(bit)
-    every = [stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]]
-    assert evenness(reading_of(*every).choices([STAR] * 7, "colour")) == pytest.approx(1.0)
-    full = Character(
-        "striped", "blue", "star"
-    )  # an image of a full prompt, and one without an answer, do not count
+    all_colors = reading_of(*[stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]])
+    assert evenness(all_colors.choices([STAR] * 7, "colour")) == pytest.approx(1.0)
+    # An image of a full prompt, and one without an answer, do not count.
+    full = Character("striped", "blue", "star")
     assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
     assert np.isnan(evenness(reading_of(reds).choices([STAR], "shape")))
 
@@ -174,24 +160,29 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
 @pytest.mark.parametrize("level", [255, 128, 0])
 def test_empty_or_flat_panels_are_invalid(level):
     reading = read_grids([Image.new("RGB", (64, 64), (level,) * 3)])
-    assert not reading.valid.any() and reading.consistency()[0] == 0.0
+    assert not reading.valid.any()
+    assert reading.consistency()[0] == 0.0
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([16, 32, 64]))
 def test_edits_are_judged_exactly_on_clean_renderings(seed, side):
-    edit, *more = (random_edit(np.random.default_rng(seed + i), KNOWN, KNOWN) for i in range(5))
-    # Every other panel shows another character elsewhere.
-    others = [
-        edit.result if i == edit.place or other.result == edit.characters[i] else other.result
-        for i, other in enumerate(more)
+    edit = random_edit(np.random.default_rng(seed), KNOWN, KNOWN)
+    # Every panel but the edited one shows another character in another view.
+    others = [edit.result] * 4
+    views = list(edit.views)
+    for panel in range(4):
+        if panel == edit.place:
+            continue
+        other = random_edit(np.random.default_rng(seed + 1 + panel), KNOWN, KNOWN).result
+        if other != edit.characters[panel]:
+            others[panel] = other
+        views[panel] = VIEWS[(VIEWS.index(edit.views[panel]) + 3) % len(VIEWS)]
+    images = [
+        to_image(render_grid(edit.edited(), edit.views, side)),
+        to_image(render_grid(edit.characters, edit.views, side)),
+        to_image(render_grid(others, views, side)),
     ]
-    moved = [
-        v if i == edit.place else VIEWS[(VIEWS.index(v) + 3) % len(VIEWS)]
-        for i, v in enumerate(edit.views)
-    ]
-    scenes = [(edit.edited(), edit.views), (edit.characters, edit.views), (others, moved)]
-    images = [to_image(render_grid(*scene, side)) for scene in scenes]
     followed, kept = judge_edits([*images, Image.new("RGB", (64, 64), "white")], [edit] * 4)
     assert followed.tolist() == [1, 0, 1, 0]
     assert kept.tolist() == [1, 1, 2 / 8, 0]
@@ -201,10 +192,8 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     for folder in ("a", "b"):
         build_edits(tmp_path / folder, seed=3, train=3, test=4)
     items = load_prompts(tmp_path / "a", "test", "geneval_image")
-    assert [item.metadata["category"] for item in items] == [
-        "training character",
-        "held-out character",
-    ] * 2
+    categories = [item.metadata["category"] for item in items]
+    assert categories == ["training character", "held-out character"] * 2
     edits = read_edits(items)
     assert [item.prompt for item in items] == [edit.instruction for edit in edits]
     references = [item.image for item in items]
