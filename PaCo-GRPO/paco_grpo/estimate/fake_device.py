@@ -149,10 +149,9 @@ def _attention(
     if torch.is_autocast_enabled("cuda"):
         low = torch.get_autocast_dtype("cuda")
         query, key, value = (t.to(low) if t.is_floating_point() else t for t in (query, key, value))
-    if not query.dtype == key.dtype == value.dtype:
-        raise RuntimeError(
-            f"query, key and value must have one dtype, not {query.dtype}, {key.dtype}, {value.dtype}"
-        )
+    dtypes = (query.dtype, key.dtype, value.dtype)
+    if len(set(dtypes)) > 1:
+        raise RuntimeError(f"query, key and value must have one dtype, not {dtypes}")
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     if attn_mask is None:

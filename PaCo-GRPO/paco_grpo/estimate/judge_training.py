@@ -24,7 +24,9 @@ PUBLISHED_JUDGE = (
 
 
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's ``ModelArguments``."""
+    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's
+    ``ModelArguments``.
+    """
     os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
     from llamafactory.hparams import FinetuningArguments, ModelArguments
     from llamafactory.hparams.parser import _TRAIN_ARGS

@@ -33,7 +33,9 @@ class Weights:
 
 
 def weights_of(policy: Policy, options: RunOptions, processes: int, saved: int) -> Weights:
-    """What ``policy`` holds with ``processes`` GPUs; ``saved`` bytes by quantizing its transformer."""
+    """What ``policy`` holds with ``processes`` GPUs; ``saved`` bytes by quantizing its
+    transformer.
+    """
     speed = options.speed
     gradients = bytes_of([p for p in policy.transformer.parameters() if p.requires_grad])
     old_adapter = bytes_of([p for p in lora_parameters(policy) if not p.requires_grad])
@@ -95,7 +97,9 @@ def quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
 
 
 def add_gradients(module: nn.Module) -> None:
-    """Gradients of the trained parameters, so that a backward pass does not count them as its own."""
+    """Gradients of the trained parameters, so that a backward pass does not count them as its
+    own.
+    """
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -18,10 +18,18 @@ RESERVE = 1.5 * GIB  # CUDA context and libraries, workspaces of cuBLAS and cuDN
 EFFICIENCY = 0.35  # assumed share of a GPU's stated bfloat16 peak
 # Usable GiB of the smallest card sold as such (ECC on), and stated dense bfloat16 TFLOP a second.
 GPUS = {
-    "B200 180GB": (178.0, 2250), "H200 141GB": (139.8, 989), "H100 80GB": (79.2, 989), "H800 80GB": (79.2, 989),
-    "A100 80GB": (79.2, 312), "L40S 48GB": (44.4, 362), "A6000 48GB": (47.4, 155), "A100 40GB": (39.4, 312),
-    "RTX 5090 32GB": (31.3, 210), "RTX 4090 24GB": (23.5, 165), "RTX 3090 24GB": (23.5, 71),
-}  # fmt: skip
+    "B200 180GB": (178.0, 2250),
+    "H200 141GB": (139.8, 989),
+    "H100 80GB": (79.2, 989),
+    "H800 80GB": (79.2, 989),
+    "A100 80GB": (79.2, 312),
+    "L40S 48GB": (44.4, 362),
+    "A6000 48GB": (47.4, 155),
+    "A100 40GB": (39.4, 312),
+    "RTX 5090 32GB": (31.3, 210),
+    "RTX 4090 24GB": (23.5, 165),
+    "RTX 3090 24GB": (23.5, 71),
+}
 # Tokens of a pair's prompt; parameters of Qwen2.5-VL-7B.
 JUDGE_TOKENS = 300
 JUDGE_PARAMETERS = 8.3e9
@@ -35,12 +43,13 @@ class Card:
     label: str
     memory: float  # bytes
     flops: float  # a second, that it is assumed to reach
-    operator_s: float = (
-        0.0  # seconds of the host for an operator, which is the limit of small batches
-    )
+    # Seconds of the host for an operator, which is the limit of small batches.
+    operator_s: float = 0.0
 
     def seconds(self, work: "Work", compiled: bool = False) -> float:
-        """Of all pieces: the GPU or the host is the slower one. Compiled blocks start few kernels."""
+        """Of all pieces: the GPU or the host is the slower one. Compiled blocks start few
+        kernels.
+        """
         host = 0.0 if compiled else work.operators * self.operator_s
         return work.pieces * max(work.flops / self.flops, host)
 
