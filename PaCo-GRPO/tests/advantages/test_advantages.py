@@ -1,4 +1,6 @@
-"""Advantages and aggregations against plain loops in NumPy, over random groups (docs/method.md §5)."""
+"""Advantages and aggregations against plain loops in NumPy, over random groups (docs/method.md
+§5).
+"""
 
 import json
 from functools import partial

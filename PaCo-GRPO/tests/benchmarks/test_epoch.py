@@ -1,4 +1,6 @@
-"""benchmarks/epoch.py on a tiny model: it counts what the trainer computes, on a pretended GPU too."""
+"""benchmarks/epoch.py on a tiny model: it counts what the trainer computes, on a pretended GPU
+too.
+"""
 
 import json
 from pathlib import Path

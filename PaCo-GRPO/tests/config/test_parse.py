@@ -105,8 +105,9 @@ def test_tables_in_a_file(load_file):
         """
         config.train.reward_fn = {"pkg.mod:factory": 1.0, "ocr": 1}
         config.train.reward_fn.ocr = 0.5
-        config.train.reward_fn_kwargs = {"pkg.mod:factory": {"size": (1, 2), "nested": {"a.b": None}}}
-        config.train.reward_fn_kwargs["ocr"] = {"server": "x", "scale": np.float64(0.5), "count": np.int64(2)}
+        kwargs = {"pkg.mod:factory": {"size": (1, 2), "nested": {"a.b": None}}}
+        kwargs["ocr"] = {"server": "x", "scale": np.float64(0.5), "count": np.int64(2)}
+        config.train.reward_fn_kwargs = kwargs
         """,
         ("train.reward_fn.pkg.mod:factory", "2"),
         ("train.reward_fn_kwargs.pkg.mod:factory.size", "3"),
@@ -264,22 +265,28 @@ def test_unusable_source_is_named(source, tmp_path):
         assert "'toy_t2is'" in str(caught.value)
 
 
+OWN_CONFIGURATION = """
+
+def negated(**rewards):
+    return {k: -r for k, r in next(iter(rewards.values())).items()}
+
+
+def my_set():
+    config = t2is()
+    config.train.aggregate_fn = negated
+    return config
+"""
+
+
 def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
     for file in CONFIG.glob("*.py"):
         shutil.copy(file, tmp_path)
     with (tmp_path / "grpo.py").open("a") as file:
-        file.write(
-            "\n\ndef negated(**rewards):\n    return {k: -r for k, r in next(iter(rewards.values())).items()}\n"
-        )
-        file.write(
-            "\n\ndef my_set():\n    config = t2is()\n    config.train.aggregate_fn = negated\n    return config\n"
-        )
-    saved = describe(
-        load_options(f"{tmp_path}/grpo.py:my_set").train.aggregate_fn
-    )  # as in a run's config.yaml
-    assert saved == f"{tmp_path}/grpo.py:negated" and get_aggregate_fn(saved)(r={"a": 1}) == {
-        "a": -1
-    }
+        file.write(OWN_CONFIGURATION)
+    # As in a run's config.yaml.
+    saved = describe(load_options(f"{tmp_path}/grpo.py:my_set").train.aggregate_fn)
+    assert saved == f"{tmp_path}/grpo.py:negated"
+    assert get_aggregate_fn(saved)(r={"a": 1}) == {"a": -1}
     assert load_options(f"{tmp_path}/grpo.py:t2is_24gb").pretrained.quantize == "nf4"
     for wrong in ("np", "config_dict", "_MODULE", "get_config", "negated", "for_24gb", "my_sett"):
         with pytest.raises(ConfigError):

@@ -1,4 +1,6 @@
-"""Converters on small files with the public sets' columns; without a hub the error says what to do."""
+"""Converters on small files with the public sets' columns; without a hub the error says what to
+do.
+"""
 
 import importlib
 import io

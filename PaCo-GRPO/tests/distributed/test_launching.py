@@ -26,7 +26,8 @@ def launch(
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\n[ "$1" != -P ] || exit 0  # asked which packages it has\n'
-        f'printf "%s\\n" "$@" > {tmp_path}/called\necho "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
+        f'printf "%s\\n" "$@" > {tmp_path}/called\n'
+        f'echo "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
         f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > {tmp_path}/timeout\n'
     )
     python.chmod(0o755)

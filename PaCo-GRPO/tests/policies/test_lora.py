@@ -352,7 +352,9 @@ def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_di
 
 
 def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path, caplog):
-    """An adapter of someone else may have a rank and an alpha for each layer, and rsLoRA's scale."""
+    """An adapter of someone else may have a rank and an alpha for each layer, and rsLoRA's
+    scale.
+    """
     caplog.set_level(logging.INFO, "paco_grpo")
     save_peft(trained("flux", tiny_flux_dir, rank=4, alpha=10), tmp_path / "peft")
     small = "transformer_blocks.0.attn.to_q"

@@ -104,7 +104,9 @@ def test_attention_backends_agree(tiny_folder, name):
 
 
 class Float32RMSNorm(torch.nn.RMSNorm):
-    """As under CUDA's autocast, whose list of float32 operations has rms_norm; the CPU's has not."""
+    """As under CUDA's autocast, whose list of float32 operations has rms_norm; the CPU's has
+    not.
+    """
 
     def forward(self, x):
         return super().forward(x.float())

@@ -14,18 +14,17 @@ from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_option
 from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.training.checks import require_promised_gpu
 
+NO_JUDGE = {
+    "train__reward_fn": "{'consistency_score': 1}",
+    "train__reward_fn_kwargs": str({"consistency_score": {"base_url": "http://127.0.0.1:9"}}),
+}
+
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution"),
-        (
-            {
-                "train__reward_fn": "{'consistency_score': 1}",
-                "train__reward_fn_kwargs": "{'consistency_score': {'base_url': 'http://127.0.0.1:9'}}",
-            },
-            "vllm_server/launch.sh",
-        ),
+        (NO_JUDGE, "vllm_server/launch.sh"),
     ],
     ids=["option", "judge"],
 )

@@ -153,7 +153,8 @@ time.sleep(60)
 """
 LAUNCHER = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, stdout=subprocess.PIPE)
+command = [sys.executable, "-c", sys.argv[1]]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 child.wait()

@@ -1,4 +1,6 @@
-"""Whole runs on tiny weights: what is written, what stops them, and that resuming changes nothing."""
+"""Whole runs on tiny weights: what is written, what stops them, and that resuming changes
+nothing.
+"""
 
 import json
 import os
@@ -197,7 +199,9 @@ def test_non_finite_numbers_stop_before_the_update(tiny_flux_dir, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny_flux_dir, tmp_path):
-    """The gradients are finite, but the second epoch's weights are not, because of Adam's moments."""
+    """The gradients are finite, but the second epoch's weights are not, because of Adam's
+    moments.
+    """
     config = tiny_options(tiny_flux_dir, tmp_path)
     run = build_run(config)
 
