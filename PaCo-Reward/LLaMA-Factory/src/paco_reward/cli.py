@@ -1,19 +1,16 @@
 """The `paco-reward` command: train, export, score, demo, accuracy, build-dataset."""
 
 import argparse
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from safetensors import SafetensorError
 
 from paco_judge.client import JudgeError
-from paco_reward import demo, options, score
+from paco_reward import accuracy, demo, score
 from paco_reward.errors import TRAINING_ERRORS, cleaning_up_on_sigterm, report_errors
-from paco_reward.output import check_writable
 from paco_reward.pairing import command as build_command
 
 
@@ -33,7 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="paco-reward", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a judge with a LLaMA-Factory configuration")
+    text = "train a judge with a LLaMA-Factory configuration"
+    train = commands.add_parser("train", help=text, description=text)
     train.add_argument(
         "config", help="YAML configuration, for example config/paco_reward_lora.yaml"
     )
@@ -42,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
 
-    export = commands.add_parser("export", help="merge an adapter into its base model")
+    text = "merge an adapter into its base model, and see that the scores stay the same"
+    export = commands.add_parser("export", help=text, description=text)
     export.add_argument("--base", required=True, help="model folder or hub name")
     export.add_argument("--adapter", required=True, help="adapter folder that training wrote")
     export.add_argument("--output", required=True, help="new folder for the merged model")
@@ -50,18 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
     score.add_parser(commands)
     demo.add_parser(commands)
-    accuracy = commands.add_parser(
-        "accuracy", help="accuracy, AUC and calibration on labeled pairs"
-    )
-    options.add_judge_options(accuracy)
-    accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
-    accuracy.add_argument(
-        "--dataset",
-        required=True,
-        help="name in dataset_info.json; several, with commas, are also reported each",
-    )
-    accuracy.add_argument("--output", help="write the numbers as JSON to this file")
-    accuracy.set_defaults(command=_accuracy)
+    accuracy.add_parser(commands)
     build_command.add_parser(commands)
     return parser
 
@@ -83,31 +71,6 @@ def _export(args: argparse.Namespace) -> int:
     print(f"merged model: {args.output}")
     print(f"largest score difference before/after on 100 pairs of images: {largest:.2e}")
     return 0
-
-
-def _accuracy(args: argparse.Namespace) -> int:
-    from paco_judge.questions import form_of
-    from paco_reward.datasets import FilePairs, labeled_pairs
-    from paco_reward.metrics import measure
-
-    if args.output:
-        check_writable(Path(args.output))
-    rows: list = []
-    labels: list[bool] = []
-    kinds: list[str] = []
-    names = [name.strip() for name in args.dataset.split(",")]
-    for name in dict.fromkeys(names):  # each once
-        pairs, pair_labels = labeled_pairs(args.dataset_dir, name, form_of(args))
-        rows += pairs.rows
-        labels += pair_labels
-        kinds += [name] * len(pair_labels)
-    report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
-    report |= measure(options.load_scorer(args), FilePairs(rows), labels, kinds)
-    text = json.dumps(report, indent=2)
-    print(text, flush=True)  # first: the disk may be full by now
-    if args.output:
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
-    return 0 if report["missing"] == 0 else 1
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_judge_options(parser: argparse.ArgumentParser) -> None:
+def add_judge_options(
+    parser: argparse.ArgumentParser, model_help: str = "model folder or hub name"
+) -> None:
     """Add the options that ``load_scorer`` reads."""
     parser.add_argument(
         "--model",
         "--base",
         dest="model",
-        help="model folder or hub name (served name with --server)",
+        help=model_help,
     )
     parser.add_argument("--adapter", help="adapter folder for the model")
     parser.add_argument(
@@ -46,7 +48,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
         default=LONGEST_ANSWER,
         help="longest answer (default %(default)s)",
     )
-    add_judge_options(parser)
+    add_judge_options(parser, "model folder or hub name; served name with --server")
     add_server_options(parser, "ask an OpenAI-compatible server instead of loading a model")
 
 
