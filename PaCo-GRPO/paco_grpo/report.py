@@ -294,8 +294,9 @@ def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
         prompts = run.option("sample", "unique_sample_num_per_epoch")
         images = run.option("sample", "num_images_per_prompt")
         side = run.option("train", "resolution")
+        model = Path(str(run.option("pretrained", "model")))  # a name of the hub, or a folder
         parts = [
-            str(run.option("pretrained", "model")),
+            "/".join(model.parts[-2:]),
             str(run.option("train", "loss_type")),
             f"{run.epochs} epochs of {prompts} × {images} images at {side} px",
             f"evaluated at {run.option('test', 'resolution')} px",

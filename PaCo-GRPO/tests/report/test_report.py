@@ -141,7 +141,7 @@ def test_a_run_that_has_only_begun(tmp_path):
     write_report(tmp_path, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "ocr" in text
-    assert ">0 epochs</p>" in text  # of what is not known, nothing
+    assert ' settings">0 epochs</p>' in text  # of what is not known, nothing
 
 
 def test_what_cannot_be_read_is_named(tmp_path, capsys):
