@@ -45,11 +45,11 @@ COMPARED_RESOLUTIONS = {
     "128px": ("trained at 128 px", ORANGE, (-66, -34)),
 }
 COMPARED_AGGREGATIONS = {
-    "sum": ("weighted sum", RED, (-12, 12)),
-    "log_tame": ("log-tame", ORANGE, (-8, 14)),
-    "log_tame_always": ("log of both rewards", PURPLE, (10, 4)),
-    "advantage_sum": ("sum of advantages", BLUE, (10, 4)),
-    "product": ("product", GREEN, (10, 4)),
+    "product": ("product", GREEN),
+    "advantage_sum": ("sum of advantages", BLUE),
+    "log_tame_always": ("log of both rewards", PURPLE),
+    "log_tame": ("log-tame", ORANGE),
+    "sum": ("weighted sum", RED),
 }
 
 
@@ -80,7 +80,7 @@ def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
         )
     clean(
         axes,
-        "Small images: more consistency for the same compute",
+        "Small images learn more per FLOP",
         "TFLOPs of the transformer in training",
         "consistency at 128 px, full prompts",
     )
@@ -89,30 +89,25 @@ def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
 
 def draw_aggregations(axes: Axes, results: pd.DataFrame) -> None:
     rows = results[results["study"] == "aggregation"]
-    base = rows.loc[rows["epochs"] == 0, ["darkness_after", "alignment_after"]].mean()
-    axes.plot(*base, "o", color=GRAY, markersize=9)
-    axes.annotate(
-        "before RL", base, (10, 6), textcoords="offset points", color=GRAY, fontsize=TEXT_SIZE
-    )
-    for run, (label, color, offset) in COMPARED_AGGREGATIONS.items():
-        points = study.trained(rows[rows["run"] == run])[["darkness_after", "alignment_after"]]
-        if points.empty:
-            continue
-        axes.plot(*points.to_numpy().T, ".", color=color, alpha=0.4)
-        mean = points.mean()
-        axes.annotate("", mean, base, arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.25})
-        axes.plot(*mean, "o", color=color, markersize=9)
-        axes.annotate(
-            label, mean, offset, textcoords="offset points", color=color, fontsize=TEXT_SIZE
-        )
-    clean(
-        axes,
-        "Only advantages and products keep the quieter reward",
-        "louder reward: dark pixels, %",
-        "quieter reward: panels show what is named",
-    )
-    axes.set_xlim(0, 30)
-    axes.set_ylim(-0.04, 1)
+    base = rows[rows["epochs"] == 0]
+    axes.axvline(base["alignment_after"].mean(), color=GRAY, linestyle=":")
+    axes.text(base["alignment_after"].mean() - 0.01, -0.45, "before RL", color=GRAY, ha="right")
+    axes.text(1.03, -0.9, "louder reward:\ndark pixels", fontsize=TEXT_SIZE - 1, va="center")
+    for place, (run, (_, color)) in enumerate(COMPARED_AGGREGATIONS.items()):
+        points = study.trained(rows[rows["run"] == run])
+        aligned = points["alignment_after"]
+        axes.plot(aligned, [place] * len(aligned), "o", color=color, alpha=0.35, markersize=5)
+        axes.plot(aligned.mean(), place, "o", color=color, markersize=10)
+        axes.text(1.03, place, f"{points['darkness_after'].mean():.0f} %", color=color, va="center")
+    clean(axes, "A product keeps most of the quieter reward", "panels show what is named", "")
+    labels = [label for label, _ in COMPARED_AGGREGATIONS.values()]
+    axes.set_yticks(range(len(labels)), labels)
+    for tick, (_, color) in zip(
+        axes.get_yticklabels(), COMPARED_AGGREGATIONS.values(), strict=True
+    ):
+        tick.set_color(color)
+    axes.set_xlim(-0.03, 1)
+    axes.set_ylim(len(labels) - 0.5, -0.7)
 
 
 # --- pairs of sub-figures -------------------------------------------------------------------------
