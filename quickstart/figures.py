@@ -80,7 +80,7 @@ def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
         )
     clean(
         axes,
-        "Small images learn more per FLOP",
+        "Small images learn more per FLOP (one seed)",
         "TFLOPs of the transformer in training",
         "consistency at 128 px, full prompts",
     )

@@ -1,4 +1,4 @@
-"""A reward that varies much more than the others: the study of aggregations needs one."""
+"""A reward that varies much more than the others, for the study of aggregations."""
 
 import numpy as np
 
@@ -8,7 +8,10 @@ _BLACK = 64  # of 255
 
 
 def darkness() -> Reward:
-    """Percent of pixels that are nearly black, (n,) float64. In the toy world, std/mean is about 2."""
-    return lambda images, items: np.array(
-        [100 * np.mean(np.asarray(image.convert("L")) < _BLACK) for image in images]
-    )
+    """Percent of pixels that are nearly black, (n,) float64; std/mean is about 2 at first."""
+
+    def percent(images, items):
+        shares = [np.mean(np.asarray(image.convert("L")) < _BLACK) for image in images]
+        return 100 * np.array(shares)
+
+    return percent

@@ -14,7 +14,6 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from paco_grpo.rewards.judge import BetweenImages, ConsistencyScore
 from paco_toy import world
 
 INVALID_RMS = 0.12  # root mean square pixel distance, pixels in [0, 1]
@@ -155,9 +154,6 @@ def read_prompt(prompt: str) -> world.Character:
 
 
 Scorer = Callable[[Sequence[Image.Image], Sequence], np.ndarray]
-# The rewards of a second judge have names of their own, so that an evaluation can ask both judges.
-other_consistency = ConsistencyScore
-other_between_images = BetweenImages
 
 
 def oracle_consistency() -> Scorer:

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 import study
 from paco_grpo.evaluation.agreement import agreement, pairs_of
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
+from paco_toy.darkness import darkness
 from paco_toy.summary import MEASURES
 
 RUNS = [
@@ -122,3 +125,10 @@ def test_the_transformers_work_grows_with_the_number_of_tokens():
     # 64 image tokens at 64 px, 256 at 128 px, and 32 text tokens at both.
     linear = (256 + 32) / (64 + 32)
     assert linear < large / small < linear**2
+
+
+def test_darkness_is_the_percentage_of_dark_pixels():
+    pixels = np.full((4, 4, 3), 255, np.uint8)
+    pixels[0, 0] = 20
+    images = [Image.new("RGB", (4, 4), "white"), Image.fromarray(pixels)]
+    assert darkness()(images, [None, None]).tolist() == [0, 100 / 16]
