@@ -37,7 +37,9 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, arguments, tmp
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert float(printed.split()[-1]) < 1e-5
-    merged, before, base = scores(output), scores(judge_dir, adapter_dir), scores(judge_dir)
+    merged = scores(output)
+    before = scores(judge_dir, adapter_dir)
+    base = scores(judge_dir)
     np.testing.assert_allclose(merged, before, atol=1e-5)
     assert np.abs(merged - base).max() > 1e-3
     files = {file.name for file in output.iterdir()}

@@ -103,7 +103,8 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
         return evaluated[-1]
 
     monkeypatch.setattr(overlay, "answer_statistics", recorded)
-    trained, merged = tmp_path / "trained", tmp_path / "merged"
+    trained = tmp_path / "trained"
+    merged = tmp_path / "merged"
     launch.train(
         config_of(
             judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True

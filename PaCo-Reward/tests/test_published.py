@@ -79,7 +79,8 @@ DIFFERENT |= {"overwrite_output_dir"}
 def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
     """Two epochs of one step each; only model and paths differ."""
     tiny.save_pairs(data_dir, 8, "edits", seed=900)
-    file, output = tmp_path / "paco_reward_lora.yaml", tmp_path / "out"
+    file = tmp_path / "paco_reward_lora.yaml"
+    output = tmp_path / "out"
     file.write_text(PUBLISHED)
     command = [
         "bash",
@@ -124,7 +125,8 @@ def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
 
 
 def test_our_file_differs_from_the_published_one_in_what_its_comments_say():
-    published, ours = yaml.safe_load(PUBLISHED), load_config(ROOT / "config/paco_reward_lora.yaml")
+    published = yaml.safe_load(PUBLISHED)
+    ours = load_config(ROOT / "config/paco_reward_lora.yaml")
     defaults = {"resume_from_checkpoint": None, "val_size": 0}
     assert {
         key for key, value in published.items() if (ours | defaults).get(key) != value

@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 from paco_judge.scorer import load_adapter
 from paco_judge.weights import WrongWeights, from_pretrained_strict, main
 
-MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+MODEL = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 K_PROJ = "model.language_model.layers.0.self_attn.k_proj.weight"
 
 
