@@ -31,7 +31,9 @@ class BrightnessJudge:
     """
 
     def __init__(self, stop_after=None):
-        self.batches, self.questions, self.stop_after = [], [], stop_after
+        self.batches = []
+        self.questions = []
+        self.stop_after = stop_after
 
     def __call__(self, pairs):
         if len(self.batches) == self.stop_after:
@@ -49,7 +51,10 @@ class BenchCommand:
     """A benchmark in this process: ``command(judge, "--flag", …)`` -> exit status."""
 
     def __init__(self, script, data, out, arguments, results="judge-v3"):
-        self.script, self.data, self.out, self.arguments = script, data, out, arguments
+        self.script = script
+        self.data = data
+        self.out = out
+        self.arguments = arguments
         self.file = out / "results" / f"{results}.jsonl"
 
     def __call__(self, judge, *arguments):
@@ -67,7 +72,8 @@ class BenchCommand:
 
 def save_rank_bench(root, items):
     """A ConsistencyRank-Bench: three candidates for each item, not listed as they are ranked."""
-    ranks, prompts = [], []
+    ranks = []
+    prompts = []
     for index in range(items):
         folder = root / "images" / f"{index:04d}"
         folder.mkdir(parents=True)
@@ -97,7 +103,8 @@ def save_rank_bench(root, items):
 @pytest.fixture
 def bench(tmp_path):
     """A ConsistencyRank-Bench of five items."""
-    save_rank_bench(root := tmp_path / "data" / "ConsistencyRank-Bench", 5)
+    root = tmp_path / "data" / "ConsistencyRank-Bench"
+    save_rank_bench(root, 5)
     return root
 
 
@@ -157,7 +164,8 @@ def edit_lines(file, changes):
 @pytest.fixture
 def edits(examples, tmp_path):
     """Edit-Bench's ``evaluation.py`` on ``examples``."""
-    save_edit_bench(data := tmp_path / "data" / "bench.jsonl", examples)
+    data = tmp_path / "data" / "bench.jsonl"
+    save_edit_bench(data, examples)
     arguments = [
         "--dataset",
         data,

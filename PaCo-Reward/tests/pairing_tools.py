@@ -1,4 +1,4 @@
-"""A small generated set of grids, a model that judges by color, and helpers to run build-dataset and read its output."""
+"""A small set of grids, a model that judges by color, and a way to run build-dataset."""
 
 import argparse
 import base64
@@ -25,31 +25,32 @@ from paco_toy.world import (
     to_uint8,
 )
 
-GENERATIONS, SIDE, PROMPTS, SETS = 4, 24, 5, 3
+GENERATIONS = 4
+SIDE = 24
+PROMPTS = 5
+SETS = 3
 
 
 def grid(characters, views, seed: int) -> Image.Image:
     """A 2x2 grid of the shapes world."""
     rng = np.random.default_rng(seed)
-    panels = [
-        render_panel(CHARACTERS[c], v, SIDE, random_jitter(rng))
-        for c, v in zip(characters, views, strict=True)
-    ]
+    panels = []
+    for character, view in zip(characters, views, strict=True):
+        panels.append(render_panel(CHARACTERS[character], view, SIDE, random_jitter(rng)))
     return Image.fromarray(to_uint8(assemble_grid(panels)))
 
 
 def of_colour(character: int, colour: str) -> int:
-    own = CHARACTERS[character]
-    return next(
-        i
-        for i, c in enumerate(CHARACTERS)
-        if (c.style, c.shape, c.colour) == (own.style, own.shape, colour)
-    )
+    """The number of a character that differs in its color alone."""
+    style = CHARACTERS[character].style
+    shape = CHARACTERS[character].shape
+    looks = [(c.style, c.shape, c.colour) for c in CHARACTERS]
+    return looks.index((style, shape, colour))
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> Path:
-    """grids/<idx>_<generation>.png and metadata.jsonl; each generation of a prompt has its own color."""
+    """grids/<idx>_<generation>.png and metadata.jsonl; each generation of a prompt has a color."""
     folder = tmp_path_factory.mktemp("grids")
     (folder / "grids").mkdir()
     lines = []
@@ -67,14 +68,16 @@ def world(tmp_path_factory) -> Path:
 
 def build(world: Path | None, output: Path, **more: object) -> dict:
     """build-dataset with options by name, on the world's grids; None and False leave one out."""
-    given = (
-        {} if world is None else {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
-    )
-    given |= {"output": output, "test_share": 0.25, "sets_per_prompt": SETS} | more
+    options = {"output": output, "test_share": 0.25, "sets_per_prompt": SETS}
+    if world is not None:
+        options |= {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
+    options |= more
     arguments = ["build-dataset"]
-    for name, value in given.items():
-        if value is not None and value is not False:
-            arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not None and value is not False:
+            arguments += [f"--{name}", str(value)]
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
@@ -83,11 +86,11 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
 
 
 def write_lines(file: Path, lines: list) -> Path:
-    file.write_text(
-        "".join(
-            (x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) + "\n" for x in lines
-        )
-    )
+    """``lines`` as texts, or as values to be written in JSON."""
+    with file.open("w") as text:
+        for line in lines:
+            text.write(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False))
+            text.write("\n")
     return file
 
 
@@ -105,15 +108,16 @@ def colour_of(url: str) -> np.ndarray:
 
 def colour_model(number: int, request: dict):
     """Scores and reasons by color alone."""
-    content = request["messages"][0]["content"]
-    colours = [
-        colour_of(part["image_url"]["url"]) for part in content if part["type"] == "image_url"
-    ]
-    distances = [float(np.abs(c - colours[0]).max()) for c in colours[1:]]
+    urls = []
+    for part in request["messages"][0]["content"]:
+        if part["type"] == "image_url":
+            urls.append(part["image_url"]["url"])
+    distance = np.abs(colour_of(urls[0]) - colour_of(urls[1])).max()
     if request.get("logprobs"):
-        return 200, fake_judge.answer(float(np.clip(1 - 2 * distances[0], 0.01, 0.99))), {}
-    same = distances[0] < 0.12
-    text = f"**{'Yes' if same else 'No'}**, the two shapes have {'one colour' if same else 'colours that differ'}."
+        return 200, fake_judge.answer(float(np.clip(1 - 2 * distance, 0.01, 0.99))), {}
+    text = "**No**, the two shapes have colours that differ."
+    if distance < 0.12:
+        text = "**Yes**, the two shapes have one colour."
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
 
 
@@ -123,21 +127,21 @@ def rows(output: Path, name: str) -> list[dict]:
 
 def all_bytes(output: Path) -> dict[str, str]:
     """Hash of every file outside work/, by name."""
-    files = (
-        file for file in output.rglob("*") if file.is_file() and file.parent != output / "work"
-    )
-    return {
-        str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-    }
+    hashes = {}
+    for file in output.rglob("*"):
+        if file.is_file() and file.parent != output / "work":
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            hashes[str(file.relative_to(output))] = digest
+    return hashes
 
 
 def rank_like_people(output: Path) -> Path:
-    """sets.jsonl with rank_images, as an annotator returns it (here: the reference's generation first)."""
+    """sets.jsonl with rank_images, as an annotator returns it: the reference's generation first."""
     lines = read_lines(output / "sets.jsonl")
     for line in lines:
-        own = line["ref_image"].split("/")[0]
-        line["rank_images"] = sorted(
-            line["comp_images"], key=lambda name: (not name.startswith(own), name)
-        )
+        generation = line["ref_image"].split("/")[0]
+        names = sorted(line["comp_images"])
+        same = [name for name in names if name.startswith(generation)]
+        others = [name for name in names if not name.startswith(generation)]
+        line["rank_images"] = same + others
     return write_lines(output / "ranked.jsonl", lines)

@@ -44,7 +44,8 @@ def test_counts_are_positive(arguments, capsys):
 def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(
     arguments, data_dir, tmp_path, capsys, monkeypatch
 ):
-    opened, original = [], Image.open
+    opened = []
+    original = Image.open
     monkeypatch.setattr(
         Image, "open", lambda *args, **kwargs: opened.append(args) or original(*args, **kwargs)
     )

@@ -1,4 +1,4 @@
-"""`paco-reward build-dataset`, whole runs: from generated grids to training data, and resuming after a kill."""
+"""`paco-reward build-dataset`, whole runs: from grids to training data, and after a kill."""
 
 from collections import Counter
 from pathlib import Path
@@ -34,48 +34,41 @@ def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
         assert 0 < len(server.requests) <= PROMPTS * SETS * 4
     assert stats["counts"]["sub_figures"] == PROMPTS * GENERATIONS * 4
     assert stats["counts"]["sets"] == PROMPTS * SETS
-    themes = {}
-    for part in ("train", "test"):
+    prompts = {}
+    for part, groups in (("train", 4), ("test", 1)):
         name = f"consistency_reward_{part}"
         examples = load_examples(tmp_path / "out", name)
         numbers = stats["datasets"][name]
         assert numbers["yes"] == numbers["no"] == len(examples) / 2 > 0
-        assert numbers["groups"] == {"train": 4, "test": 1}[part]
+        assert numbers["groups"] == groups
         assert {example.answer for example in examples} == {"Yes", "No"}
-        themes[part] = {example.prompt for example in examples}
-        for example in examples:  # each generation of a prompt has its own color
-            assert (len({image.parts[-2] for image in example.images}) == 1) == (
-                example.answer == "Yes"
-            )
-    assert not themes["train"] & themes["test"]
-    known = {
-        theme_question(split_prompt(line["prompt"]).theme)
-        for line in read_lines(world / "metadata.jsonl")
-    }
-    assert {
-        prompt.removeprefix("<image><image>") for prompt in themes["train"] | themes["test"]
-    } == known
+        prompts[part] = {example.prompt for example in examples}
+        for example in examples:  # each generation of a prompt has a color
+            generations = {image.parts[-2] for image in example.images}
+            assert example.answer == ("Yes" if len(generations) == 1 else "No")
+    assert not prompts["train"] & prompts["test"]
+    expected = set()
+    for line in read_lines(world / "metadata.jsonl"):
+        expected.add("<image><image>" + theme_question(split_prompt(line["prompt"]).theme))
+    assert prompts["train"] | prompts["test"] == expected
 
 
 def test_a_users_question_is_asked_and_learned(world, tmp_path):
-    """Training data, their accuracy and the server's answers share wording and labels; a change asks again."""
+    """Training data, accuracy and the server share wording and labels; a change asks again."""
     (tmp_path / "mine.txt").write_text("Same {theme}?")
     setting = {"question": tmp_path / "mine.txt", "image_labels": "<img{n}>: "}
     with fake_judge.FakeJudge(colour_model) as server:
         build(world, tmp_path / "out", server=server.url)
         before = len(server.requests)
         stats = build(world, tmp_path / "out", server=server.url, **setting)
-        asked = server.requests[before]["messages"][0]["content"]
+        content = server.requests[before]["messages"][0]["content"]
         assert len(server.requests) == 2 * before
-    assert [part.get("text", "")[:8] for part in asked] == [
-        "<img1>: ",
-        "",
-        "<img2>: ",
-        "",
-        "Same 2x2",
-    ]
+    texts = [part.get("text", "image") for part in content]
+    assert texts[:4] == ["<img1>: ", "image", "<img2>: ", "image"]
+    assert texts[4].startswith("Same 2x2")
     assert stats["asked"]["questions"][0]["template"] == "Same {theme}?"
-    name, prefix = "consistency_reward_train", "<img1>: <image><img2>: <image>"
+    name = "consistency_reward_train"
+    prefix = "<img1>: <image><img2>: <image>"
     prompts = {row["messages"][0]["content"] for row in rows(tmp_path / "out", name)}
     pairs, _ = labeled_pairs(tmp_path / "out", name, form=RequestForm("<img{n}>: "))
     assert {prefix + pair.question for pair in pairs} == prompts
@@ -91,7 +84,7 @@ def test_sets_for_people_then_their_rankings(world, tmp_path):
     build(world, tmp_path / "second", rankings=ranked)
     for row in rows(tmp_path / "second", "consistency_reward_train"):
         generations = {Path(image).parts[2] for image in row["images"]}
-        assert (len(generations) == 1) == (row["messages"][1]["content"] == "Yes")
+        assert row["messages"][1]["content"] == ("Yes" if len(generations) == 1 else "No")
     cut = {
         "sub_figures": tmp_path / "first" / "images",
         "metadata": tmp_path / "first" / "prompt_data.jsonl",
@@ -110,13 +103,13 @@ def edits(tmp_path_factory) -> Path:
             views = [VIEWS[(number + k) % len(VIEWS)] for k in range(4)]
             character = of_colour(7 * number % len(CHARACTERS), list(COLOURS)[seed])
             grid([character] * 4, views, 10 * number + seed).save(folder / f"{name}{number}.png")
-        lines.append({"source": f"source{number}.png", "edited": f"edited{number}.png"})
-        lines[-1] |= {"instruction": f"make it {number}"}
+        line = {"source": f"source{number}.png", "edited": f"edited{number}.png"}
+        lines.append(line | {"instruction": f"make it {number}"})
     write_lines(folder / "bare.jsonl", lines)
-    labels = [{"consistency": "Yes" if n % 2 else "No", "follows": n % 2 == 0} for n in range(12)]
-    write_lines(
-        folder / "edits.jsonl", [line | label for line, label in zip(lines, labels, strict=True)]
-    )
+    for number, line in enumerate(lines):
+        line["consistency"] = "Yes" if number % 2 else "No"
+        line["follows"] = number % 2 == 0
+    write_lines(folder / "edits.jsonl", lines)
     return folder
 
 
@@ -150,29 +143,29 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
             "duplicate_bits": 0,
         }
         stats = build(None, tmp_path, **setting)
-        assert build(None, tmp_path, **setting) == stats and len(server.requests) == 24
+        assert build(None, tmp_path, **setting) == stats
+        assert len(server.requests) == 24
     assert stats["counts"]["editing_unclear"] == 2
-    assert (
-        stats["datasets"]["sharegpt_editing_train"]["yes"]
-        == stats["datasets"]["sharegpt_editing_train"]["no"]
-        == 10
-    )
+    numbers = stats["datasets"]["sharegpt_editing_train"]
+    assert numbers["yes"] == numbers["no"] == 10
 
 
 def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(world, tmp_path):
     with fake_judge.FakeJudge(colour_model) as server:
-        output, setting = tmp_path / "out", {"server": server.url, "reasons": True}
+        output = tmp_path / "out"
+        setting = {"server": server.url, "reasons": True}
         stats = build(world, output, **setting)
-        needed, whole = len(server.requests), all_bytes(output)
+        needed = len(server.requests)
+        whole = all_bytes(output)
         for name in ("scores", "reasons"):
             journal = output / "work" / f"{name}.jsonl"
-            journal.write_bytes(
-                journal.read_bytes()[: journal.stat().st_size // 2]
-            )  # cut off in a line
+            content = journal.read_bytes()
+            journal.write_bytes(content[: len(content) // 2])  # cut off in a line
         (output / "stats.json").unlink()
         build(world, output, **setting)
         done = len(server.requests)
-        assert needed < done < 2 * needed and all_bytes(output) == whole
+        assert needed < done < 2 * needed
+        assert all_bytes(output) == whole
         build(world, output, **setting)
         assert len(server.requests) == done
         journal.write_bytes(b"[1]\n" + journal.read_bytes())
@@ -192,25 +185,18 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
     refused = theme_question(split_prompt(lines[0]["prompt"]).theme)
 
     def refuses(number, request):
-        about = request["messages"][0]["content"][-1]["text"]
-        is_refused = about == refused or not request.get("logprobs")
-        return (
-            (400, {"error": {"message": "unloaded"}}, {})
-            if is_refused
-            else colour_model(number, request)
-        )
+        question = request["messages"][0]["content"][-1]["text"]
+        if question == refused or not request.get("logprobs"):
+            return 400, {"error": {"message": "unloaded"}}, {}
+        return colour_model(number, request)
 
     with fake_judge.FakeJudge(refuses) as server:
-        command = [
-            "build-dataset",
-            "--grids",
-            str(world / "grids"),
-            "--metadata",
-            str(world / "metadata.jsonl"),
-        ]
+        command = ["build-dataset", "--grids", str(world / "grids")]
+        command += ["--metadata", str(world / "metadata.jsonl")]
+        command += ["--output", str(tmp_path), "--server", server.url]
         for _ in range(2):
             caplog.clear()
-            assert main([*command, "--output", str(tmp_path), "--server", server.url]) == 1
+            assert main(command) == 1
             assert caplog.text.count("unloaded") == 1
         assert rows(tmp_path, "consistency_reward_train")
         with pytest.raises(PacoRewardError, match="unloaded"):  # to every request for reasons

@@ -55,7 +55,8 @@ def page(answering_judge):
 def test_the_page_over_http(page, world, answering_judge):
     from gradio_client import Client, exceptions, handle_file
 
-    client, grid = Client(page, verbose=False), world / "grids" / "p0_0.png"
+    client = Client(page, verbose=False)
+    grid = world / "grids" / "p0_0.png"
     picture = [{"image": handle_file(str(grid)), "caption": None}]
     shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
     cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]

@@ -34,7 +34,8 @@ def pictures_of(bench, row):
 
 def test_histogram_values(evaluate):
     assert len(evaluate("histogram")) == 5
-    red, mixed = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (4, 4), (255, 0, 0))
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    mixed = Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
     assert baselines.make_baseline("histogram")([Pair(red, mixed, "")])[0].p_yes == pytest.approx(
         0.75
