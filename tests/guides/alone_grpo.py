@@ -1,4 +1,4 @@
-"""One score of each reward, in test_alone.py's environment with PaCo-GRPO alone: alone_grpo.py PORT CLIP OPEN_CLIP."""
+"""One score of each reward, in test_alone.py's environment: alone_grpo.py PORT CLIP OPEN_CLIP."""
 
 import sys
 
@@ -16,10 +16,17 @@ prompt = 'A 1x2 grid layout of "HELLO". [LEFT]:The first half. [RIGHT]:The other
 item = Item(0, prompt, references=(image,))
 clips = {"model": open_clip}
 arguments = {
-    "consistency_score": judge, "consistency_for_editing": judge, "grid_layout": judge | {"model": "Gemma-3-4B-IT"},
-    "subfig_clipT": clips, "subfig_clipI": clips, "pickscore": {"model": clip, "processor": clip}, "clipscore": {"model": clip},
-    "ocr": {}, "jpeg_compressibility": {}, "jpeg_incompressibility": {},
-}  # fmt: skip
+    "consistency_score": judge,
+    "consistency_for_editing": judge,
+    "grid_layout": judge | {"model": "Gemma-3-4B-IT"},
+    "subfig_clipT": clips,
+    "subfig_clipI": clips,
+    "pickscore": {"model": clip, "processor": clip},
+    "clipscore": {"model": clip},
+    "ocr": {},
+    "jpeg_compressibility": {},
+    "jpeg_incompressibility": {},
+}
 for name, reward in build_rewards(dict.fromkeys(arguments, 1.0), arguments).items():
     reward.check()
     (value,) = reward([image], [item])

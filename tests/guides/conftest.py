@@ -21,7 +21,8 @@ from tiny_policies import build
 @pytest.fixture(scope="session")
 def published(tmp_path_factory) -> dict[str, Path]:
     """Published name → folder of tiny weights of the same class."""
-    weights, toy = tmp_path_factory.mktemp("weights"), REPOSITORY / "quickstart" / "models"
+    weights = tmp_path_factory.mktemp("weights")
+    toy = REPOSITORY / "quickstart" / "models"
     clip = Path(save_clip(weights / "clip"))
     judge = tiny_judge.save_answering(tiny_judge.save_judge(weights / "random"), weights / "judge")
     return {
@@ -39,7 +40,7 @@ def published(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def terminal(published, tmp_path, request):
-    """Its environment ``vllm`` is the test's parameter; without one, the transformers engine serves."""
+    """Its environment ``vllm`` is the test's parameter; without it, transformers serve."""
     terminal = Terminal(tmp_path, getattr(request, "param", Path(sys.prefix)), published)
     yield terminal
     terminal.stop_servers()

@@ -1,4 +1,7 @@
-"""Each subproject installs alone in an empty environment, by its guide's command (with uv for pip), and then works."""
+"""Each subproject installs alone in an empty environment, by its guide's command, and then works.
+
+uv takes pip's place.
+"""
 
 import json
 import os
@@ -16,19 +19,23 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:
+    environment = {"PYTHONFAULTHANDLER": "1"}  # a crash names its place
     # pip's and uv's settings of this machine, and our pins, are not a user's.
-    ours = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ours and not name.startswith(("PIP_", "UV_"))
-    }
-    clean["PYTHONFAULTHANDLER"] = "1"  # a crash names its place
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=clean | variables, check=False, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    assert done.returncode == 0, (
-        f"{command} ended with status {done.returncode}:\n{done.stdout[-1200:]}"
+    not_a_users = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+    for name, value in os.environ.items():
+        if name not in not_a_users and not name.startswith(("PIP_", "UV_")):
+            environment[name] = value
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment | variables,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+    assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout[-1200:]}"
     return done.stdout
 
 
@@ -59,7 +66,7 @@ def activated(python: Path) -> dict[str, str]:
 
 
 def test_paco_reward(place):
-    """Without pins, torch and torchaudio fit each other: LLaMA-Factory imports both before it trains."""
+    """Without pins, torch and torchaudio fit each other: LLaMA-Factory imports both."""
     copy, python, pip = place
     folder = copy / "PaCo-Reward"
     pip("install", ["-e", ".[torch,metrics]", "--no-build-isolation"], folder / "LLaMA-Factory")
@@ -77,44 +84,45 @@ def test_paco_reward(place):
 
 def test_paco_grpo(place, published, open_clip, tmp_path):
     copy, python, pip = place
-    folder, port = copy / "PaCo-GRPO", free_port()
-    judge, clip = published["X-GenGroup/PaCo-Reward-7B"], published["yuvalkirstain/PickScore_v1"]
+    folder = copy / "PaCo-GRPO"
+    port = free_port()
+    judge = published["X-GenGroup/PaCo-Reward-7B"]
+    clip = published["yuvalkirstain/PickScore_v1"]
     pip("install", ["-e", "."], folder)
     pip("check", [], folder)
     variables = activated(python) | {
-        "VLLM_ENGINE": "transformers", "VLLM_PORT": str(port), "VLLM_LABEL": "alone", "PACO_RUNTIME_DIR": str(tmp_path / "run"),
-        "VLLM_MODEL_PATHS": f"{judge},{judge}", "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
-    }  # fmt: skip
+        "VLLM_ENGINE": "transformers",
+        "VLLM_PORT": str(port),
+        "VLLM_LABEL": "alone",
+        "PACO_RUNTIME_DIR": str(tmp_path / "run"),
+        "VLLM_MODEL_PATHS": f"{judge},{judge}",
+        "VLLM_MODEL_NAMES": "Paco-Reward-7B,Gemma-3-4B-IT",
+    }
 
     def bash(*words: str) -> str:
         return run(["bash", *words], folder, **variables)
 
     bash("vllm_server/launch.sh")  # two models: through the gateway
     try:
-        scores = run(
-            [python, Path(__file__).with_name("alone_grpo.py"), port, clip, open_clip],
-            folder,
-            HF_HUB_OFFLINE="1",
-        )
-        assert "ocr 1.000" in scores
+        score = [python, Path(__file__).with_name("alone_grpo.py"), port, clip, open_clip]
+        assert "ocr 1.000" in run(score, folder, HF_HUB_OFFLINE="1")
 
         clips = {
             "pickscore": {"model": str(clip), "processor": str(clip)},
             "subfig_clipT": {"model": open_clip},
         }
+        consistency = {"port": port, "model": "Paco-Reward-7B"}
         options = TOY_SIZE | {
-            "pretrained.model": "../quickstart/models/flux", "run_name": "t2is", "max_sequence_length": 32,
-            "train.reward_fn_kwargs": clips | {"consistency_score": {"port": port, "model": "Paco-Reward-7B"}},
-        }  # fmt: skip
-        bash(
-            "scripts/single_node/train_flux.sh",
-            "t2is",
-            *(f"--config.{key}={value}" for key, value in options.items()),
-        )
-        rows = map(
-            json.loads, (folder / "runs" / "t2is" / "metrics.jsonl").read_text().splitlines()
-        )
-        (row,) = (row for row in rows if row["phase"] == "train")
+            "pretrained.model": "../quickstart/models/flux",
+            "run_name": "t2is",
+            "max_sequence_length": 32,
+            "train.reward_fn_kwargs": clips | {"consistency_score": consistency},
+        }
+        words = [f"--config.{key}={value}" for key, value in options.items()]
+        bash("scripts/single_node/train_flux.sh", "t2is", *words)
+        metrics = (folder / "runs" / "t2is" / "metrics.jsonl").read_text()
+        _, row, _ = map(json.loads, metrics.splitlines())  # between two evaluations
+        assert row["phase"] == "train"
         assert row["reward/missing_share"] == 0
         assert {f"reward/{name}_mean" for name in ("consistency_score", *clips)} <= set(row)
         bash("-c", "python -m paco_grpo.report runs/t2is")

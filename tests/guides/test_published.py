@@ -1,4 +1,4 @@
-"""The published guides, block by block: weights, servers, evaluation, and the quick start from its first line to its last."""
+"""The published guides, block by block: weights, servers, evaluation, and the whole quick start."""
 
 import shlex
 
@@ -16,7 +16,8 @@ in_vllm = pytest.mark.parametrize("terminal", [VLLM], indirect=True)
 
 WEIGHTS = {
     "python paco_grpo/rewards/pickscore_scores.py": "in the cache",
-    # OpenCLIP's name stands for a size that no tiny weights have: here it is not in the cache, which is explained.
+    # OpenCLIP's name stands for a size that no tiny weights have. It is not in the cache, which is
+    # explained.
     "python paco_grpo/rewards/subfig_clipT.py || true": "HF_ENDPOINT",
     "hf download X-GenGroup/PaCo-Reward-7B": "snapshots",
     "hf download X-GenGroup/Paco-Reward-7B": "snapshots",
@@ -57,20 +58,23 @@ def test_weights_are_fetched_before_training(terminal):
 
 
 def test_servers(terminal):
-    alone, shared, first, second = (str(free_port()) for _ in range(4))
-    assert "Ready:  Paco-Reward-7B" in terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=alone)
-    for block in (
-        ONE_PORT.replace("8000", shared),
-        TWO_PORTS.replace("8000", first).replace("8001", second),
-    ):
-        terminal.run("conda activate vllm\n" + block, "PaCo-GRPO")
-    for port, names in (
-        (shared, ["Gemma-3-4B-IT", "Paco-Reward-7B"]),
-        (first, ["Paco-Reward-7B"]),
-        (second, ["Gemma-3-4B-IT"]),
-    ):
+    output = terminal.run(ONE_MODEL, "PaCo-GRPO", VLLM_PORT=free_port())
+    assert "Ready:  Paco-Reward-7B" in output
+
+    def served(port: str) -> list[str]:
         models = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
-        assert sorted(model["id"] for model in models) == names
+        return sorted(model["id"] for model in models)
+
+    port = str(free_port())
+    terminal.run("conda activate vllm\n" + ONE_PORT.replace("8000", port), "PaCo-GRPO")
+    assert served(port) == ["Gemma-3-4B-IT", "Paco-Reward-7B"]
+
+    port = str(free_port())
+    other_port = str(free_port())
+    block = TWO_PORTS.replace("8000", port).replace("8001", other_port)
+    terminal.run("conda activate vllm\n" + block, "PaCo-GRPO")
+    assert served(port) == ["Paco-Reward-7B"]
+    assert served(other_port) == ["Gemma-3-4B-IT"]
 
 
 EVALUATION = """
@@ -105,12 +109,11 @@ bash evaluate_vllm_PaCoReward.sh"""
 def test_evaluation(terminal):
     folder = terminal.clone / "PaCo-Reward" / "evaluation"
     save_rank_bench(folder / "ConsistencyRank-Bench", 2)
-    save_edit_bench(edits := folder / "edits" / "edits.jsonl", edit_examples(3))
+    edits = folder / "edits" / "edits.jsonl"
+    save_edit_bench(edits, edit_examples(3))
     output = terminal.run(f"{EVALUATION} --dataset {edits}", folder)
-    assert (
-        "PaCo-Reward-7B"
-        in (folder / "Consistency_Rank" / "results_summary.txt").read_text().splitlines()[-1]
-    )
+    summary = (folder / "Consistency_Rank" / "results_summary.txt").read_text()
+    assert "PaCo-Reward-7B" in summary.splitlines()[-1]
     (results,) = (folder / "Consistency_Rank" / "results").glob("*.jsonl")
     assert len(results.read_text().splitlines()) == 2
     assert "overall" in output
@@ -157,13 +160,12 @@ def test_quick_start(terminal, open_clip):
         "subfig_clipT": {"model": open_clip, "pretrained": None},
         "consistency_score": {"port": port, "model": "Paco-Reward-7B"},
     }
-    options = (
-        TOY_SIZE
-        | {"save_dir": "runs"}
-        | {f"train.reward_fn_kwargs.{name}": value for name, value in rewards.items()}
-    )
+    options = TOY_SIZE | {"save_dir": "runs"}
+    for name, arguments in rewards.items():
+        options[f"train.reward_fn_kwargs.{name}"] = arguments
     words = [shlex.quote(f"--config.{name}={value}") for name, value in options.items()]
-    (home := terminal.clone.parent / "home").mkdir()
+    home = terminal.clone.parent / "home"
+    home.mkdir()
     judge_options = " ".join(f"{name}={str(value).lower()}" for name, value in TOY_JUDGE.items())
     output = terminal.run(
         QUICK_START + " ".join(words), home, VLLM_PORT=port, JUDGE_OPTIONS=judge_options

@@ -1,10 +1,16 @@
-"""Every command block of the READMEs, in the order of the page, each in a fresh shell, with toy sizes and tiny weights."""
+"""Every command block of the READMEs, in page order, each in a fresh shell.
+
+Models, data and sizes are tiny. What a page takes for granted (files, folders, a judge's name) is
+made before its blocks run, so that few commands have to be changed: see ``REPLACED``.
+"""
 
 import json
 import re
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pairing_tools
 import pytest
@@ -15,55 +21,42 @@ from fakes import fake_judge, free_port
 from PIL import Image
 from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning, save_editing_set
 
-from paco_toy.build_world import draw
+from paco_toy.build_world import annotate, draw
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]  # on a busy machine they take more than the usual 600 s
+# On a busy machine they take more than the usual 600 s.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-GRID = "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. [TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
-# Page → {command: what runs instead}. Commands that cannot run here only read their options.
+# Programs that install gigabytes or run for 10 minutes: they only read their options here, and
+# tools/tests/test_setup.py and quickstart/tests run them.
+READ_OPTIONS = ("setup.sh", "quickstart/run.sh", "quickstart/editing.sh")
+GRID = (
+    "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. "
+    "[TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
+)
+# Page → {text of a command: what runs instead}.
 REPLACED = {
     "README.md": {
-        "bash setup.sh --vllm": f"bash setup.sh --help && ln -sfn {sys.prefix} .venv",  # installs gigabytes
-        "bash quickstart/run.sh": "bash quickstart/run.sh --help",  # 13 minutes: quickstart/tests/test_whole.py
-        "bash quickstart/editing.sh": "bash quickstart/editing.sh --help",  # 8 minutes: quickstart/tests/test_whole.py
-        "t2is_80gb --": "t2is --",  # compiling takes minutes
-        "subfig_clipT.py": "subfig_clipT.py || true",  # no tiny weights have OpenCLIP's size: tests/guides/test_published.py
+        # No tiny weights have OpenCLIP's size: tests/guides/test_published.py.
+        "subfig_clipT.py": "subfig_clipT.py || true",
     },
     "PaCo-GRPO/README.md": {
-        "bash setup.sh": "bash setup.sh --help",
-        "train_flux.sh t2is_80gb": "train_flux.sh t2is",  # compiling takes minutes
-        "bash vllm_server/stop.sh": "bash vllm_server/status.sh",  # later blocks ask the judge; the fixture stops it
-        "python dataset/fetch.py t2is": "python dataset/fetch.py --help",  # needs the hub: PaCo-GRPO/tests/data/test_public_sets.py
+        # It needs the hub: PaCo-GRPO/tests/data/test_public_sets.py.
+        "python dataset/fetch.py t2is": "python dataset/fetch.py --help",
         "2x2 grid layout …": GRID,
         "http://127.0.0.1:8000": "JUDGE_URL",
     },
     "PaCo-Reward/README.md": {
-        "path/to/judge": "X-GenGroup/PaCo-Reward-7B",
-        "paco-reward demo": "paco-reward demo --help; :",  # serves until Ctrl-C: PaCo-Reward/tests/test_demo.py
-        "config/paco_reward_lora_16gb.yaml": "config/paco_reward_lora_16gb.yaml quantization_bit=null",  # CUDA only
-        "config/toy_reward_lora.yaml": "config/toy_reward_lora.yaml dataset_dir=PaCo-Dataset dataset=consistency_reward_cot_train",
-        "--base BASE": "--base Qwen/Qwen2.5-VL-7B-Instruct",
-        "--model BASE": "--model Qwen/Qwen2.5-VL-7B-Instruct",
-        "--dataset NAME": "--dataset consistency_reward_cot_test",
-        "--model NAME": "--model Paco-Reward-7B",
-        "--output PaCo-Dataset --": "--output ranked_by_people --",  # the other way is tried in the block before
-        "--sets_only": "--sets_only && python -m paco_toy.build_world annotate --out . --sets ranked_by_people/sets.jsonl",
-        "--rankings ranked.jsonl": "--rankings rankings.jsonl",
-        ".venv-vllm": ".venv",
-        "--tensor_parallel_size 1 --gpu_memory_utilization 0.85": "--engine transformers",
-        "evaluate_vllm_PaCoReward.sh": "evaluate_vllm_PaCoReward.sh --engine transformers --dataset edits.jsonl",
+        # It serves until Ctrl-C: PaCo-Reward/tests/test_demo.py.
+        "paco-reward demo": "paco-reward demo --help; :",
         "--scorer clip_i": "--help; :",  # as subfig_clipT.py
+        # vLLM starts in PaCo-Reward/tests/test_bench_engines.py.
+        "--tensor_parallel_size 1 --gpu_memory_utilization 0.85": "--engine transformers",
+        "PaCoReward.sh": "PaCoReward.sh --engine transformers --dataset edits.jsonl",
         "eval.py --model Qwen/": "eval.py --engine transformers --model Qwen/",
         "http://127.0.0.1:8000": "JUDGE_URL",
     },
-}  # fmt: skip
-EDITORS = (
-    "bash scripts/single_node/train_flux_kontext.sh kontext_editing",
-    "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
-)
+}
+# Added to config/grpo.py: the configurations of the pages, made small.
 TOY_CONFIG = """
 
 def _toy(configuration):
@@ -82,6 +75,12 @@ def _toy(configuration):
     return small
 
 
+def _for_80gb_without_compiling(config):
+    for_80gb(config)
+    config.speed.compile = False
+
+
+SUFFIXES["_80gb"] = _for_80gb_without_compiling
 t2is = _toy(t2is)
 kontext_editing = _toy(kontext_editing)
 qwen_editing = _toy(qwen_editing)
@@ -89,49 +88,62 @@ qwen_editing = _toy(qwen_editing)
 
 
 def run_page(
-    terminal, page: str, port: int, judge_url: str = "", after_block=lambda number: None
+    terminal,
+    page: str,
+    port: int,
+    judge_url: str = "",
+    after_block: Mapping[int, Callable[[], None]] = MappingProxyType({}),
 ) -> None:
-    used, url = set(), judge_url or f"http://127.0.0.1:{port}"
-    blocks = re.findall(
-        r"^ *```bash\n(.*?)^ *```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE
-    )
+    """Run the blocks of ``page``; ``after_block``: what to do after the block of a number."""
+    url = judge_url or f"http://127.0.0.1:{port}"
+    text = (REPOSITORY / page).read_text()
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    unused = [command for command in REPLACED[page] if command not in "".join(blocks)]
+    assert not unused, "not on the page any more"
     for number, block in enumerate(blocks):
-        used |= {old for old in REPLACED[page] if old in block}
-        for old, new in REPLACED[page].items():
-            block = block.replace(old, new.replace("JUDGE_URL", url))
+        for command, replacement in REPLACED[page].items():
+            block = block.replace(command, replacement.replace("JUDGE_URL", url))
         folder = terminal.clone / Path(page).parent
         if "bash setup.sh" in block:
             folder = terminal.clone
         elif page != "README.md":
             block = "source ../.venv/bin/activate\n" + block
         terminal.run(block, folder, VLLM_PORT=port)
-        after_block(number)
-    assert used == set(REPLACED[page])
+        if number in after_block:
+            after_block[number]()
 
 
 @pytest.fixture
 def port(terminal, open_clip) -> int:
     """The judge's port; toy sizes and data are in the clone."""
-    port, clone = free_port(), terminal.clone
-    text = (
-        TOY_CONFIG.replace("PORT", str(port))
-        .replace("OPEN_CLIP", open_clip)
-        .replace("SIZES", repr(TOY_SIZE))
-    )
-    published = (REPOSITORY / "PaCo-GRPO" / "config" / "grpo.py").read_text()
-    (clone / "PaCo-GRPO" / "config" / "grpo.py").write_text(published + text)
-    for file in (REPOSITORY / "PaCo-Reward" / "config").glob("*.yaml"):
+    port = free_port()
+    clone = terminal.clone
+    for name in (".venv", ".venv-vllm"):
+        (clone / name).unlink(missing_ok=True)
+        (clone / name).symlink_to(sys.prefix)
+    for name in READ_OPTIONS:
+        program = (clone / name).rename(clone / f"{name}.whole")
+        (clone / name).write_text(f'bash "{program}" "$@" --help\n')
+
+    toy = TOY_CONFIG.replace("PORT", str(port)).replace("OPEN_CLIP", open_clip)
+    configurations = clone / "PaCo-GRPO" / "config" / "grpo.py"
+    with configurations.open("a") as file:
+        file.write(toy.replace("SIZES", repr(TOY_SIZE)))
+
+    for file in (clone / "PaCo-Reward" / "config").glob("*.yaml"):
         values = yaml.safe_load(file.read_text()) | TOY_JUDGE
-        (clone / "PaCo-Reward" / "config" / file.name).write_text(yaml.safe_dump(values))
+        values.pop("quantization_bit", None)  # needs CUDA
+        file.write_text(yaml.safe_dump(values))
+    tiny_judge.save_pairs(
+        clone / "quickstart" / "out" / "world" / "reward_data", 8, "toy_pairs_cot_train"
+    )
     data = clone / "PaCo-Reward" / "PaCo-Dataset"
-    for name in DATA_SETS:
+    for name in (*DATA_SETS, "NAME"):
         tiny_judge.save_pairs(data, 8, name)
     # As on the hub: the images are in an archive.
     shutil.make_archive(str(data / "images"), "gztar", data, "images")
     shutil.rmtree(data / "images")
     (data / "decompress.sh").write_text("tar -xzf images.tar.gz && rm images.tar.gz\n")
-    (clone / ".venv").unlink(missing_ok=True)
-    (clone / ".venv").symlink_to(sys.prefix)
     return port
 
 
@@ -141,46 +153,81 @@ def test_front_page(terminal, port):
     assert (terminal.clone / "PaCo-Reward" / "models" / "PaCo-Reward-7B" / "config.json").is_file()
 
 
+EDITORS = (
+    "bash scripts/single_node/train_flux_kontext.sh kontext_editing",
+    "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
+)
+LAUNCH = (
+    "VLLM_MODEL_PATHS=X-GenGroup/PaCo-Reward-7B VLLM_MODEL_NAMES=PaCo-Reward-7B "
+    "bash vllm_server/launch.sh"
+)
+
+
 def test_trainer(terminal, port):
     trainer = terminal.clone / "PaCo-GRPO"
-    shutil.rmtree(trainer / "runs", ignore_errors=True)
-    shutil.copytree(
-        trainer / "dataset" / "T2IS", trainer / "dataset" / "public-t2is"
-    )  # python dataset/fetch.py t2is
+    runs = trainer / "runs"
+    shutil.rmtree(runs, ignore_errors=True)
+    # What python dataset/fetch.py t2is writes.
+    shutil.copytree(trainer / "dataset" / "T2IS", trainer / "dataset" / "public-t2is")
     save_editing_set(trainer / "dataset" / "public-sharegpt-4o-image")
     Image.new("RGB", (64, 64), "red").save(trainer / "photo.png")
 
-    def name_run(number: int) -> None:
-        if number == 1:  # the first run
-            (trainer / "runs" / "NAME").symlink_to("first")
-            (trainer / "runs" / "first" / "checkpoints" / "epoch_0010").symlink_to("epoch_0002")
+    def name_first_run() -> None:
+        (runs / "NAME").symlink_to("first")
+        (runs / "first" / "checkpoints" / "epoch_0010").symlink_to("epoch_0002")
 
-    run_page(terminal, "PaCo-GRPO/README.md", port, after_block=name_run)
+    def start_judge_again() -> None:
+        start = f"source ../.venv/bin/activate\n{LAUNCH}"
+        terminal.run(start, "PaCo-GRPO", VLLM_PORT=port)
+
+    actions = {1: name_first_run, 2: start_judge_again}
+    run_page(terminal, "PaCo-GRPO/README.md", port, after_block=actions)
     for command in EDITORS:  # also the guide's
         assert command in (trainer / "README.md").read_text()
-        (run,) = (trainer / "runs").glob(f"{command.split()[-1]}*")
+        (run,) = runs.glob(f"{command.split()[-1]}*")
         check_learning(run, "consistency_for_editing")
-    assert (trainer / "evaluation" / "t2is" / "results.md").is_file() and (
-        trainer / "generated" / "sheet.png"
-    ).is_file()
+    assert (trainer / "evaluation" / "t2is" / "results.md").is_file()
+    assert (trainer / "generated" / "sheet.png").is_file()
 
 
-def test_judge(terminal, port):
+# Names that stand for a model on the judge's page.
+MODEL_PLACES = (
+    "BASE",
+    "path/to/judge",
+    "evaluation/Consistency_Rank/path/to/judge",
+    "evaluation/Edit-Bench/path/to/judge",
+)
+MY_PAIRS = "image1,image2,label\na.png,b.png,Yes\nc.png,photo.png,No\n"
+
+
+def test_judge(terminal, port, published):
     folder = terminal.clone / "PaCo-Reward"
+    for place in MODEL_PLACES:
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).symlink_to(published["X-GenGroup/PaCo-Reward-7B"])
     for number, name in enumerate(("a", "b", "c", "photo", "edit1", "edit2")):
         tiny_judge.picture(number).save(folder / f"{name}.png")
     (folder / "mine.txt").write_text("Are these two images alike?")
-    pairs = "image1,image2,label\na.png,b.png,Yes\nc.png,photo.png,No\n"
-    (folder / "my_pairs.csv").write_text(pairs)
+    (folder / "my_pairs.csv").write_text(MY_PAIRS)
     draw(folder, seed=0, prompts={"train": 6, "test": 3})
     (folder / "metadata.jsonl").rename(folder / "prompts.jsonl")
     save_rank_bench(folder / "evaluation" / "Consistency_Rank" / "ConsistencyRank-Bench", 2)
     save_edit_bench(folder / "evaluation" / "Edit-Bench" / "edits.jsonl", edit_examples(3))
-    with fake_judge.FakeJudge(pairing_tools.colour_model) as server:
-        run_page(terminal, "PaCo-Reward/README.md", port, server.url)
+
+    def rank_by_people() -> None:
+        """The judge's own pairs make room for those that people rank."""
+        (folder / "PaCo-Dataset").rename(folder / "ranked_by_the_judge")
+        sets_only = "--grids grids --metadata prompts.jsonl --output sets --sets_only"
+        activate = "source ../.venv/bin/activate\n"
+        terminal.run(f"{activate}paco-reward build-dataset {sets_only}", folder)
+        annotate(folder, folder / "sets" / "sets.jsonl")
+        (folder / "rankings.jsonl").rename(folder / "ranked.jsonl")
+
+    with fake_judge.FakeJudge(pairing_tools.colour_model, models=["NAME"]) as server:
+        actions = {4: rank_by_people}
+        run_page(terminal, "PaCo-Reward/README.md", port, server.url, actions)
     assert (folder / "scores.html").is_file()
-    assert json.loads((folder / "PaCo-Dataset" / "dataset_info.json").read_text())
-    assert (
-        "PaCo-Reward-7B"
-        in (folder / "evaluation" / "Edit-Bench" / "results_summary.txt").read_text()
-    )
+    for name in ("ranked_by_the_judge", "PaCo-Dataset", "my_data"):
+        assert json.loads((folder / name / "dataset_info.json").read_text())
+    summary = folder / "evaluation" / "Edit-Bench" / "results_summary.txt"
+    assert "judge" in summary.read_text()
