@@ -181,9 +181,12 @@ def test_a_stopped_export_leaves_no_half_model(sent, status, arguments, tmp_path
     while not (work / "merged" / "model.safetensors").exists():
         assert exporting.poll() is None, exporting.stderr.read()
         time.sleep(0.02)
+    exporting.suspend()  # or it may end while the second export starts
     assert main(arguments) == 1
     assert f"in use by process {exporting.pid} on" in capsys.readouterr().err
     exporting.send_signal(sent)
+    if sent != signal.SIGKILL:
+        exporting.resume()
     exporting.wait(60)
     assert exporting.returncode == status
     left = {work} if sent == signal.SIGKILL else set()
