@@ -91,7 +91,9 @@ choose_device() {
             export CUDA_VISIBLE_DEVICES="" ACCELERATE_USE_CPU=true
             export VLLM_ENGINE="${VLLM_ENGINE:-transformers}"
             # Two processes of one thread use two cores better than one process of two threads.
-            export NUM_PROCESSES="${NUM_PROCESSES:-$(($(nproc) > 1 ? 2 : 1))}"
+            # nproc would count threads: on many clusters OMP_NUM_THREADS is 1.
+            cores="$(env -u OMP_NUM_THREADS nproc)"
+            export NUM_PROCESSES="${NUM_PROCESSES:-$((cores > 1 ? 2 : 1))}"
             if nvidia-smi -L >/dev/null 2>&1; then
                 echo "The quickstart runs on the CPU; QUICKSTART_DEVICE=gpu uses this machine's" \
                     "GPUs, with other batch sizes."

@@ -62,7 +62,8 @@ if ((nodes > 1)); then
     fail "NNODES=$nodes needs MASTER_ADDR, the name or address of machine 0"
 fi
 
-cores="$(($(nproc) / processes))" # of each process
+# nproc would count threads: on many clusters OMP_NUM_THREADS is 1.
+cores="$(($(env -u OMP_NUM_THREADS nproc) / processes))" # of each process
 cores="$((cores > 0 ? cores : 1))"
 compilers="$((cores < 8 ? cores : 8))" # torch's default is up to 32 in each process
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"

@@ -67,13 +67,15 @@ def test_processes_have_time_to_stop(tmp_path, monkeypatch):
 
 def test_compilers_share_the_cores(tmp_path, monkeypatch):
     """torch's default is up to 32 processes that compile, in each process."""
-    (tmp_path / "nproc").write_text("#!/bin/sh\necho 64\n")
+    # As the real one, it counts the threads of OMP_NUM_THREADS.
+    (tmp_path / "nproc").write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-64}\n")
     (tmp_path / "nproc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     for processes, variables, threads in (
         ("4", {}, "8"),
+        ("4", {"OMP_NUM_THREADS": "1"}, "8"),
         ("16", {}, "4"),
         ("16", {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, "1"),
     ):
@@ -81,7 +83,8 @@ def test_compilers_share_the_cores(tmp_path, monkeypatch):
         ended = launch(tmp_path, "launch.sh", "--config", "x", **variables)
         assert ended.returncode == 0, ended.stderr
         assert f"TORCHINDUCTOR_COMPILE_THREADS={threads}," in ended.stderr
-        assert f"OMP_NUM_THREADS={64 // int(processes)}," in ended.stderr
+        num_threads = variables.get("OMP_NUM_THREADS", 64 // int(processes))
+        assert f"OMP_NUM_THREADS={num_threads}," in ended.stderr
 
 
 def test_several_machines_reach_the_launcher(tmp_path):
