@@ -11,7 +11,7 @@ stages=0
 child=""
 
 # begin CONFIGURATION ARGUMENT …    Reads and checks the arguments, then prepares the environment
-# and the folder `out`. Results of the same settings are kept, those of others are set aside.
+# and the folder `out`. Results of the same settings are kept, other results are set aside.
 begin() {
     local configuration="$1"
     shift

@@ -31,6 +31,7 @@ TEXT_SIZE = 10
 
 
 def clean(axes: Axes, title: str, x: str, y: str) -> None:
+    """Name a panel and its axes, and take away what does not carry data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
     axes.set_title(title, loc="left", fontsize=TEXT_SIZE + 1, fontweight="bold")
@@ -65,6 +66,7 @@ def draw_claims(results: pd.DataFrame) -> Figure:
 
 
 def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
+    """Consistency against compute, one curve for each resolution of training."""
     curves = results.dropna(subset="teraflops")
     judge = curves.loc[curves["run"] == "128px", "judge"].iloc[-1]
     curves = curves[curves["judge"] == judge]
@@ -88,6 +90,7 @@ def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
 
 
 def draw_aggregations(axes: Axes, results: pd.DataFrame) -> None:
+    """The quieter reward after RL with each aggregation: every seed, and their mean."""
     rows = results[results["study"] == "aggregation"]
     base = rows[rows["epochs"] == 0]
     axes.axvline(base["alignment_after"].mean(), color=GRAY, linestyle=":")
@@ -188,6 +191,7 @@ def add_panel(axes: Axes, image: int, panel: int, x: float, y: float, side: floa
 
 
 def add_frame(axes: Axes, x: float, y: float, side: float, color: str) -> None:
+    """Draw a square whose lower left corner is at (x, y)."""
     axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=color, linewidth=1.3))
 
 
@@ -238,6 +242,7 @@ def images_of(evaluation: Path) -> Sequence[Path]:
 
 
 def draw_rewards(axes: Axes, results: pd.DataFrame) -> None:
+    """Agreement within images against diversity between them: seeds, means, standard errors."""
     rows = study.trained(results)
     judge = rows.loc[rows["study"] == "rewards", "judge"].iloc[0]
     rows = rows[rows["judge"] == judge].assign(diversity=1 - rows["oracle_b"])
@@ -255,6 +260,7 @@ def draw_rewards(axes: Axes, results: pd.DataFrame) -> None:
 
 
 def main() -> None:
+    """Draw the named pictures of assets/."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

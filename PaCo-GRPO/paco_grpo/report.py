@@ -133,6 +133,7 @@ class Pair(NamedTuple):
     after: Row
 
     def scores(self, reward: str) -> tuple[float | None, float | None]:
+        """Its scores before and after; None where one is missing."""
         return self.before["rewards"].get(reward), self.after["rewards"].get(reward)
 
 
@@ -289,7 +290,8 @@ def write_report(
 
 def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
     """The run in one line: what was trained, and how many minutes it took."""
-    parts = [f"{run.epochs} epochs"]
+    epochs = f"{run.epochs} epoch" if run.epochs == 1 else f"{run.epochs} epochs"
+    parts = [epochs]
     if run.config:
         prompts = run.option("sample", "unique_sample_num_per_epoch")
         images = run.option("sample", "num_images_per_prompt")
@@ -298,7 +300,7 @@ def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
         parts = [
             "/".join(model.parts[-2:]),
             str(run.option("train", "loss_type")),
-            f"{run.epochs} epochs of {prompts} × {images} images at {side} px",
+            f"{epochs} of {prompts} × {images} images at {side} px",
             f"evaluated at {run.option('test', 'resolution')} px",
             f"seed {run.config.get('seed')}",
         ]

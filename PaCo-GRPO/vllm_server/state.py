@@ -71,7 +71,7 @@ class Server:
     def state(self, api_key: str | None) -> str:
         """``healthy``, ``other key``, ``loading or stuck``, or ``ended``.
 
-        A healthy server lists its names. One with another key does not accept that of the launch.
+        A healthy server lists its names. ``other key``: it does not accept the key of the launch.
         """
         if not self.alive():
             return "ended"

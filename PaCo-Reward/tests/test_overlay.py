@@ -136,7 +136,7 @@ def test_a_frozen_tower_keeps_no_activations(
     assert plain - ours > 256 * 64
 
 
-# Ten pairs fill neither the last batch of two processes nor, when nine are left, that of three.
+# The last batch is not full: ten pairs on two processes, nine on three.
 EVALUATION = {
     "eval_dataset": "held_out",
     "do_eval": True,

@@ -182,6 +182,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Write summary.json and summary.txt of a quickstart."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of a quickstart")
     parser.add_argument("run", help="the training's folder in it")

@@ -52,7 +52,8 @@ def two_gpu_steps(folder: Path) -> list[Step]:
 def ask_judge(url: str, model: str) -> dict[str, float]:
     """Pairs a second at 64 in flight, and P(Yes) of two pairs.
 
-    Raises Deviates: P(Yes) of an image with itself is not above that of two different images.
+    Raises:
+        Deviates: P(Yes) is not higher for an image and itself than for two different images.
     """
     import judge_load
     from paco_judge import Judge

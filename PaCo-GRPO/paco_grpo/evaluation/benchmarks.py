@@ -107,7 +107,7 @@ def by_prompt(
 def summarize_prompts(
     rows: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Interval | None]:
-    """Each reward's interval over prompts, or that of its difference ``rows`` − ``against``.
+    """The interval over prompts of each reward, or of its difference ``rows`` − ``against``.
 
     A difference is paired by prompt. A prompt that lacks a score, on either side, is left out.
     """

@@ -37,9 +37,11 @@ class EvaluationFolder:
         self._cells: list[_Cell] = []  # of this process
 
     def image_file(self, number: int) -> Path:
+        """Where image ``number`` is, or would be."""
         return self.path / f"{number:05d}.png"
 
     def reference_file(self, number: int) -> Path:
+        """Where the small copy of its reference image is, or would be."""
         return self.path / "references" / f"{number:05d}.png"
 
     def read(self, number: int) -> Image.Image | None:

@@ -27,7 +27,7 @@ class Verification:
     """Mean differences between the pixels of two images, in levels of 255."""
 
     effect: float  # the trainer's image and the base model's
-    difference: float  # the trainer's image and that of the file in plain diffusers
+    difference: float  # the trainer's image and the file's in plain diffusers
     # Plain diffusers with the trained adapter and with the file: without what the pipeline rounds
     # in another way.
     file_error: float

@@ -112,7 +112,7 @@ def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _change(rows: Sequence[Row], metric: str) -> float:
-    """Mean of the last epochs less that of the first ones."""
+    """Mean of the last epochs minus the mean of the first ones."""
     first = [row[metric] for row in rows[:_TREND]]
     last = [row[metric] for row in rows[-_TREND:]]
     return float(np.mean(last) - np.mean(first))

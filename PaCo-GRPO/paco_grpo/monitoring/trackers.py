@@ -145,6 +145,7 @@ class Tracker:
             self.tracker.run.define_metric("*", step_metric="epoch")
 
     def log(self, metrics: Mapping[str, Any], epoch: int) -> None:
+        """Log the numbers of an epoch."""
         if self.name == "wandb":
             self.tracker.log({**metrics, "epoch": epoch})
         elif self.tracker is not None:
@@ -165,5 +166,6 @@ class Tracker:
             self.log({name: captioned}, epoch)
 
     def close(self) -> None:
+        """Send what is left and end the tracker's run."""
         if self.tracker is not None:
             self.tracker.finish()

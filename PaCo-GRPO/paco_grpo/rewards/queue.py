@@ -214,7 +214,7 @@ class ScoreQueue:
 
 
 def _copy(item: Item) -> Item:
-    """``item`` with metadata of its own; its reference images are shared."""
+    """``item`` with a copy of its metadata. Its reference images are shared."""
     clone = copy.copy(item)
     object.__setattr__(clone, "metadata", copy.deepcopy(item.metadata))
     return clone

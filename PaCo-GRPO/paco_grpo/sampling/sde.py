@@ -63,9 +63,9 @@ def sde_step(
     sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
     s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
     half = s.square() / (2 * sigma)
-    of_latents = _expand(1 + half * dt, latents)
-    of_velocity = _expand((1 + half * (1 - sigma)) * dt, latents)
-    mean = latents * of_latents + velocity * of_velocity
+    latents_factor = _expand(1 + half * dt, latents)
+    velocity_factor = _expand((1 + half * (1 - sigma)) * dt, latents)
+    mean = latents * latents_factor + velocity * velocity_factor
     return Transition(mean=mean, std=s * (-dt).sqrt(), s=s, cps=False)
 
 

@@ -13,7 +13,7 @@ export NNODES="${SLURM_NNODES:?start this with scripts/slurm/train.sh}"
 export NODE_RANK="$SLURM_NODEID"
 if ((NODE_RANK == 0)); then
   gpus="${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
-  # The lines that are left when those of the judge are taken out; grep ends with 1 if none is left.
+  # All lines but the judge's; grep ends with 1 if there is no other.
   left="$(tr , '\n' <<<"$gpus" | grep -vxF "${JUDGE_GPUS//,/$'\n'}" | paste -sd,)" || true
   if [[ -z "$left" ]]; then
     echo "error: the judge (JUDGE_GPUS=$JUDGE_GPUS) leaves no GPU of $gpus" >&2

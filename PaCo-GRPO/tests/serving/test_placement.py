@@ -199,7 +199,7 @@ def test_requests_are_read_by_as_many_processes_as_cores_allow(planned, two, mon
 
 
 def test_images_are_at_most_as_large_as_in_the_judges_training(planned, model, capsys):
-    """And no limit is raised: an exported judge has that of its own training."""
+    """A lower limit, which an exported judge has from its own training, is not raised."""
     file = model / "preprocessor_config.json"
     file.write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
     (judge,) = planned(CUDA_VISIBLE_DEVICES="").values()

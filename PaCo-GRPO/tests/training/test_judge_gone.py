@@ -19,8 +19,8 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
     back = []
 
     def respond(number, request):
-        """Half of the second epoch is answered, then connections are closed without a word until
-        the judge is back.
+        """Half of the second epoch is answered. Then connections are closed without an answer
+        until the judge is back.
         """
         asked.append(number)
         gone = PROOF + PAIRS + PAIRS // 2 < len(asked) and not back

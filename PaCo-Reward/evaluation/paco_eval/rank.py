@@ -60,9 +60,9 @@ DEFAULT_TEMPLATE = 3
 
 
 def find_bench(dataset_dir: str | None) -> Path:
-    """The benchmark's folder: ``dataset_dir`` or the one in it.
+    """The benchmark's folder: ``dataset_dir``, or the folder of that name in it.
 
-    Default: the first in ., .. or ../...
+    Without ``dataset_dir``, this and the two parent folders are searched.
     """
     places = [dataset_dir] if dataset_dir else [".", "..", "../.."]
     for place in places:

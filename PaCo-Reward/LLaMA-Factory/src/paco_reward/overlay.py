@@ -200,6 +200,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
         def compute_loss(
             self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
+            """The loss of a micro-batch; of the logits, only the answers' are computed."""
             if self.finetuning_args.first_token_weight is None or "labels" not in inputs:
                 return super().compute_loss(model, inputs, *args, **kwargs)
             mask = find_answers(inputs["labels"]).mask
@@ -207,6 +208,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 return super().compute_loss(model, inputs, *args, **kwargs)
 
         def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            """LLaMA-Factory's own, but every pair counts once."""
             # Seq2SeqTrainer.evaluate chooses accelerator.gather, which also counts the pairs that
             # fill the last batches where the data do not divide among the processes.
             self.gather_function = self.accelerator.gather_for_metrics

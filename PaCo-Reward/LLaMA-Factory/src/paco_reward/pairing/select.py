@@ -170,14 +170,7 @@ def without_duplicates(
             else (pair.kind, *shown, pair.question)
         )
         groups.setdefault(key, []).append(pair)
-    kept = []
-    for alike in groups.values():
-        if len({pair.label for pair in alike}) > 1:
-            counts["repeated_disputed"] += len(alike)
-        else:
-            counts["repeated"] += len(alike) - 1
-            kept.append(alike[0])
-    return kept
+    return _first_of_each(groups.values(), counts)
 
 
 def without_repetition(pairs: Iterable[LabeledPair], counts: Counter) -> list[LabeledPair]:
@@ -185,13 +178,18 @@ def without_repetition(pairs: Iterable[LabeledPair], counts: Counter) -> list[La
     by_question: dict[tuple[str, str, str], list[LabeledPair]] = {}
     for pair in pairs:
         by_question.setdefault((pair.first, pair.second, pair.question), []).append(pair)
+    return _first_of_each(by_question.values(), counts)
+
+
+def _first_of_each(groups: Iterable[Sequence[LabeledPair]], counts: Counter) -> list[LabeledPair]:
+    """The first pair of each group of repetitions; none of a group with both labels."""
     kept = []
-    for alike in by_question.values():
-        if len({pair.label for pair in alike}) > 1:
-            counts["repeated_disputed"] += len(alike)
+    for pairs in groups:
+        if len({pair.label for pair in pairs}) > 1:
+            counts["repeated_disputed"] += len(pairs)
         else:
-            counts["repeated"] += len(alike) - 1
-            kept.append(alike[0])
+            counts["repeated"] += len(pairs) - 1
+            kept.append(pairs[0])
     return kept
 
 
