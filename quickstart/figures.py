@@ -55,9 +55,7 @@ COMPARED_AGGREGATIONS = {
 
 
 def draw_claims(results: pd.DataFrame) -> Figure:
-    """Consistency against compute by training resolution, and what each aggregation makes of two
-    rewards.
-    """
+    """Two panels: resolutions of training, and aggregations of two rewards."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_resolutions(left, results)

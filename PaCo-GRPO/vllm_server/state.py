@@ -130,9 +130,9 @@ def write(folder: Path, servers: Sequence[Server]) -> None:
 
 
 def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -> list[Server]:
-    """End servers with all their children: the gateway first, so that it can answer its requests.
-    Logs stay.
+    """End servers with all their children; their logs stay.
 
+    The gateway is first, so that it can answer its requests.
     ``grace_period_s``: for a server to end its own children. Returns the servers that were running.
     Raises LaunchError.
     """

@@ -33,8 +33,9 @@ for _name in ("", "_backward"):
 
 
 class FakeDevice(TorchDispatchMode):
-    """Operations on fake tensors, and those that create tensors on CUDA, compute shapes alone; all
-    others run for real.
+    """Inside it, operations on fake tensors compute shapes alone.
+
+    So do those that create tensors on CUDA. All others run for real.
     """
 
     def __init__(self, kind: str) -> None:
@@ -123,8 +124,9 @@ def _rows(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
 
 
 def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """The result of ``func`` if it follows from known integers: sizes of pictures and masks decide
-    what a model computes.
+    """The result of ``func`` if it follows from known integers, else None.
+
+    Models decide by such integers, sizes of pictures and masks, what they compute.
     """
     known = {id(t): _known(t) for t in tensors}
     if not all(v is not None and not v.is_floating_point() for v in known.values()):
@@ -143,8 +145,9 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
 def _attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """``scaled_dot_product_attention`` as CUDA computes it: autocast, one data type, a fused
-    kernel.
+    """``scaled_dot_product_attention`` as CUDA computes it.
+
+    That is under autocast, with one data type, by a fused kernel.
     """
     if torch.is_autocast_enabled("cuda"):
         low = torch.get_autocast_dtype("cuda")
@@ -221,8 +224,9 @@ def _in_float32(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
-    """Inside the block, operations on fake tensors of the CPU compute nothing; PyTorch's own
-    autograd works with them.
+    """Inside the block, operations on fake tensors of the CPU compute nothing.
+
+    PyTorch's own autograd works with them.
     """
     with contextlib.ExitStack() as stack:
         for target in _FLOAT32:
@@ -232,8 +236,10 @@ def fake_cpu(device: FakeDevice) -> Iterator[None]:
 
 
 def place(module: nn.Module, device: FakeDevice, on: str) -> None:
-    """Replace the tensors on ``meta`` by fake ones, uncounted: parameters and buffers on ``on``;
-    outside ``device``'s block.
+    """Replace the tensors on ``meta`` by fake ones that are not counted.
+
+    Parameters and buffers are on ``on`` then, other tensors on the CPU. It is called outside
+    ``device``'s block.
     """
     fakes: dict[int, Any] = {}  # a tensor may have several names
 

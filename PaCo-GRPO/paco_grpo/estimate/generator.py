@@ -232,8 +232,9 @@ def _num_noise_steps(options: RunOptions) -> int:
 
 
 def _num_forwards(options: RunOptions, batch: int) -> float:
-    """Denoising steps of a batch; with a shared initial noise, those before the noise steps are
-    computed once.
+    """Denoising steps that are computed for an image.
+
+    Images that share their initial noise also share the steps before the noise steps.
     """
     sample = options.sample
     is_noisy = _num_noise_steps(options) > 0

@@ -24,9 +24,7 @@ PUBLISHED_JUDGE = (
 
 
 def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The judge on ``meta`` as LLaMA-Factory prepares it, and LLaMA-Factory's
-    ``ModelArguments``.
-    """
+    """The judge on ``meta``, prepared by LLaMA-Factory, and its ``ModelArguments``."""
     os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "WARN")  # before it is imported
     from llamafactory.hparams import FinetuningArguments, ModelArguments
     from llamafactory.hparams.parser import _TRAIN_ARGS
@@ -49,8 +47,9 @@ def build_judge(config: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 
 def estimate_judge(config: dict[str, Any], name: str, processes: int) -> Estimate:
-    """Training on pairs of the largest images. The language model runs on fake tensors, the tower
-    is computed.
+    """What training on pairs of the largest images costs.
+
+    The language model runs on fake tensors. The vision tower's cost is a formula.
     """
     from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 

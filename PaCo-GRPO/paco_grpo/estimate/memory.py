@@ -33,8 +33,9 @@ class Weights:
 
 
 def weights_of(policy: Policy, options: RunOptions, processes: int, saved: int) -> Weights:
-    """What ``policy`` holds with ``processes`` GPUs; ``saved`` bytes by quantizing its
-    transformer.
+    """What ``policy`` holds on each of ``processes`` GPUs.
+
+    ``saved``: bytes by which quantization makes its transformer smaller.
     """
     speed = options.speed
     gradients = bytes_of([p for p in policy.transformer.parameters() if p.requires_grad])
@@ -78,8 +79,9 @@ def reward_bytes(options: RunOptions) -> dict[str, int]:
 
 
 def quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
-    """Bytes that bitsandbytes saves in the linear layers of ``parts``, and bytes of the largest of
-    them, decoded.
+    """Bytes that bitsandbytes saves in the linear layers of ``parts``.
+
+    The second number is the bytes of the largest of these layers, decoded.
     """
     if not bits:
         return 0, 0
@@ -97,9 +99,7 @@ def quantized(parts: Iterable[nn.Module], bits: int | None) -> tuple[int, int]:
 
 
 def add_gradients(module: nn.Module) -> None:
-    """Gradients of the trained parameters, so that a backward pass does not count them as its
-    own.
-    """
+    """Give the trained parameters gradients, so that a backward pass does not count them."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -47,16 +47,18 @@ class Card:
     operator_s: float = 0.0
 
     def seconds(self, work: "Work", compiled: bool = False) -> float:
-        """Of all pieces: the GPU or the host is the slower one. Compiled blocks start few
-        kernels.
+        """Seconds for all pieces, by the GPU or the host, whichever is slower.
+
+        Compiled blocks start few kernels, so the host does not count.
         """
         host = 0.0 if compiled else work.operators * self.operator_s
         return work.pieces * max(work.flops / self.flops, host)
 
 
 def card_of(name: str, memory_gb: float | None, operator_s: float) -> Card:
-    """The card called ``name``, or any with ``memory_gb`` as sold: the known one with the nearest
-    memory, scaled.
+    """The card called ``name``; with ``memory_gb``, a card that is sold with that much memory.
+
+    Its speed is that of the known card with the nearest memory.
     """
     label = name
     share = 1.0
@@ -155,8 +157,9 @@ def judge_of_run(
 def split(
     estimate: Estimate, card: Card, judge: Judge, generating: int, serving: int
 ) -> dict[str, float]:
-    """Seconds of an epoch; the judge starts after the first batch is sampled and cannot finish
-    before the last one is.
+    """Seconds of an epoch and its parts.
+
+    The judge starts after the first batch is sampled and cannot finish before the last one is.
     """
     plan = estimate.plan
     of_image = {

@@ -136,8 +136,9 @@ def _not_finite(values: Row) -> list[Finding]:
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
-    """Findings on the last of ``rows`` (evaluations): a ``trained`` reward rises significantly
-    while another one falls.
+    """Whether a ``trained`` reward rose significantly while another one fell.
+
+    ``rows`` are evaluations; the last is compared with the first.
     """
     trained = set(trained)
     first = means(rows[0], "eval/")

@@ -36,8 +36,9 @@ class Nft(ForwardObjective):
         self.snapshots = (Snapshot("old", self.old_decay, samples_from=0),)
 
     def old_decay(self, step: int) -> float:
-        """min(max(step − flat, 0)·rate, hold), the decay of the old policy after ``step`` steps of
-        the optimizer; ``train.decay_type`` chooses the numbers.
+        """The decay of the old policy: min(max(step − flat, 0)·rate, hold).
+
+        ``step`` counts optimizer steps. ``train.decay_type`` chooses the numbers.
         """
         flat, rate, hold = _DECAYS[self.train.decay_type]
         return min(max(step - flat, 0) * rate, hold)

@@ -257,8 +257,9 @@ class HealthOptions:
 
 @dataclass(frozen=True, config=_STRICT)
 class SpeedOptions:
-    """How the same numbers are computed faster; what changes them, if only by rounding, is off by
-    default.
+    """How the same numbers are computed faster.
+
+    What changes them, if only by rounding, is off by default.
     """
 
     compile: bool = beyond_paper(

@@ -208,8 +208,9 @@ class ConsistencyScore(JudgeReward):
         return questions, lambda p_yes: of_pairs(p_yes).mean()
 
     def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> ScoreRequest:
-        """Questions on n pairs of sub-figures, and the function from their answers to P(Yes) (n,):
-        the mean within a dimension, then over dimensions.
+        """Questions on n pairs of sub-figures, and the function from their answers to P(Yes) (n,).
+
+        It takes the mean within a dimension, then over dimensions.
         """
         dimensions = _texts(self.questions[0], item, self.name)
         texts = list(itertools.chain.from_iterable(dimensions))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from tiny_run import tiny_options, train
 
 from paco_grpo.objectives import OBJECTIVES
 from paco_grpo.options import OPTIONS
-from paco_grpo.options.__main__ import page
 from paco_grpo.options.schema import GROUPS, RunOptions
 
-CONFIGURATION = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGE = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]()
 # They refuse or compare values. An option that nothing else reads does nothing.
 CHECKS = ("paco_grpo.options", "paco_grpo.training.checks", "paco_grpo.training.resume")
 # The check of the first one returns the objective; the other one is about resuming.
@@ -65,14 +66,14 @@ def test_every_option_is_read(options_read, tiny_flux_dir, tmp_path):
 
 
 def test_configuration_page_is_current():
-    assert CONFIGURATION.read_text() == page()
+    assert (REPOSITORY / "docs" / "configuration.md").read_text() == PAGE
     for name, option in OPTIONS.items():
         assert option.description
-        assert f"| `{name}`" in page()
+        assert f"| `{name}`" in PAGE
 
 
 def test_page_marks_what_goes_beyond_the_paper():
-    marked = set(re.findall(r"`([\w.]+)` †", page()))
+    marked = set(re.findall(r"`([\w.]+)` †", PAGE))
     assert {"train.neighbor_factor", "train.awm_clip_range", "speed.compile"} <= marked
     published = {"train.learning_rate", "sample.noise_level", "train.nft_beta", "train.reward_fn"}
     assert marked.isdisjoint(published)

@@ -1,4 +1,4 @@
-"""Print docs/configuration.md: ``python -m paco_grpo.options > ../docs/configuration.md``."""
+"""Print docs/configuration.md: ``python tools/options_page.py > docs/configuration.md``."""
 
 import types
 import typing
@@ -11,7 +11,7 @@ _INTRODUCTION = """\
 # Configuration
 
 Every option of a run. This page is generated from `PaCo-GRPO/paco_grpo/options/schema.py` by
-`python -m paco_grpo.options > ../docs/configuration.md` (in `PaCo-GRPO`).
+`python tools/options_page.py > docs/configuration.md`.
 
 A configuration file (`config/grpo.py`) sets options in Python, the command line overrides them:
 
