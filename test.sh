@@ -8,16 +8,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Tests marked `alone` get the machine for themselves after the others.
-together="not long and not alone"
-alone="alone and not long"
+together="not long"
+alone="" # these tests get the machine for themselves after the others
 setup=()
 extra=()
 for argument in "$@"; do
     case "$argument" in
         --fast)
-            together="not slow and not long and not alone"
-            alone=""
+            together="not slow and not long"
             ;;
         --all)
             together="not alone"

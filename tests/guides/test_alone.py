@@ -15,7 +15,7 @@ import tiny_judge
 from fakes import free_port
 from terminal import REPOSITORY, TOY_JUDGE, TOY_SIZE
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 def run(command: list, cwd: Path, **variables: str) -> str:

@@ -163,6 +163,7 @@ LAUNCH = (
 )
 
 
+@pytest.mark.long
 def test_trainer(terminal, port):
     trainer = terminal.clone / "PaCo-GRPO"
     runs = trainer / "runs"
@@ -200,6 +201,7 @@ MODEL_PLACES = (
 MY_PAIRS = "image1,image2,label\na.png,b.png,Yes\nc.png,photo.png,No\n"
 
 
+@pytest.mark.long
 def test_judge(terminal, port, published):
     folder = terminal.clone / "PaCo-Reward"
     for place in MODEL_PLACES:
