@@ -42,7 +42,7 @@ class FSDP2(Replicated):
                 f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its "
                 "blocks"
             )
-        kept_whole = set(lora_parameters(policy))
+        kept_whole = set(lora_parameters(policy).values())
         for parameter in kept_whole:
             parameter.data = parameter.data.to(device)
         mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))

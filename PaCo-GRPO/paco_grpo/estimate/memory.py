@@ -39,7 +39,8 @@ def weights_of(policy: Policy, options: RunOptions, processes: int, saved: int) 
     """
     speed = options.speed
     gradients = bytes_of([p for p in policy.transformer.parameters() if p.requires_grad])
-    old_adapter = bytes_of([p for p in lora_parameters(policy) if not p.requires_grad])
+    adapters = lora_parameters(policy).values()
+    old_adapter = bytes_of([p for p in adapters if not p.requires_grad])
     resident = {
         "transformer": bytes_of(policy.transformer) - gradients - old_adapter - saved,
         "adapter" if options.use_lora else "trained weights": gradients,

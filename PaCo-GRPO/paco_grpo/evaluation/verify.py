@@ -18,7 +18,6 @@ from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
-_SAVED = "saved"  # name of the adapter that is read from the file
 _SEED = 0  # of the initial noise
 
 
@@ -102,14 +101,14 @@ def _loaded_beside(policy: Policy, folder: Path) -> Iterator[None]:
     # The outer snapshot restores what loading and deleting an adapter switches.
     with warnings.catch_warnings(), lora.snapshot(policy, lora.TRAINED):
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        warnings.filterwarnings("ignore", message=f"Adapter {_SAVED} was active")
+        warnings.filterwarnings("ignore", message=f"Adapter {lora.SAVED} was active")
         try:
-            policy.pipeline.load_lora_weights(str(folder), adapter_name=_SAVED)
-            with lora.snapshot(policy, _SAVED):
+            policy.pipeline.load_lora_weights(str(folder), adapter_name=lora.SAVED)
+            with lora.snapshot(policy, lora.SAVED):
                 yield
         finally:
-            if _SAVED in policy.transformer.peft_config:
-                policy.transformer.delete_adapters(_SAVED)
+            if lora.SAVED in policy.transformer.peft_config:
+                policy.transformer.delete_adapters(lora.SAVED)
 
 
 def _own_image(policy: Policy, item: Item, num_steps: int) -> Image.Image:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 TRAINED = "default"  # name of the trained adapter; snapshots have other names
 LORA_PATH = "config.train.lora_path"
 START = "start"  # a frozen copy of the adapter that training started from
+SAVED = "saved"  # the adapter of a file, which is compared with the trained one
 
 _PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
 
@@ -143,23 +144,23 @@ def add_snapshot(policy: Policy, name: str) -> None:
 @torch.no_grad()
 def blend_snapshot(policy: Policy, name: str, decay: float) -> None:
     """copy ← decay·copy + (1 − decay)·trained, in place; ``decay`` in [0, 1]."""
-    for copied, trained in zip(
-        lora_parameters(policy, name), lora_parameters(policy, TRAINED), strict=True
-    ):
+    copies = lora_parameters(policy, name).values()
+    originals = lora_parameters(policy, TRAINED).values()
+    for copied, trained in zip(copies, originals, strict=True):
         copied.lerp_(trained.to(copied.dtype), 1.0 - decay)
 
 
-def lora_parameters(policy: Policy, name: str = "") -> list[nn.Parameter]:
+def lora_parameters(policy: Policy, name: str = "") -> dict[str, nn.Parameter]:
     """The parameters of the adapter ``name``, or of all adapters, trainable or not."""
     adapter = f"{name}." if name else ""
     a = f".lora_A.{adapter}"
     b = f".lora_B.{adapter}"
     named = policy.transformer.named_parameters()
-    return [parameter for key, parameter in named if a in key or b in key]
+    return {key: parameter for key, parameter in named if a in key or b in key}
 
 
 def _set_trainable(policy: Policy, name: str, trainable: bool) -> None:
-    for parameter in lora_parameters(policy, name):
+    for parameter in lora_parameters(policy, name).values():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(trainable)
 

@@ -37,7 +37,7 @@ from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, PolicySettings, load_policy
 from paco_grpo.policies.loading import text_length
-from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora
+from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora, lora_parameters
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.registry import (
     CheckedReward,
@@ -366,14 +366,10 @@ def make_trainable(
     for snapshot in objective.snapshots:
         add_snapshot(policy, snapshot.name)
     strategy.place(policy)
-    named = list(policy.transformer.named_parameters())
+    named = policy.transformer.named_parameters()
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
-    snapshots = {}
-    for snapshot in objective.snapshots:
-        adapter = f".{snapshot.name}."
-        of_snapshot = {name: parameter for name, parameter in named if adapter in name}
-        snapshots[snapshot.name] = of_snapshot
-    return trainable, snapshots
+    names = [snapshot.name for snapshot in objective.snapshots]
+    return trainable, {name: lora_parameters(policy, name) for name in names}
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 import torch
@@ -15,7 +15,7 @@ from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check to
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import OBJECTIVES, Objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies import fewest_steps, policy_class, size_multiple
+from paco_grpo.policies import fewest_steps, lora, policy_class, size_multiple
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.speed import attention_problem
@@ -25,6 +25,8 @@ from paco_grpo.types import Item
 logger = logging.getLogger(__name__)
 
 FEW_STEPS = 8  # at most as many does a model take that was distilled to few steps
+# Of files in a checkpoint and of other adapters.
+_USED_NAMES = ("trainable", "ema", "optimizer", lora.START, lora.SAVED)
 MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
 
 
@@ -60,16 +62,41 @@ def check_run(options: RunOptions) -> Objective:
         objective = objective_class(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    if objective and objective.snapshots and not options.use_lora:
-        problems.append(
-            f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
-            "its old policy is an adapter"
-        )
+    if objective:
+        problems += snapshot_problems(options, objective)
     raise_if_any(problems)
     check_model(options)
     for warning in questionable(options, objective):
         logger.warning("config.%s", warning)
     return objective
+
+
+def snapshot_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
+    """Why the run cannot keep the snapshots of ``objective``, or not sample from them."""
+    train = options.train
+    if objective.snapshots and not options.use_lora:
+        yield (
+            f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
+            "its old policy is an adapter"
+        )
+    names: list[str] = []
+    for snapshot in objective.snapshots:
+        name = snapshot.name
+        is_used = name in (*names, *_USED_NAMES) or hasattr(torch.nn.ModuleDict(), name)
+        # peft saves every adapter whose name contains the trained one's.
+        if is_used or lora.TRAINED in name or not name.isidentifier():
+            yield (
+                f"train.loss_type={train.loss_type!r}: its snapshot {name!r} needs another name, "
+                "a word that no other adapter and no file of a checkpoint has"
+            )
+        names.append(name)
+        recomputes = objective.needs_noise_steps and train.old_log_prob != "rollout"
+        if snapshot.samples_from is not None and recomputes:
+            yield (
+                f"train.old_log_prob={train.old_log_prob!r} would replace the log-probabilities "
+                f"of the snapshot {name!r}, which samples the images, by those of the trained "
+                "weights; set it to 'rollout'"
+            )
 
 
 def questionable(options: RunOptions, objective: Objective) -> list[str]:

@@ -13,10 +13,32 @@ from named import load as load_named
 from tiny_policies import load
 
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.options import ConfigError
+from paco_grpo.distributed.processes import Replicated
+from paco_grpo.objectives import Objective, Snapshot
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, size_multiple
+from paco_grpo.training.build import make_trainable
 from paco_grpo.training.checks import check_items, check_model, check_run, check_writable
 from paco_grpo.types import Item
+
+
+class WithSnapshots(Objective):
+    """An objective of a user, with copies of the LoRA."""
+
+    names = ("old",)
+    samples_from: int | None = None
+
+    def __init__(self, train):
+        super().__init__(train)
+        for name in self.names:
+            snapshot = Snapshot(name, decay=lambda step: 0.5, samples_from=self.samples_from)
+            self.snapshots += (snapshot,)
+
+
+def options_with_snapshots(model: Path, *overrides: tuple[str, str]) -> RunOptions:
+    own = ("train.loss_type", f"{__name__}:WithSnapshots")
+    plain = [("test.reward_fn", ""), ("train.reward_fn_kwargs", "")]
+    return load_named("toy_t2is", ("pretrained.model", str(model)), own, *plain, *overrides)
 
 
 def test_contradiction_names_the_option():
@@ -25,6 +47,61 @@ def test_contradiction_names_the_option():
     )
     with pytest.raises(ConfigError, match="^config.use_lora=False"):
         check_run(options)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("ema",),
+        ("optimizer",),
+        ("trainable",),
+        ("start",),
+        ("saved",),
+        ("default",),
+        ("old_default",),  # peft's file of the adapter "default" would hold it, too
+        ("keys",),  # peft keeps adapters in a ModuleDict
+        ("a.b",),
+        ("../old",),
+        ("",),
+        ("old", "slow", "old"),
+    ],
+)
+def test_a_snapshot_has_a_name_of_its_own(tiny_flux_dir, monkeypatch, names):
+    monkeypatch.setattr(WithSnapshots, "names", names)
+    with pytest.raises(ConfigError, match=f"^config.train.loss_type=.*snapshot {names[0]!r}"):
+        check_run(options_with_snapshots(tiny_flux_dir))
+
+
+def test_a_snapshot_may_be_called_like_a_part_of_the_model(tiny_flux_dir, monkeypatch):
+    monkeypatch.setattr(WithSnapshots, "names", ("attn", "attn_2"))
+    options = options_with_snapshots(tiny_flux_dir)
+    objective = check_run(options)
+    policy = load("flux", tiny_flux_dir)
+    trainable, snapshots = make_trainable(policy, options, objective, Replicated(None))
+    trained = {id(parameter) for parameter in trainable.values()}
+    for name in ("attn", "attn_2"):
+        assert len(snapshots[name]) == len(trainable)
+        assert trained.isdisjoint(id(parameter) for parameter in snapshots[name].values())
+
+
+def test_noise_steps_that_a_snapshot_samples_keep_their_log_probabilities(
+    tiny_flux_dir, monkeypatch
+):
+    """Recomputed, they would be those of the trained weights, which did not sample."""
+    for samples_from, mode, is_refused in (
+        (0, "auto", True),
+        (200, "recompute", True),
+        (0, "rollout", False),
+        (None, "recompute", False),
+    ):
+        monkeypatch.setattr(WithSnapshots, "samples_from", samples_from)
+        options = options_with_snapshots(tiny_flux_dir, ("train.old_log_prob", mode))
+        refused = pytest.raises(ConfigError, match=f"^config.train.old_log_prob='{mode}'.*'old'")
+        with refused if is_refused else contextlib.nullcontext():
+            check_run(options)
+    monkeypatch.setattr(WithSnapshots, "samples_from", 0)
+    monkeypatch.setattr(WithSnapshots, "needs_noise_steps", False)
+    check_run(options_with_snapshots(tiny_flux_dir))
 
 
 def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
