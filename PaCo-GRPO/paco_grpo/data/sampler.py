@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# First word of each random stream, so that streams of the same seed and epoch are unrelated.
-_CHOICE = 11
-_ORDER = 12
-_SAMPLE_SEED = 13
-_GROUP_SEED = 14
+from paco_grpo.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -21,8 +17,8 @@ class EpochSamples:
 
     item_ids: np.ndarray  # (m·k,) int64, index into the prompt set; groups are formed by it
     seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
-    # (m·k,) int64 ≥ 0, ``latents`` values per item: the shared initial noise of ``same_latent``
-    group_seeds: np.ndarray
+    # (m·k,) int64 ≥ 0, ``latents`` values per item: seeds of the initial noise with ``same_latent``
+    initial_seeds: np.ndarray
 
     def positions_of(self, process: int, num_processes: int) -> np.ndarray:
         """Positions (int64) in the global order of the samples of ``process``."""
@@ -49,13 +45,14 @@ class GroupSampler:
     def samples(self, epoch: int | None = None) -> EpochSamples:
         """The samples of ``epoch``, by default of the current one."""
         epoch = self.epoch if epoch is None else epoch
-        order = self._generator(_ORDER, epoch).permutation(self.prompts * self.images_per_prompt)
+        count = self.prompts * self.images_per_prompt
+        order = self._generator(Stream.SAMPLE_ORDER, epoch).permutation(count)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
-        seeds = self._words(len(item_ids), _SAMPLE_SEED, epoch)
-        words = self._words(self.latents * self.num_items, _GROUP_SEED, epoch)
+        seeds = self._words(count, Stream.SAMPLE_SEEDS, epoch)
+        words = self._words(self.latents * self.num_items, Stream.INITIAL_SEEDS, epoch)
         by_latent_and_item = words.reshape(self.latents, -1)
-        group_seeds = by_latent_and_item[order % self.latents, item_ids]
-        return EpochSamples(item_ids, seeds, group_seeds)
+        initial_seeds = by_latent_and_item[order % self.latents, item_ids]
+        return EpochSamples(item_ids, seeds, initial_seeds)
 
     def advance(self) -> None:
         """Go on to the next epoch."""
@@ -66,24 +63,23 @@ class GroupSampler:
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at ``state``, with its seed too: a run keeps its stream to the end."""
+        """Continue at the epoch of ``state``; every random stream has the seed of the options."""
         self.epoch = int(state["epoch"])
-        self.seed = int(state["seed"])
 
     def _choose(self, epoch: int) -> np.ndarray:
         if self.num_items < self.prompts:
-            rng = self._generator(_CHOICE, epoch)
+            rng = self._generator(Stream.PROMPTS, epoch)
             passes = -(-self.prompts // self.num_items)
             orders = [rng.permutation(self.num_items) for _ in range(passes)]
             return np.concatenate(orders)[: self.prompts]
         epochs_per_pass = self.num_items // self.prompts
         number_of_pass, part = divmod(epoch, epochs_per_pass)
-        order = self._generator(_CHOICE, number_of_pass).permutation(self.num_items)
+        order = self._generator(Stream.PROMPTS, number_of_pass).permutation(self.num_items)
         return order[part * self.prompts : (part + 1) * self.prompts]
 
-    def _generator(self, stream: int, number: int) -> np.random.Generator:
+    def _generator(self, stream: Stream, number: int) -> np.random.Generator:
         return np.random.default_rng([stream, self.seed, number])
 
-    def _words(self, count: int, stream: int, epoch: int) -> np.ndarray:
+    def _words(self, count: int, stream: Stream, epoch: int) -> np.ndarray:
         words = np.random.SeedSequence([stream, self.seed, epoch]).generate_state(count, np.uint64)
         return (words >> np.uint64(1)).astype(np.int64)

@@ -25,11 +25,11 @@ from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, Decoder, plan_batches
+from paco_grpo.streams import Stream
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
-_STREAM = 21  # first word of the noise seeds
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
@@ -55,7 +55,7 @@ def evaluation_set(
     for index in range(num_images or len(items)):
         repeat, position = divmod(index, len(items))
         item = items[position]
-        words = np.random.SeedSequence([_STREAM, seed, item.item_id, repeat])
+        words = np.random.SeedSequence([Stream.EVALUATION, seed, item.item_id, repeat])
         word = words.generate_state(1, np.uint64)[0]
         images.append(EvaluationImage(item, int(word >> np.uint64(1))))
     return images

@@ -18,10 +18,10 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
+from paco_grpo.streams import Stream
 from paco_grpo.types import Item
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
-_PROBE_STREAM = 31  # first word of the probe's seeds
 
 
 class SampleObserver:
@@ -96,7 +96,7 @@ class BaseProbe:
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width
                 velocity = partial(self._velocity, policy.encode([sized]), size)
-                words = np.random.SeedSequence([_PROBE_STREAM, options.seed, number])
+                words = np.random.SeedSequence([Stream.PROBE, options.seed, number])
                 word = words.generate_state(1, np.uint64)[0]
                 sigmas = policy.sigmas(options.sample.num_steps, *size)
                 noise = policy.initial_latents([int(word >> np.uint64(1))], *size)

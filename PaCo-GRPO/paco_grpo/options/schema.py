@@ -291,7 +291,7 @@ class RunOptions:
     num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = beyond_paper(
-        False, "resume with another model, prompt set, adapter or objective than before"
+        False, "resume with another model, prompt set, adapter, objective or seed than before"
     )
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
     max_train_minutes: NonNegative | None = beyond_paper(

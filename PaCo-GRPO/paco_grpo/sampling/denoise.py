@@ -56,7 +56,7 @@ class Draws:
     width: int  # pixels, a multiple of it too
     # (B,) seeds of the initial noise for ``same_latent``: for samples of equal seed (and item),
     # the steps before the first noise step are computed once. None = ``seeds``.
-    shared_seeds: Sequence[int] | None = None
+    initial_seeds: Sequence[int] | None = None
 
 
 def sample_noise_steps(
@@ -106,16 +106,16 @@ def rollout(
         # From noise to the first noise step, or to the image where there is none.
         first_step = noise_steps[0] if noise_steps else sampling.num_steps
         first_sigmas = sigmas[: first_step + 1]
-        if draws.shared_seeds is None:
+        if draws.initial_seeds is None:
             noise = policy.initial_latents(draws.seeds, height, width)
             x = denoise(noise, conditioning, first_sigmas)
         else:
-            shared_seeds = list(draws.shared_seeds)
-            distinct = list(dict.fromkeys(shared_seeds))
+            initial_seeds = list(draws.initial_seeds)
+            distinct = list(dict.fromkeys(initial_seeds))
             noise = policy.initial_latents(distinct, height, width)
-            owners = [shared_seeds.index(seed) for seed in distinct]
+            owners = [initial_seeds.index(seed) for seed in distinct]
             x = denoise(noise, conditioning.select(owners), first_sigmas)
-            rows = torch.tensor([distinct.index(seed) for seed in shared_seeds])
+            rows = torch.tensor([distinct.index(seed) for seed in initial_seeds])
             x = x[to_device(rows, x.device)]
         record = Rollout(
             item_ids=torch.as_tensor(draws.item_ids, dtype=torch.int64),

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # A checkpoint continues what these made; with other values its weights mean something else.
 _BOUND = (
+    "seed",
     "pretrained.model",
     "pretrained.image_positions",
     "use_lora",

@@ -60,7 +60,7 @@ def sample_epoch(
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
     item_ids = samples.item_ids[positions]
     seeds = samples.seeds[positions]
-    group_seeds = samples.group_seeds[positions]
+    initial_seeds = samples.initial_seeds[positions]
 
     # Each item is encoded once, however many images it gets: sample i has row row_of[i].
     unique_ids, row_of = np.unique(item_ids, return_inverse=True)
@@ -99,7 +99,7 @@ def sample_epoch(
                 seeds=seeds[numbers].tolist(),
                 height=batch.height,
                 width=batch.width,
-                shared_seeds=group_seeds[numbers].tolist() if sample.same_latent else None,
+                initial_seeds=initial_seeds[numbers].tolist() if sample.same_latent else None,
             )
             rows = torch.from_numpy(row_of[numbers])
             record = rollout(policy, conditioning.select(rows), draws, sampling)

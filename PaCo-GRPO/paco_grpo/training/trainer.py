@@ -30,6 +30,7 @@ from paco_grpo.monitoring.trackers import finite_numbers
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.rewards.registry import reward_weights
+from paco_grpo.streams import Stream
 from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.sample import Rollouts, sample_epoch
@@ -38,8 +39,6 @@ from paco_grpo.training.verification import verify_at_the_end
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
-
-_GLOBAL = 18  # first word of the seeds of the global generators
 
 
 class TrainingStopped(RuntimeError):
@@ -127,7 +126,8 @@ class Trainer:
 
     def _seed_everything(self) -> None:
         """Nothing of ours uses the global generators, but a user's reward may."""
-        words = [_GLOBAL, self.options.seed, self.state.epoch, self.accelerator.process_index]
+        process = self.accelerator.process_index
+        words = [Stream.GLOBAL, self.options.seed, self.state.epoch, process]
         set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
     @contextlib.contextmanager

@@ -22,17 +22,13 @@ from paco_grpo.objectives import MicroBatch, Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import recompute_old
+from paco_grpo.streams import Stream
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.state import TrainState
 from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)
 
-# First words of the random streams: the order of the samples, the steps that are trained on, and
-# noise that samples share.
-_ORDER = 15
-_STEPS = 16
-_SHARED = 17
 _MAX = "_max"  # metrics with this suffix are reduced by max instead of mean
 
 
@@ -186,7 +182,7 @@ class Updater:
         """
         order = np.arange(len(item_ids))
         if inner_epoch > 0:
-            words = [_ORDER, self.options.seed, epoch, inner_epoch]
+            words = [Stream.PASS_ORDER, self.options.seed, epoch, inner_epoch]
             order = np.random.default_rng(words).permutation(len(item_ids))
         if not self.objective.whole_groups:
             return np.array_split(order, self.gradient_steps)
@@ -234,8 +230,10 @@ class Updater:
         advantages = to_device(advantages, rollout.clean_latents.device)
         advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
         words = [self.options.seed, epoch_pass.epoch, epoch_pass.inner_epoch]
-        indices = self.objective.steps(rollout, np.random.default_rng([_STEPS, *words]))
-        epoch_seed = int(np.random.default_rng([_SHARED, *words]).integers(2**63))
+        steps_rng = np.random.default_rng([Stream.TRAINED_STEPS, *words])
+        indices = self.objective.steps(rollout, steps_rng)
+        noise_rng = np.random.default_rng([Stream.SHARED_NOISE, *words])
+        epoch_seed = int(noise_rng.integers(2**63))
         return [
             Step(
                 rollout,
