@@ -26,7 +26,7 @@ from paco_grpo.estimate.memory import (
     weights_of,
 )
 from paco_grpo.estimate.planning import Estimate, Work
-from paco_grpo.objectives import Objective, Step, get_objective
+from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES, Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
@@ -67,7 +67,7 @@ class Pieces:
 
 def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
     """What each of ``processes`` GPUs does in an epoch and an evaluation, and what it holds."""
-    objective = get_objective(options.train.loss_type)(options.train)
+    objective = create_objective(options.train)
     plan = make_plan(options, processes, objective.gradient_steps)
     pieces = measure_pieces(options, plan)
     images = evaluation_images(options, _num_test_items(options))
@@ -92,7 +92,7 @@ def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
 def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
     """Sample on a fake GPU, and train on a fake CPU, where PyTorch's autograd works."""
     train = dataclasses.replace(options.train, timesteps=(0,), num_sigmas=None)
-    objective = get_objective(train.loss_type)(train)
+    objective = create_objective(train)
     batch = min(train.batch_size, plan.samples_per_process)
 
     gpu = FakeDevice("cuda")
@@ -133,7 +133,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
     policy = policy_class(pipeline, settings)
     # The shapes of an adapter to start from are those of a new one.
     train = dataclasses.replace(options.train, lora_path=None)
-    objective = get_objective(train.loss_type)(train)
+    objective = create_objective(train)
     with torch.device("meta"):
         make_trainable(
             policy,

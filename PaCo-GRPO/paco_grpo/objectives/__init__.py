@@ -7,6 +7,7 @@ from paco_grpo.objectives.base import (
     Objective,
     Snapshot,
     Step,
+    create_objective,
     get_objective,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "Objective",
     "Snapshot",
     "Step",
+    "create_objective",
     "get_objective",
 ]

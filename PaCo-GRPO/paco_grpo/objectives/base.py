@@ -10,8 +10,10 @@ backpropagates at once, so only one step's activations exist at a time.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -212,7 +214,7 @@ OBJECTIVES: dict[str, str] = {
 def get_objective(name: str) -> type[Objective]:
     """The class of the objective called ``name``, or of ``package.module:name``.
 
-    That may also be a function (step, policy, ``options.train``) → ``LossOutput``, which becomes
+    That may also be a function (step, policy, ``options.train``, …) → ``LossOutput``, which becomes
     the ``loss`` of a class with the default attributes.
 
     Raises:
@@ -235,9 +237,36 @@ def get_objective(name: str) -> type[Objective]:
     return _objective_of(imported)
 
 
-def _objective_of(function: Callable[[Step, Policy, Any], LossOutput]) -> type[Objective]:
-    class FunctionObjective(Objective):
-        def loss(self, step: Step, policy: Policy) -> LossOutput:
-            return function(step, policy, self.train)
+def create_objective(train: TrainOptions) -> Objective:
+    """The objective ``train.loss_type`` with the arguments ``train.loss_kwargs``.
 
+    Raises:
+        ValueError: There is none of this name, or it takes other arguments.
+    """
+    objective_class = get_objective(train.loss_type)
+    signature = inspect.signature(objective_class)
+    try:
+        signature.bind(train, **train.loss_kwargs)
+    except TypeError as error:
+        arguments = ", ".join(list(signature.parameters)[1:])
+        raise ValueError(
+            f"config.train.loss_kwargs={train.loss_kwargs}: {train.loss_type} {error}. "
+            f"It takes: {arguments or 'nothing'}"
+        ) from error
+    return objective_class(train, **train.loss_kwargs)
+
+
+def _objective_of(function: Callable[..., LossOutput]) -> type[Objective]:
+    class FunctionObjective(Objective):
+        def __init__(self, train: TrainOptions, **arguments: Any) -> None:
+            super().__init__(train)
+            self.function = partial(function, **arguments)
+
+        def loss(self, step: Step, policy: Policy) -> LossOutput:
+            return self.function(step, policy, self.train)
+
+    # It is made with what the function takes besides the step and the policy.
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[2:]
+    FunctionObjective.__signature__ = signature.replace(parameters=parameters)
     return FunctionObjective

@@ -67,16 +67,16 @@ Weights = Annotated[dict[str, Float], Table]
 Arguments = Annotated[dict[str, JsonValue], Table]
 
 
-def option(default: Any, meaning: str) -> Any:
+def option(default: Any, meaning: str, **extra: Any) -> Any:
     """A field with its default and, for docs/configuration.md, its meaning."""
     if isinstance(default, dict):
-        return Field(default_factory=dict, description=meaning)
-    return Field(default=default, description=meaning)
+        return Field(default_factory=dict, description=meaning, **extra)
+    return Field(default=default, description=meaning, **extra)
 
 
 def beyond_paper(default: Any, meaning: str) -> Any:
     """An option that is not among the published ones; the page marks it."""
-    return Field(default=default, description=meaning, json_schema_extra={"beyond_paper": True})
+    return option(default, meaning, json_schema_extra={"beyond_paper": True})
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -134,8 +134,11 @@ class TrainOptions:
     )
     batch_size: Amount = option(1, "images per process and forward; does not change the numbers")
     loss_type: str = option(
-        "ppo", "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm or dgpo"
+        "ppo",
+        "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm, dgpo or "
+        "package.module:name",
     )
+    loss_kwargs: Arguments = beyond_paper({}, "{argument: value} of an objective of your own")
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
     adam_beta1: Decay = option(0.9, "AdamW decay of the first moment")
     adam_beta2: Decay = option(0.999, "AdamW decay of the second moment")

@@ -13,7 +13,7 @@ import torch
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check too
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.objectives import OBJECTIVES, Objective, get_objective
+from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, lora, policy_class, size_multiple
 from paco_grpo.policies.loading import is_step_distilled, text_length
@@ -57,9 +57,8 @@ def check_run(options: RunOptions) -> Objective:
     objective = None
     try:
         describe(train.aggregate_fn)
-        objective_class = get_objective(train.loss_type)
-        problems += objective_class.check(options)
-        objective = objective_class(train)
+        problems += get_objective(train.loss_type).check(options) or []
+        objective = create_objective(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     if objective:

@@ -27,6 +27,7 @@ _BOUND = (
     "pretrained.image_positions",
     "use_lora",
     "train.loss_type",
+    "train.loss_kwargs",
     "train.lora_rank",
     "train.lora_alpha",
     "train.lora_targets",

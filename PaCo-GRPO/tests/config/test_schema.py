@@ -17,8 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]()
 # They refuse or compare values. An option that nothing else reads does nothing.
 CHECKS = ("paco_grpo.options", "paco_grpo.training.checks", "paco_grpo.training.resume")
-# The check of the first one returns the objective; the other one is about resuming.
-READ_BY_CHECKS = {"train.loss_type", "resume_changed"}
+READ_BY_CHECKS = {"resume_changed"}  # it is about resuming
 
 SMALL = {
     "num_epochs": 1,

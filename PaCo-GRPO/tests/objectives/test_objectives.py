@@ -10,7 +10,14 @@ import torch
 from named import load as load_named
 from toy_policy import ToyPolicy, numpy_step, sample, set_group_weights
 
-from paco_grpo.objectives import OBJECTIVES, LossOutput, Step, get_objective
+from paco_grpo.objectives import (
+    OBJECTIVES,
+    LossOutput,
+    Objective,
+    Step,
+    create_objective,
+    get_objective,
+)
 from paco_grpo.options import TrainOptions
 from paco_grpo.sampling.denoise import step_noise
 
@@ -318,6 +325,45 @@ def test_a_function_is_an_objective():
     assert torch.equal(loss, 0.7 * step.advantages)
     assert not metrics
     assert objective.snapshots == ()
+
+
+def scaled(step, policy, train, scale, shift=0.0):
+    return LossOutput(step.advantages * scale + shift)
+
+
+class Scaled(Objective):
+    def __init__(self, train, scale, shift=0.0):
+        super().__init__(train)
+        self.scale = scale
+        self.shift = shift
+
+    def loss(self, step, policy):
+        return scaled(step, policy, self.train, self.scale, self.shift)
+
+
+@pytest.mark.parametrize("name", ["scaled", "Scaled"])
+def test_arguments_of_a_users_objective(name):
+    def create(**arguments):
+        own = f"{__name__}:{name}"
+        return create_objective(train_options(loss_type=own, loss_kwargs=arguments))
+
+    step = Step(sample(ToyPolicy()), 0, torch.tensor(ADVANTAGES))
+    loss = create(scale=2.0, shift=1.0).loss(step, ToyPolicy()).loss
+    assert torch.equal(loss, 2 * step.advantages + 1)
+    for arguments, problem in (
+        ({"scale": 2, "shfit": 1}, "'shfit'.*takes: scale, shift"),
+        ({"shift": 1}, "'scale'"),
+        ({"scale": 1, "train": 1}, "'train'"),
+    ):
+        with pytest.raises(ValueError, match=f"^config.train.loss_kwargs.*{problem}"):
+            create(**arguments)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_objectives_of_ours_have_options_instead_of_arguments(name):
+    assert isinstance(create_objective(train_options(loss_type=name)), get_objective(name))
+    with pytest.raises(ValueError, match="config.train.loss_kwargs.*'beta'.*takes: nothing"):
+        create_objective(train_options(loss_type=name, loss_kwargs={"beta": 1}))
 
 
 def test_unknown_objectives():

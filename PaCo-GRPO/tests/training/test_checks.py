@@ -49,6 +49,31 @@ def test_contradiction_names_the_option():
         check_run(options)
 
 
+class Tempered(Objective):
+    """An objective of a user, with an argument, whose check finds nothing and says nothing."""
+
+    def __init__(self, train, temperature):
+        super().__init__(train)
+
+    @classmethod
+    def check(cls, options):
+        if options.num_epochs == 0:
+            return [f"num_epochs=0 is too few for {cls.__name__}"]
+
+
+def test_arguments_of_the_objective_are_checked_before_weights_are_loaded(tiny_flux_dir):
+    own = ("train.loss_type", f"{__name__}:Tempered")
+    argument = ("train.loss_kwargs.temperature", "2")
+    options = options_with_snapshots(tiny_flux_dir, own, argument)
+    assert options.train.loss_kwargs == {"temperature": 2}
+    assert check_run(options).snapshots == ()
+    misspelled = ("train.loss_kwargs.temprature", "1")
+    with pytest.raises(ConfigError, match=r"^config.train.loss_kwargs.*'temprature'"):
+        check_run(options_with_snapshots(tiny_flux_dir, own, argument, misspelled))
+    with pytest.raises(ConfigError, match="^config.num_epochs=0"):
+        check_run(options_with_snapshots(tiny_flux_dir, own, argument, ("num_epochs", "0")))
+
+
 @pytest.mark.parametrize(
     "names",
     [
