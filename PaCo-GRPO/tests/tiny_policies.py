@@ -26,7 +26,7 @@ from tiny_pipelines import (
 )
 
 from paco_grpo.policies import Policy, PolicySettings, load_policy
-from paco_grpo.policies.lora import add_lora
+from paco_grpo.policies.adapters import add_lora
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Item
 

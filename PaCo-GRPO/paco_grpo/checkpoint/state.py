@@ -22,7 +22,7 @@ from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.distributed.fsdp2 import save_transformer
 from paco_grpo.distributed.processes import any_process, shard_like
 from paco_grpo.options import RunOptions
-from paco_grpo.policies.lora import log_adapter, save_diffusers, save_peft
+from paco_grpo.policies.adapters import log_adapter, save_diffusers, save_peft
 from paco_judge.json_io import parse_object
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.folder import is_complete
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions
+from paco_grpo.policies.adapters import add_lora, remove_lora
 from paco_grpo.policies.loading import text_length
-from paco_grpo.policies.lora import add_lora, remove_lora
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.build import (

@@ -20,8 +20,8 @@ from paco_grpo.evaluation.evaluate import (
 from paco_grpo.evaluation.pictures import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
+from paco_grpo.policies.adapters import add_lora
 from paco_grpo.policies.loading import text_length
-from paco_grpo.policies.lora import add_lora
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import Batch, Decoder

@@ -7,7 +7,7 @@ import torch
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation.verify import Verification, skip_reason
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies.lora import add_lora
+from paco_grpo.policies.adapters import add_lora
 from paco_grpo.training.build import apply_speed, load_generator
 from paco_grpo.training.checks import check_items, with_text_length
 from paco_grpo.training.verification import verify_checkpoint

@@ -83,7 +83,7 @@ def verify_adapter(policy: Policy, options: RunOptions, folder: Path, item: Item
     compiled = torch.compiler.set_stance("force_eager") if options.speed.compile else nullcontext()
     with compiled:
         ours = _own_image(policy, item, num_steps)
-        with lora.snapshot(policy, None):
+        with lora.using_adapter(policy, lora.NO_ADAPTER):
             base = _own_image(policy, item, num_steps)
         plain = _pipeline_image(policy, item, num_steps)
         with _loaded_beside(policy, folder):
@@ -99,12 +99,12 @@ def verify_adapter(policy: Policy, options: RunOptions, folder: Path, item: Item
 def _loaded_beside(policy: Policy, folder: Path) -> Iterator[None]:
     """The adapter in ``folder``, read by diffusers, instead of the trained one inside the block."""
     # The outer snapshot restores what loading and deleting an adapter switches.
-    with warnings.catch_warnings(), lora.snapshot(policy, lora.TRAINED):
+    with warnings.catch_warnings(), lora.using_adapter(policy, lora.TRAINED):
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         warnings.filterwarnings("ignore", message=f"Adapter {lora.SAVED} was active")
         try:
             policy.pipeline.load_lora_weights(str(folder), adapter_name=lora.SAVED)
-            with lora.snapshot(policy, lora.SAVED):
+            with lora.using_adapter(policy, lora.SAVED):
                 yield
         finally:
             if lora.SAVED in policy.transformer.peft_config:

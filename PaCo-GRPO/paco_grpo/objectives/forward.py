@@ -98,7 +98,7 @@ class Noised:
         """v (B, N, C) of the trained weights, or, without gradient, of a snapshot."""
         if snapshot is None:
             return self._predict()
-        with torch.no_grad(), lora.snapshot(self._policy, snapshot):
+        with torch.no_grad(), lora.using_adapter(self._policy, snapshot):
             return self._predict()
 
     @cached_property

@@ -36,8 +36,9 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, PolicySettings, load_policy
+from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import text_length
-from paco_grpo.policies.lora import START, add_lora, add_snapshot, find_lora, lora_parameters
+from paco_grpo.policies.lora import START, add_snapshot, lora_parameters
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.registry import (
     CheckedReward,

@@ -16,8 +16,8 @@ from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, lora, policy_class, size_multiple
+from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
-from paco_grpo.policies.lora import find_lora
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item

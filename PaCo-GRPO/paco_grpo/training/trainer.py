@@ -141,7 +141,9 @@ class Trainer:
         run = self.run
         policy = self.state.policy
         adapter = run.objective.sampling_snapshot(self.state.step)
-        sampled_weights = lora.snapshot(policy, adapter) if adapter else contextlib.nullcontext()
+        sampled_weights = (
+            lora.using_adapter(policy, adapter) if adapter else contextlib.nullcontext()
+        )
 
         def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
             queue.submit(images, items, numbers)

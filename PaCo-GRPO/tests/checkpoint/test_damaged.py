@@ -7,7 +7,7 @@ import pytest
 from tiny_run import load_script
 
 from paco_grpo.policies import load_policy
-from paco_grpo.policies.lora import add_lora
+from paco_grpo.policies.adapters import add_lora
 from paco_grpo.training.build import find_adapter
 
 ADAPTER = "checkpoints/epoch_0002/adapter"

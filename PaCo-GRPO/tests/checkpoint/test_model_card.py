@@ -11,7 +11,7 @@ from tiny_policies import FAMILIES, draw, picture, trained
 from paco_grpo.checkpoint.model_card import add_check, write_model_card
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import PretrainedOptions, TestOptions
-from paco_grpo.policies import lora
+from paco_grpo.policies import adapters
 from paco_grpo.types import Item
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
@@ -56,7 +56,7 @@ def test_the_code_of_a_card_gives_the_trainers_image(
         options["negative_prompt"] = "blurred"  # the pipeline takes its features only
     policy = trained(name, tiny_folder(name), **options)
     folder = tmp_path / kind
-    save = lora.save_peft if kind == "adapter" else lora.save_diffusers
+    save = adapters.save_peft if kind == "adapter" else adapters.save_diffusers
     save(policy, folder)
     write_model_card(folder, options_for(name, tiny_folder(name)), policy, epochs=2)
     photo = picture(5, 2 * SIDE, 2 * SIDE)
@@ -75,7 +75,7 @@ def test_the_code_of_a_card_gives_the_trainers_image(
 def test_a_card_says_what_was_checked_once(tiny_folder, tmp_path):
     folder = tmp_path / "diffusers"
     policy = trained("flux", tiny_folder("flux"))
-    lora.save_diffusers(policy, folder)
+    adapters.save_diffusers(policy, folder)
     write_model_card(folder, options_for("flux", tiny_folder("flux")), policy, epochs=2)
     before = (folder / "README.md").read_text()
     add_check(folder, "first")

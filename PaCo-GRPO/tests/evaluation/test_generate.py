@@ -8,7 +8,7 @@ from PIL import Image
 from tiny_policies import EDITORS, disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script
 
-from paco_grpo.policies.lora import add_lora, save_peft
+from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.types import Item
 
 CONFIGS = {

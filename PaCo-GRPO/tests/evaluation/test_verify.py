@@ -13,7 +13,7 @@ from tiny_run import load_script, tiny_options, train
 from paco_grpo.evaluation.verify import skip_reason, verify_adapter
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
-from paco_grpo.policies import lora
+from paco_grpo.policies import adapters, lora
 from paco_grpo.training import verification
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
@@ -46,7 +46,7 @@ def assert_unchanged(before, policy):
 def test_each_family(tiny_folder, tmp_path, name):
     policy = trained(name, tiny_folder(name), max_sequence_length=40)
     lora.add_snapshot(policy, "old")
-    lora.save_diffusers(policy, tmp_path)
+    adapters.save_diffusers(policy, tmp_path)
     (item,) = items(name, "make the star blue", size=(SIDE, SIDE))
     before = state_of(policy)
     result = verify_adapter(policy, OPTIONS, tmp_path, item)
@@ -67,7 +67,7 @@ def test_each_family(tiny_folder, tmp_path, name):
 def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path, name):
     policy = trained(name, tiny_folder(name), dtype=torch.bfloat16, max_sequence_length=40)
     policy.offload(text_encoders=True, vae=True)
-    lora.save_diffusers(policy, tmp_path)
+    adapters.save_diffusers(policy, tmp_path)
     (item,) = items(name, "make the star blue", size=(SIDE, SIDE))
     result = verify_adapter(policy, OPTIONS, tmp_path, item)
     assert result.passed and result.file_error < 0.1
@@ -83,7 +83,7 @@ def test_references_of_another_shape_and_another_guidance(tiny_folder, tmp_path)
         if name == "flux2_klein":
             changes["negative_prompt"] = "blurred"
         policy = trained(name, tiny_folder(name), max_sequence_length=40, **changes)
-        lora.save_diffusers(policy, tmp_path / name)
+        adapters.save_diffusers(policy, tmp_path / name)
         (item,) = items(name, "make the star blue", size=(64, 128), reference=(128, 96))
         assert verify_adapter(policy, OPTIONS, tmp_path / name, item).difference < 0.1
 

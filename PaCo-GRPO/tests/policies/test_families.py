@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, trained, velocity_of
 
 from paco_grpo.policies import policy_class
+from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.loading import load_tokenizer, text_length
-from paco_grpo.policies.lora import add_lora, save_diffusers
 from paco_grpo.sampling.denoise import Draws, Sampling, recompute_old, rollout, transition_at
 from paco_grpo.sampling.images import batches_by_key
 

@@ -16,19 +16,15 @@ from tiny_pipelines import build_tiny_flux
 from tiny_policies import NAMES, disturb, items, load, trainable_parameters, trained
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import PolicyLoadError
-from paco_grpo.policies import lora as lora_module
+from paco_grpo.policies import PolicyLoadError, adapters
+from paco_grpo.policies.adapters import add_lora, find_lora, save_diffusers, save_peft
 from paco_grpo.policies.lora import (
-    add_lora,
     add_snapshot,
     blend_snapshot,
-    find_lora,
     lora_parameters,
     merged,
     reference,
-    save_diffusers,
-    save_peft,
-    snapshot,
+    using_adapter,
 )
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 
@@ -75,7 +71,7 @@ def test_reference_and_snapshot(tiny_folder, name):
     with pytest.raises(KeyError), reference(policy):
         assert torch.equal(latents_of(policy, name), base)
         raise KeyError
-    with snapshot(policy, "old"):
+    with using_adapter(policy, "old"):
         assert torch.equal(latents_of(policy, name), first)
         with merged(policy):  # the active adapter is merged
             torch.testing.assert_close(latents_of(policy, name), first, rtol=0, atol=1e-4)
@@ -87,6 +83,13 @@ def test_reference_and_snapshot(tiny_folder, name):
     old = [p for n, p in policy.transformer.named_parameters() if ".old." in n]
     for mixed, before, now in zip(old, start, trainable, strict=True):
         torch.testing.assert_close(mixed, 0.25 * before + 0.75 * now.detach())
+
+
+def test_a_policy_without_lora_has_no_reference(tiny_flux_dir):
+    """With full training and beta = 0, it is a loss of the user that asks for one."""
+    policy = load("flux", tiny_flux_dir)
+    with pytest.raises(ValueError, match="set config.use_lora=True, or use a loss"):
+        reference(policy).__enter__()
 
 
 @BY_FORMAT
@@ -329,7 +332,7 @@ def test_how_much_of_the_model_an_adapter_changes_is_logged(tiny_flux_dir, tmp_p
 
 def test_an_adapter_without_tensors_is_not_saved(tiny_flux_dir, tmp_path, monkeypatch):
     policy = trained("flux", tiny_flux_dir)
-    monkeypatch.setattr(lora_module, "get_peft_model_state_dict", lambda *_, **__: {})
+    monkeypatch.setattr(adapters, "get_peft_model_state_dict", lambda *_, **__: {})
     for save in (save_peft, save_diffusers):
         with pytest.raises(RuntimeError, match="nothing to save"):
             save(policy, tmp_path)
@@ -340,7 +343,7 @@ def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_di
     apply.
     """
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
-    weights = lora_module._weights(policy.transformer)
+    weights = adapters._weights(policy.transformer)
     config = policy.transformer.peft_config["default"].to_dict()
     config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
     policy.pipeline.save_lora_weights(

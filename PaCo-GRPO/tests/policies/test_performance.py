@@ -13,14 +13,14 @@ from tiny_policies import NAMES, disturb, items, load, trainable_parameters, vel
 from torch._dynamo.utils import counters
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import lora
+from paco_grpo.policies import adapters, lora
 from paco_grpo.policies.memory import Offloaded, fits_beside_training
 from paco_grpo.policies.speed import attention_problem, compile_blocks, set_attention
 
 
 def ready(name, folder, targets="default"):
     policy = load(name, folder)
-    lora.add_lora(policy, 4, 8, targets)
+    adapters.add_lora(policy, 4, 8, targets)
     lora.add_snapshot(policy, "old")
     disturb(policy)
     return policy
@@ -50,7 +50,7 @@ def one_epoch(policy, name):
     cases = (
         {},
         {"gradient": True},
-        {"inside": partial(lora.snapshot, policy, "old")},
+        {"inside": partial(lora.using_adapter, policy, "old")},
         {"inside": partial(lora.reference, policy)},
         {"inside": partial(lora.merged, policy)},
         {"batch": 3, "size": 64},

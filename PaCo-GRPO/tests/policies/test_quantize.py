@@ -6,7 +6,7 @@ import torch
 from tiny_policies import NAMES, disturb, load, trainable_parameters, velocity_of
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.policies.lora import add_lora, save_diffusers
+from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.memory import quantizable
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,350 @@
+"""A LoRA is attached to a policy's transformer, read from a file, and saved in two formats.
+
+The adapter is injected in place (peft), so the transformer keeps its class. Its weights are float32
+for any base. ``lora`` switches it.
+"""
+
+import copy
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from diffusers.utils import convert_unet_state_dict_to_peft
+from peft import LoraConfig, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from paco_grpo.options import ConfigError
+from paco_grpo.policies import lora
+from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.loading import local_folder
+from paco_grpo.policies.lora import TRAINED
+from paco_grpo.suggest import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+LORA_PATH = "config.train.lora_path"
+
+_PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
+
+# Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a
+# pickle.
+_DIFFUSERS = ("pytorch_lora_weights.safetensors",)
+_PEFT = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def add_lora(
+    policy: Policy,
+    rank: int = 64,
+    alpha: float = 128,
+    targets: str | Sequence[str] = "default",
+    lora_path: str | Path | None = None,
+    option: str = LORA_PATH,
+) -> None:
+    """Put a trainable LoRA (gaussian A, zero B: no change yet) on the transformer of ``policy``.
+
+    Args:
+        policy: Changed in place, before the transformer is wrapped for several processes.
+        rank: r ≥ 1.
+        alpha: The update is alpha / r · B·A.
+        targets: ``default`` (``policy.lora_targets``), ``attention`` (those of them in attention),
+            suffixes, or a regular expression for whole names of linear layers.
+        lora_path: Folder or hub name to start from, in diffusers or PEFT format, with rank, alpha
+            and targets.
+        option: What the user wrote ``lora_path`` into; errors begin with it.
+
+    Raises:
+        PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no
+            layer takes.
+        ConfigError: A target names no linear layer.
+    """
+    transformer = policy.transformer
+    if lora_path is None:
+        names = _target_modules(policy, targets)
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=names
+        )
+        transformer.add_adapter(config, TRAINED)
+    else:
+        _load(policy, find_lora(lora_path, option), option)
+    lora.set_trainable(policy, TRAINED, True)
+    policy.transformer.eval()  # without the dropout that an adapter's configuration may name
+    for layer in lora.lora_layers(policy):
+        # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
+        layer.cast_input_dtype_enabled = policy.dtype == torch.float32
+
+
+def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
+    """Names of the linear layers that ``targets`` of ``add_lora`` means.
+
+    peft alone would also take other modules.
+    """
+    modules = policy.transformer.named_modules()
+    layers = [name for name, module in modules if isinstance(module, nn.Linear)]
+    if targets == "default":
+        targets = policy.lora_targets
+    elif targets == "attention":
+        targets = [target for target in policy.lora_targets if "att" in target]  # attn, attention
+    elif isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
+        targets = [targets]
+    if isinstance(targets, str):
+        try:
+            matches = {targets: [name for name in layers if re.fullmatch(targets, name)]}
+        except re.error as error:
+            raise ConfigError(
+                f"config.train.lora_targets={targets!r} is no regular expression: {error}"
+            ) from error
+    else:
+        matches = {}
+        for target in targets:
+            matches[target] = [name for name in layers if f".{name}".endswith(f".{target}")]
+    for target, matching in matches.items():
+        if matching:
+            continue
+        in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers]
+        kinds = dict.fromkeys(match[1] for match in in_blocks if match)
+        near = did_you_mean(
+            re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds]
+        )
+        raise ConfigError(
+            f"config.train.lora_targets: {target!r} matches no linear layer of the "
+            f"transformer.{near} The layers of its blocks: {', '.join(kinds)}"
+        )
+    return sorted(set(itertools.chain.from_iterable(matches.values())))
+
+
+def remove_lora(policy: Policy) -> None:
+    """Take the LoRA off again, before the transformer is sharded."""
+    policy.transformer.unload_lora()
+
+
+def save_peft(policy: Policy, directory: str | Path) -> None:
+    """Write PEFT's format, as ``PeftModel.from_pretrained(transformer, directory)`` reads it."""
+    transformer = policy.transformer
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(transformer.peft_config[TRAINED])
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    weights = {_PEFT_PREFIX + name: tensor for name, tensor in _weights(transformer).items()}
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def save_diffusers(policy: Policy, directory: str | Path) -> None:
+    """Write a file for ``pipe.load_lora_weights(directory)``.
+
+    Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is
+    multiplied into its B, and the metadata has alpha = rank: the scale is 1 for every reader.
+    """
+    transformer = policy.transformer
+    weights = _weights(transformer)
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            weights[f"{name}.lora_B.weight"] *= layer.scaling[TRAINED]
+    config = transformer.peft_config[TRAINED].to_dict()
+    config |= {
+        "lora_alpha": config["r"],
+        "alpha_pattern": config["rank_pattern"],
+        "use_rslora": False,
+    }
+    metadata = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }
+    type(policy.pipeline).save_lora_weights(
+        str(directory),
+        transformer_lora_layers=weights,
+        transformer_lora_adapter_metadata=metadata,
+    )
+
+
+def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
+    """The folder of an adapter, downloaded if ``place`` is a hub name.
+
+    Raises a ``PolicyLoadError`` that names ``option`` if there is none.
+    """
+    folder = local_folder(place, *_DIFFUSERS, *_PEFT, option=option)
+    for files in (_DIFFUSERS, _PEFT):
+        if all((folder / file).is_file() for file in files):
+            return folder
+    raise PolicyLoadError(
+        f"{option}: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
+        f"{' and '.join(_PEFT)} (PEFT)"
+    )
+
+
+def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained adapter's tensors: ``LAYER.lora_A.weight`` and ``LAYER.lora_B.weight``."""
+    return get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+
+
+def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of ``_state`` on the CPU."""
+    state = _state(transformer)
+    if not state:
+        raise RuntimeError(
+            "peft returns no tensor of the trained LoRA, so there is nothing to save: install the "
+            "version of peft "
+            "that constraints/ names"
+        )
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+
+
+def _load(policy: Policy, folder: Path, option: str) -> None:
+    """Attach the adapter in ``folder``, and say how much of the model it changes.
+
+    Errors begin with ``option``.
+    """
+    try:
+        if (folder / _DIFFUSERS[0]).is_file():
+            names = _load_diffusers(policy, folder)
+        else:
+            names = _load_peft(policy.transformer, folder)
+        _require_same_tensors(names, _state(policy.transformer))
+    except Exception as error:  # damaged files raise anything in peft and diffusers
+        raise PolicyLoadError(
+            f"{option}: the LoRA at {folder} is damaged, or made for another model than "
+            f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
+        ) from error
+    weights = _weights(policy.transformer)
+    if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise PolicyLoadError(
+            f"{option}: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
+        )
+    log_adapter(policy, str(folder))
+
+
+def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
+    """A ``ValueError`` that names tensors without a layer, or layers without tensors."""
+    unused = sorted(set(in_file) - set(in_model))
+    missing = sorted(set(in_model) - set(in_file))
+    if unused:
+        raise ValueError(
+            f"no layer of the transformer takes {len(unused)} of its {len(set(in_file))} tensors: "
+            f"{', '.join(unused[:5])}"
+        )
+    if missing:
+        raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+
+
+def log_adapter(policy: Policy, source: str) -> None:
+    """Log how many layers the trained adapter has, and warn if it changes nothing.
+
+    ``source`` is where it was read from.
+    """
+    layers = lora.lora_layers(policy)
+    ranks = {layer.r[TRAINED] for layer in layers}
+    scales = {layer.scaling[TRAINED] for layer in layers}
+    logger.info(
+        "LoRA from %s: %d of %d layers, %d tensors, rank %s, scale %s",
+        source,
+        len(layers),
+        len(layers),
+        len(lora.lora_parameters(policy, TRAINED)),
+        _span(ranks),
+        _span(scales),
+    )
+    if not any(_changes_something(layer) for layer in layers):
+        logger.warning(
+            "the LoRA from %s changes nothing: A·B is zero in each of its %d layers",
+            source,
+            len(layers),
+        )
+
+
+def _changes_something(layer: BaseTunerLayer) -> bool:
+    factors = layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight
+    return layer.scaling[TRAINED] != 0 and all(bool(factor.any()) for factor in factors)
+
+
+def _span(values: set[float]) -> str:
+    """``64``, or ``4 to 64``."""
+    return " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
+
+
+def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
+    """Returns the names of the file's tensors."""
+    config = LoraConfig.from_pretrained(str(folder))
+    config.megatron_config = None  # peft would import a module that an adapter names
+    config.inference_mode = False
+    weights = {
+        name.removeprefix(_PEFT_PREFIX): tensor
+        for name, tensor in load_peft_weights(str(folder), device="cpu").items()
+    }
+    _require_plain_lora(weights)
+    transformer.add_adapter(config, TRAINED)
+    _require_same_tensors(weights, _state(transformer))
+    set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
+    return set(weights)
+
+
+def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
+    """Returns the names of the file's tensors.
+
+    diffusers converts names in the style of ComfyUI, kohya and others.
+    """
+    with _diffusers_warnings() as lost:
+        weights, *alphas, metadata = policy.pipeline.lora_state_dict(
+            str(folder),
+            weight_name=_DIFFUSERS[0],
+            use_safetensors=True,
+            return_alphas=True,  # only FLUX.1's pipelines look at it
+            return_lora_metadata=True,
+        )
+    if lost:  # it warns of tensors that it has no place for
+        raise ValueError(lost[0])
+    prefix = f"{policy.pipeline.transformer_name}."
+    others = [name for name in weights if not name.startswith(prefix)]
+    if others:
+        raise ValueError(
+            f"{len(others)} of its {len(weights)} tensors are not of the transformer: "
+            f"{', '.join(others[:5])}"
+        )
+    if not any(".lora_A." in name for name in weights):
+        weights = convert_unet_state_dict_to_peft(weights)
+    _require_plain_lora(weights)
+    if metadata is not None:
+        metadata.pop(f"{prefix}megatron_config", None)
+    policy.transformer.load_lora_adapter(
+        weights,
+        network_alphas=alphas[0] if alphas else None,
+        metadata=metadata,
+        adapter_name=TRAINED,
+        low_cpu_mem_usage=True,
+    )
+    return {name.removeprefix(prefix) for name in weights}
+
+
+def _require_plain_lora(names: Iterable[str]) -> None:
+    """Adapters of other kinds (DoRA, LoKr, trained biases) would be trained and saved by half."""
+    names = list(names)
+    if not names:
+        raise ValueError("it has no tensors")
+    others = [name for name in names if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if others:
+        raise ValueError(
+            f"{len(others)} of its {len(names)} tensors are no A or B of a LoRA: "
+            f"{', '.join(others[:5])}"
+        )
+
+
+@contextmanager
+def _diffusers_warnings() -> Iterator[list[str]]:
+    """What diffusers warns of inside the block, whatever level its logger has."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    library = logging.getLogger("diffusers")
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(min(level, logging.WARNING))
+    try:
+        yield messages
+    finally:
+        library.setLevel(level)
+        library.removeHandler(handler)
