@@ -1,7 +1,7 @@
 """What travels between the packages of PaCo-GRPO: items, conditioning, rollouts.
 
-Shape notation everywhere: B batch, T sampling steps, N latent tokens, C latent channels, H W
-pixels, h w latent cells.
+Shape notation everywhere: B batch, T sampling steps, L latent tokens, C latent channels, H W
+pixels, h w latent cells. N are the images of an epoch over all processes, n those of one process.
 """
 
 import dataclasses
@@ -88,11 +88,12 @@ class NoiseStep(Batched):
     """A sampling step at which noise was injected."""
 
     index: int  # position in the schedule
-    latents: torch.Tensor  # (B, N, C) float32, x_t before the step
-    next_latents: torch.Tensor  # (B, N, C) float32, x' after it
-    mean: torch.Tensor  # (B, N, C) float32, mean of x' under the sampling policy
-    # (B,) float32, log p(x' | x_t) under the sampling policy, averaged over N and C
-    log_prob: torch.Tensor
+    latents: torch.Tensor  # (B, L, C) float32, x_t before the step
+    next_latents: torch.Tensor  # (B, L, C) float32, x' after it
+    # Under the weights that sampled, or under those before the update where
+    # ``Updater.recompute_old_log_probs`` has replaced both:
+    mean: torch.Tensor  # (B, L, C) float32, mean of x'
+    log_prob: torch.Tensor  # (B,) float32, log p(x' | x_t), averaged over tokens and channels
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Rollout(Batched):
 
     item_ids: torch.Tensor  # (B,) int64 on the CPU
     seeds: torch.Tensor  # (B,) int64 on the CPU, where noise is made: seed of each sample's noise
-    clean_latents: torch.Tensor  # (B, N, C) float32, x_0
+    clean_latents: torch.Tensor  # (B, L, C) float32, x_0
     conditioning: Conditioning  # len B
     noise_steps: list[NoiseStep]  # ascending by index; empty for deterministic sampling
     # (T+1,) float32 on the CPU, whole schedule, 1 → 0

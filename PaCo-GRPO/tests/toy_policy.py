@@ -19,7 +19,7 @@ from paco_grpo.types import Conditioning, Item
 
 @dataclass
 class ToyConditioning(Conditioning):
-    direction: torch.Tensor  # (B, N, C)
+    direction: torch.Tensor  # (B, L, C)
 
 
 class _Velocity(nn.Module, BaseTunerLayer):
@@ -143,5 +143,7 @@ def joint_dgpo(step, policy, train):
         group = step.rollout.item_ids == item
         advantages = step.advantages[group] - step.advantages[group].mean()
         s = train.dgpo_beta * (advantages * change[group]).mean()
-        total = total + int(group.sum()) / train.dgpo_beta * torch.nn.functional.softplus(s)
+        # By default, it is linear above 20, which is off by exp(-20).
+        softplus = torch.nn.functional.softplus(s, threshold=100)
+        total = total + int(group.sum()) / train.dgpo_beta * softplus
     return total

@@ -15,8 +15,8 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
     gets a smaller bonus than the others. The paper leaves the bandwidth open; the median is our
     choice.
 
-    ``features`` are (n, d), ``groups`` the positions of each group's images, at least two each.
-    Returns (n,) float64; 0 for images in no group, and everywhere if all distances are 0.
+    ``features`` are (N, d), ``groups`` the positions of each group's images, at least two each.
+    Returns (N,) float64; 0 for images in no group, and everywhere if all distances are 0.
     """
     squared = []
     pairs = [np.zeros(0)]
@@ -40,7 +40,7 @@ def perceptual_entropy_bonus(features: np.ndarray, groups: Sequence[np.ndarray])
 def nearest_neighbor_factors(features: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
     """Cosine distance of each image to its nearest neighbor in the group, over the group's mean.
 
-    GARDO (arXiv 2512.24138) multiplies positive advantages by it. Arguments as above; (n,) float64,
+    GARDO (arXiv 2512.24138) multiplies positive advantages by it. Arguments as above; (N,) float64,
     mean 1 within a group, 1 for images in no group and where all distances are 0.
     """
     factors = np.ones(len(features))

@@ -37,7 +37,7 @@ class GroupFeatures:
 
         This is a collective operation.
 
-        ``clean_latents`` are (1, N, C) of each sample of this process.
+        ``clean_latents`` are (1, L, C) of each sample of this process.
         """
         local = self._rows
         self._rows = {}

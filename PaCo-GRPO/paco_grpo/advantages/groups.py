@@ -16,10 +16,10 @@ from paco_grpo.options.schema import RunOptions
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """What ``compute_advantages`` returns, for n samples."""
+    """What ``compute_advantages`` returns, for the N samples of an epoch."""
 
-    advantages: np.ndarray  # (n,) float64; 0 where not kept
-    kept: np.ndarray  # (n,) bool: has all rewards and is in a group of at least two
+    advantages: np.ndarray  # (N,) float64; 0 where not kept
+    kept: np.ndarray  # (N,) bool: has all rewards and is in a group of at least two
     # For the log: zero_std_share (of groups whose aggregate does not vary), dropped_share (of
     # samples not kept), …
     stats: dict[str, float]
@@ -33,17 +33,17 @@ def compute_advantages(
     options: RunOptions,
     features: np.ndarray | None = None,
 ) -> AdvantageResult:
-    """Advantages of all n samples of an epoch (gathered over processes).
+    """Advantages of all N samples of an epoch (gathered over processes).
 
     Args:
-        rewards: Name → (n,), NaN = missing.
-        item_ids: (n,), the groups.
-        prompts: (n,) texts; the keys that ``aggregate_fn`` sees are made from them.
+        rewards: Name → (N,), NaN = missing.
+        item_ids: (N,), the groups.
+        prompts: (N,) texts; the keys that ``aggregate_fn`` sees are made from them.
         aggregate_fn: Several rewards → one number, see :mod:`paco_grpo.advantages.aggregation`.
         options: ``sample.global_std``, ``per_prompt_stat_tracking``, ``train.rank_grpo``,
             ``train.perceptual_entropy`` and ``train.neighbor_factor``, as docs/configuration.md
             describes them. Items with one image each are one group in any case.
-        features: (n, d), for the last two, see :mod:`paco_grpo.advantages.diversity`.
+        features: (N, d), for the last two, see :mod:`paco_grpo.advantages.diversity`.
 
     Raises:
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
@@ -100,7 +100,7 @@ def compute_advantages(
 
 
 def _ranks(values: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """``values`` (n,) replaced by ranks within each group: 0 worst, 1 best, ties averaged."""
+    """``values`` (N,) replaced by ranks within each group: 0 worst, 1 best, ties averaged."""
     ranks = values.copy()
     for members in groups:
         ranks[members] = (rankdata(values[members]) - 1) / (len(members) - 1)

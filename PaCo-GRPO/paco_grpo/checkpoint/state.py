@@ -119,9 +119,9 @@ class Checkpoints:
         except Exception as error:
             raise _unusable(folder, error) from error
         state.epoch = numbers["epoch"]
-        state.step = numbers["step"]
+        state.optimizer_steps = numbers["step"]
         state.train_seconds = numbers["train_seconds"]
-        state.recompute_old = numbers["recompute_old"]
+        state.must_recompute = numbers["recompute_old"]
         state.sampler.load_state_dict(numbers["sampler"])
         if self.options.use_lora:
             log_adapter(state.policy, str(folder))
@@ -196,8 +196,8 @@ def _numbers(state: TrainState) -> dict[str, Any]:
         "format": _FORMAT,
         "epoch": state.epoch,
         "train_seconds": state.train_seconds,
-        "step": state.step,
-        "recompute_old": state.recompute_old,
+        "step": state.optimizer_steps,
+        "recompute_old": state.must_recompute,
         "sampler": state.sampler.state_dict(),
     }
 

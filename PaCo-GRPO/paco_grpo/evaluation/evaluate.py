@@ -204,7 +204,7 @@ def evaluation_batches(policy: Policy, items: Sequence[Item], options: RunOption
 def evaluation_latents(
     policy: Policy, images: Sequence[EvaluationImage], batch: Batch, sampling: Sampling
 ) -> torch.Tensor:
-    """Sample the images of a batch; returns their latents (B, N, C)."""
+    """Sample the images of a batch; returns their latents (B, L, C)."""
     items = [_sized(image.item, batch) for image in images]
     item_ids = [item.item_id for item in items]
     seeds = [image.seed for image in images]

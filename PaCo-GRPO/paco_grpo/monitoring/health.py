@@ -48,8 +48,8 @@ _SIGNS = (
     Sign(
         metric="health/velocity_change",
         highest=0.75,
-        message="the generator has left its base model: on the probe set its velocity differs by "
-        "{:.2f} of the base's",
+        message="the generator has left the reference: on the probe set its velocity differs by "
+        "{:.2f} of the reference's",
         cause=_TOO_FAST,
         collapse=True,
     ),

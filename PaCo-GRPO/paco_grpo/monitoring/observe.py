@@ -47,7 +47,7 @@ class SampleObserver:
         """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
 
         Distinctness is the standard deviation of a pixel within the images of a prompt; left out
-        where no prompt has two. ``clean_latents`` are (1, N, C) of this process's samples,
+        where no prompt has two. ``clean_latents`` are (1, L, C) of this process's samples,
         ``item_ids`` (N,) of all, by global position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
@@ -62,19 +62,19 @@ class SampleObserver:
 
 
 class _State(NamedTuple):
-    """Latents of the base model, and its velocity there."""
+    """Latents of the reference, and its velocity there."""
 
     velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (latents, σ) → velocity
-    latents: torch.Tensor  # (1, N, C)
+    latents: torch.Tensor  # (1, L, C)
     sigma: torch.Tensor  # (1,)
-    base: torch.Tensor  # (1, N, C), the base model's velocity
+    reference: torch.Tensor  # (1, L, C), the reference's velocity
 
 
 class BaseProbe:
-    """How far the trained generator is from its base model, on a few test items with fixed noise.
+    """How far the trained generator is from the reference, on a few test items with fixed noise.
 
-    The base model denoises once up to the first noise step; a resumed run computes the same states
-    again.
+    The reference (``lora.reference``) denoises once up to the first noise step. A resumed run
+    computes the same states again.
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
@@ -85,7 +85,7 @@ class BaseProbe:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Compute the base model's states and velocities, at the first call only."""
+        """Compute the reference's states and velocities, at the first call only."""
         if self._states:
             return
         options = self.options
@@ -102,17 +102,17 @@ class BaseProbe:
                 noise = policy.initial_latents([int(word >> np.uint64(1))], *size)
                 latents = integrate(velocity, noise, sigmas[: step + 1])
                 sigma = sigmas[step].to(latents.device).expand(1)
-                base = velocity(latents, sigma)
-                self._states.append(_State(velocity, latents, sigma, base))
+                self._states.append(_State(velocity, latents, sigma, velocity(latents, sigma)))
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """``health/velocity_change``: mean ‖v − v_base‖/‖v_base‖ over the probe set."""
+        """``health/velocity_change``: mean ‖v − v_ref‖/‖v_ref‖ over the probe set."""
         self.prepare()
         changes = []
         for state in self._states:
             velocity = state.velocity(state.latents, state.sigma)
-            changes.append(float((velocity - state.base).norm() / state.base.norm()))
+            change = (velocity - state.reference).norm() / state.reference.norm()
+            changes.append(float(change))
         return {"health/velocity_change": float(np.mean(changes))}
 
     def _velocity(

@@ -43,7 +43,6 @@ class Awm(ForwardObjective):
             self.snapshots += (Snapshot("slow", slow_decay),)
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class."""
         train = self.train
         noised = Noised(step, policy)
         velocity = noised.velocity()

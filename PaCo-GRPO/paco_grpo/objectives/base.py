@@ -88,12 +88,15 @@ class MicroBatch:
     item_ids: np.ndarray  # (B,)
     advantages: np.ndarray  # (B,) float64, not clipped
     is_dummy: bool
-    make_steps: Callable[[], list[Step]]  # the samples are joined only while they are trained on
+    make_steps: Callable[[], list[Step]]
     group_weights: torch.Tensor | None = None  # (steps, B) float32, set by ``Objective.prepare``
 
-    @property
-    def steps(self) -> list[Step]:
-        """The steps of the schedule to train on."""
+    def build_steps(self) -> list[Step]:
+        """The steps of the schedule to train on.
+
+        This joins the samples in memory, which takes as much again. So steps are built when they
+        are needed, and not kept.
+        """
         steps = self.make_steps()
         if self.group_weights is not None:
             for step, weights in zip(steps, self.group_weights, strict=True):
@@ -103,15 +106,18 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A frozen copy of the LoRA that follows the trained one.
+    """A copy of the LoRA without gradient, which the trainer moves after each epoch.
 
-    copy ← decay·copy + (1 − decay)·trained
+    copy ← decay·copy + (1 − decay)·trained. So decay 1 keeps the LoRA that training started from,
+    and 0 the one before the current epoch. ``lora.using_adapter(policy, name)`` switches to it.
     """
 
-    name: str  # of the adapter and its file; not default, trainable, ema, optimizer or start
+    name: str  # of the adapter and of its file in a checkpoint, see ``checks.snapshot_problems``
     decay: Callable[[int], float]  # optimizer steps so far → decay in [0, 1]
-    samples_from: int | None = None  # optimizer steps after which rollouts use it; None = never
-    every_step: bool = False  # it follows after every optimizer step, not once per epoch
+    # Optimizer steps after which rollouts use it; None = never. An objective on noise steps then
+    # needs ``train.old_log_prob='rollout'``, because log-probabilities are the snapshot's.
+    samples_from: int | None = None
+    every_step: bool = False  # moved after each optimizer step instead of each epoch
 
 
 class Objective:
@@ -120,7 +126,9 @@ class Objective:
     Attributes:
         needs_noise_steps: The loss recomputes recorded noise steps. False: clean latents suffice,
             and sampling without noise is allowed.
-        gradient_steps: Optimizer steps an epoch where ``train.gradient_step_per_epoch`` is None.
+        gradient_steps: Parts (one optimizer step each) of a pass over the samples, unless
+            ``train.gradient_step_per_epoch`` is set. For several steps on the same samples, set
+            ``train.num_inner_epochs``.
         whole_groups: The samples of a group are never split over optimizer steps.
         train: ``options.train``.
         snapshots: Copies of the LoRA that the trainer keeps for the loss, decided in ``__init__``.
@@ -167,6 +175,8 @@ class Objective:
     def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:
         """Called before each optimizer step with all its micro-batches on this process.
 
+        Gradients are enabled: use ``torch.no_grad()`` for forwards.
+
         Every process calls it with equally many micro-batches where a forward is a collective
         operation. An objective that compares samples computes ``MicroBatch.group_weights`` here.
         """
@@ -186,7 +196,7 @@ class Objective:
         return (ratio - 1).abs() / (self.train.clip_range / 4)
 
     def sampling_snapshot(self, step: int) -> str | None:
-        """Name of the snapshot that rollouts use after ``step`` optimizer steps.
+        """Name of the snapshot that rollouts use after ``step`` optimizer steps in all.
 
         None = the trained weights.
         """

@@ -4,7 +4,7 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | train.dgpo_reference: the base model or adapter ``slow`` |
+| reference of the group | train.dgpo_reference: ``lora.reference`` or adapter ``slow`` |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
@@ -55,7 +55,6 @@ class Dgpo(ForwardObjective):
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
-        """As in ``Objective``."""
         yield from super().check(options)
         if not options.use_lora:
             yield (
@@ -72,7 +71,8 @@ class Dgpo(ForwardObjective):
         """Set sigmoid(s)·A of every sample and step, over the groups of all processes."""
         local: list[_SampleChange] = []
         for micro_batch in micro_batches:
-            columns = [self.error_change(step, policy).tolist() for step in micro_batch.steps]
+            steps = micro_batch.build_steps()
+            columns = [self.error_change(step, policy).tolist() for step in steps]
             if micro_batch.is_dummy:
                 continue
             positions = micro_batch.positions.tolist()
@@ -97,10 +97,9 @@ class Dgpo(ForwardObjective):
             micro_batch.group_weights = torch.tensor(weights[rows].T, dtype=torch.float32)
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class. A dummy, which has no group, gets the weight 0."""
         train = self.train
         weight = step.group_weights
-        if weight is None:
+        if weight is None:  # of a dummy, which has no group
             weight = torch.zeros_like(step.advantages)
         noised = Noised(step, policy, shared=True)
         velocity = noised.velocity()

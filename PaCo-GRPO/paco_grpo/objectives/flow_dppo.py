@@ -33,7 +33,6 @@ class FlowDppo(Objective):
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
-        """As in ``Objective``."""
         yield from super().check(options)
         sample = options.sample
         trained_steps = options.train.timesteps
@@ -44,7 +43,6 @@ class FlowDppo(Objective):
             yield f"sample.noise_steps: Flow-CPS adds no noise at the last step, {last}: omit it"
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class."""
         train = self.train
         noise = step.noise
         advantages = step.advantages

@@ -14,7 +14,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import step_noise
 from paco_grpo.types import Rollout
 
-# Training noise of inner epoch n uses step numbers from FRESH·(n + 1), which rollouts never reach.
+# Training noise of inner epoch i uses step numbers from FRESH·(i + 1), which rollouts never reach.
 FRESH = 1 << 20
 
 
@@ -22,8 +22,8 @@ class ForwardObjective(Objective):
     """Trains on noised clean latents at sampled σ; sampling needs no noise steps.
 
     Attributes:
-        default_sigmas: σ an epoch where ``train.num_sigmas`` is None; None = one for each noise
-            step of the rollout.
+        default_sigmas: σ in each pass over the samples where ``train.num_sigmas`` is None; None =
+            one for each noise step of the rollout.
     """
 
     needs_noise_steps = False
@@ -43,7 +43,6 @@ class ForwardObjective(Objective):
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
-        """As in ``Objective``."""
         sample = options.sample
         train = options.train
         for index in train.timesteps or ():
@@ -76,8 +75,8 @@ class Noised:
     learned.
 
     Attributes:
-        latents: x_σ (B, N, C) float32.
-        target: u = ε − x_0 (B, N, C) float32.
+        latents: x_σ (B, L, C) float32.
+        target: u = ε − x_0 (B, L, C) float32.
     """
 
     def __init__(self, step: Step, policy: Policy, shared: bool = False) -> None:
@@ -95,7 +94,7 @@ class Noised:
         self._step = step
 
     def velocity(self, snapshot: str | None = None) -> torch.Tensor:
-        """v (B, N, C) of the trained weights, or, without gradient, of a snapshot."""
+        """v (B, L, C) of the trained weights, or, without gradient, of a snapshot."""
         if snapshot is None:
             return self._predict()
         with torch.no_grad(), lora.using_adapter(self._policy, snapshot):
@@ -103,7 +102,7 @@ class Noised:
 
     @cached_property
     def reference(self) -> torch.Tensor:
-        """v (B, N, C) of the reference policy, without gradient."""
+        """v (B, L, C) of the reference policy, without gradient."""
         with torch.no_grad(), lora.reference(self._policy):
             return self._predict()
 
@@ -128,8 +127,8 @@ def sample_sigmas(
 ) -> list[int]:
     """``count`` steps of the schedule, one from each of as many equal parts of its noisy end.
 
-    The end is step floor(N·``fraction``), exclusive; the start is step 0 (σ = 1) ``with_one``, else
-    1.
+    The end is step floor(``num_steps``·``fraction``), exclusive; the start is step 0 (σ = 1)
+    ``with_one``, else 1.
     """
     first, end = _sigma_range(num_steps, fraction, with_one)
     bounds = [first + i * (end - first) // count for i in range(count + 1)]

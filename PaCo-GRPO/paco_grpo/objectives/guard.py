@@ -26,7 +26,6 @@ class GuardGrpo(Objective):
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
-        """As in ``Objective``."""
         yield from super().check(options)
         if options.sample.cps:
             yield (
@@ -35,7 +34,6 @@ class GuardGrpo(Objective):
             )
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class."""
         train = self.train
         transition = step.transition(policy)
         log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob

@@ -44,7 +44,6 @@ class Nft(ForwardObjective):
         return min(max(step - flat, 0) * rate, hold)
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class."""
         train = self.train
         beta = train.nft_beta
         preference = (step.advantages / train.adv_clip_max / 2 + 0.5).clamp(0, 1)

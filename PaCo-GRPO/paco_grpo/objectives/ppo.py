@@ -1,12 +1,16 @@
 """Flow-GRPO's clipped objective (arXiv 2505.05470, eq. 7).
 
-| paper    | here                                      |
-|----------|-------------------------------------------|
-| r_t(θ)   | ratio (B,)                                |
-| Â        | step.advantages (B,)                      |
-| ε        | train.clip_range                          |
-| β        | train.beta (KL weight)                    |
-| μ, μ_ref | mean of the transition, with adapters off |
+| paper    | here                                            |
+|----------|-------------------------------------------------|
+| r_t(θ)   | ratio (B,)                                      |
+| Â        | step.advantages (B,)                            |
+| ε        | train.clip_range                                |
+| β        | train.beta (KL weight)                          |
+| μ        | transition.mean with the trained weights        |
+| μ_ref    | the same mean under ``lora.reference``          |
+
+The log-ratio is a mean over tokens and channels and not their sum, hence a clip range near 1e-4.
+The reference is the base model, or with ``train.reference='start'`` the adapter of ``lora_path``.
 """
 
 import torch
@@ -18,12 +22,11 @@ from paco_grpo.policies.base import Policy
 class Ppo(Objective):
     """max(−A·ratio, −A·clip(ratio, 1 ± clip_range)) + β·KL.
 
-    Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share, approx_kl, policy_loss and, with
-    β ≠ 0, kl.
+    Metrics: ratio_mean, ratio_deviation (|ratio − 1|), clip_share (see ``ratio_metrics``),
+    approx_kl, policy_loss and, with β ≠ 0, kl.
     """
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
-        """As in the class."""
         train = self.train
         transition = step.transition(policy)
         log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
@@ -46,8 +49,13 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: floa
 def ratio_metrics(
     ratio: torch.Tensor, log_ratio: torch.Tensor, clip_range: float
 ) -> dict[str, torch.Tensor]:
-    """Per-sample (B,) diagnostics of the probability ratio."""
-    deviation = (ratio.detach() - 1.0).abs()
+    """Per-sample (B,) diagnostics of the probability ratio.
+
+    clip_share counts ratios outside 1 ± ``clip_range``, as is usual. Not all of them lose their
+    gradient: one that has moved against its advantage keeps it.
+    """
+    ratio = ratio.detach()
+    deviation = (ratio - 1.0).abs()
     return {
         "ratio_mean": ratio,
         "ratio_deviation": deviation,

@@ -155,7 +155,7 @@ class TrainOptions:
         None, "step indices to train on; None: the epoch's noise steps"
     )
     num_sigmas: Amount | None = beyond_paper(
-        None, "σ values per epoch; None: awm 6, dgpo 4, nft its noise steps"
+        None, "σ values per pass over the samples; None: awm 6, dgpo 4, nft its noise steps"
     )
     sigma_fraction: Annotated[Positive, Field(le=1)] = beyond_paper(
         0.9, "noisy share of the schedule that σ values come from"
@@ -163,7 +163,7 @@ class TrainOptions:
     sigma_one: bool = beyond_paper(False, "σ = 1 among the trained σ values")
     clip_range: NonNegative = option(1e-4, "clipping range of the ratio around 1 (ppo, guard_grpo)")
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
-    beta: NonNegative = option(0.0, "weight of the KL term against the base model")
+    beta: NonNegative = option(0.0, "weight of the KL term against the reference")
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
     decay_type: Annotated[
         Literal[0, 1, 2], BeforeValidator(_no_truth_value), _default_for_none(1)
@@ -176,7 +176,7 @@ class TrainOptions:
         100.0, "β of dgpo; larger: correctly ranked groups lose weight sooner"
     )
     dgpo_reference: Literal["base", "slow"] = beyond_paper(
-        "base", "dgpo's reference: the base model or the slow copy"
+        "base", "dgpo's reference: base = as train.reference, or the slow copy"
     )
     dgpo_clip_range: Positive | None = beyond_paper(
         1e-2, "distance from the slow copy at which dgpo masks; None: never"
@@ -200,7 +200,8 @@ class TrainOptions:
     )
     lora_path: str | None = option(None, "adapter to start from: folder or hub name")
     reference: Literal["base", "start"] = beyond_paper(
-        "base", "reference of KL term and health probe: base or lora_path"
+        "base",
+        "reference of KL term and health probe: base model or, with start, lora_path's adapter",
     )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
     perceptual_entropy: NonNegative = beyond_paper(
@@ -254,7 +255,7 @@ class HealthOptions:
     """Signs of collapse; their limits are in monitoring/health.py."""
 
     probe_images: Whole = beyond_paper(
-        4, "test items that measure the distance to the base model; 0: off"
+        4, "test items that measure the distance to the reference; 0: off"
     )
 
 

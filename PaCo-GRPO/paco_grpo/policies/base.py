@@ -84,7 +84,7 @@ class Policy(ABC):
 
     @abstractmethod
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
-        """Gaussian noise (B, N, C) float32 on ``device``.
+        """Gaussian noise (B, L, C) float32 on ``device``.
 
         Row b depends only on ``seeds[b]`` and the size.
         """
@@ -102,19 +102,19 @@ class Policy(ABC):
         """Predicted v = noise − x_0.
 
         Args:
-            latents: x_σ (B, N, C) float32.
+            latents: x_σ (B, L, C) float32.
             sigma: (B,) float32 in [0, 1].
             conditioning: len B.
             height, width: Pixels, multiples of ``size_multiple``.
             guided: Whether true CFG is applied, if the policy was loaded with it.
 
         Returns:
-            (B, N, C) float32.
+            (B, L, C) float32.
         """
 
     @abstractmethod
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """Images of clean latents (B, N, C) float32, each ``height`` x ``width`` RGB."""
+        """Images of clean latents (B, L, C) float32, each ``height`` x ``width`` RGB."""
 
     def offload(self, text_encoders: bool | None, vae: bool) -> None:
         """Keep these in main memory (True) or on ``device`` (False) between uses.

@@ -280,7 +280,7 @@ class DiffusersPolicy(Policy):
 
     @abstractmethod
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """The velocity (B, N', C) in any precision, whose first N tokens are the generated ones."""
+        """The velocity (B, M, C) in any precision, whose first L tokens are the generated ones."""
 
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Image tokens (B, M, C), the generated ones first, and the grid of each image.
@@ -297,7 +297,7 @@ class DiffusersPolicy(Policy):
         )[0]
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """linspace(1, 1/N, N) or the scheduler's own σ, shifted by the scheduler."""
+        """linspace(1, 1/num_steps, num_steps) or the scheduler's own σ, shifted by the scheduler."""
         rows, columns = self._grid(height, width)
         if self._scheduler.config.get("shift_terminal") and num_steps < 2:
             raise ValueError(
@@ -335,7 +335,7 @@ class DiffusersPolicy(Policy):
         return self._transformer_config.in_channels // 4, 2 * rows, 2 * columns
 
     def _pack(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (B, c, h, w), of a video VAE (B, c, 1, h, w), as tokens (B, N, C)."""
+        """Latents (B, c, h, w), of a video VAE (B, c, 1, h, w), as tokens (B, L, C)."""
         batch, channels, *_, height, width = latents.shape
         return self.pipeline._pack_latents(latents, batch, channels, height, width)
 
@@ -398,7 +398,7 @@ class DiffusersPolicy(Policy):
             yield self.pipeline
 
     def pipeline_latents(self, latents: torch.Tensor, item: Item) -> torch.Tensor:
-        """``latents`` (B, N, C) as the pipeline takes them."""
+        """``latents`` (B, L, C) as the pipeline takes them."""
         return latents
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:

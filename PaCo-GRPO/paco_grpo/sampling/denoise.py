@@ -148,7 +148,7 @@ def rollout(
 def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:
     """Distribution of x' at noise step ``step`` under the current weights.
 
-    ``latents`` (B, N, C) are x_t. Rollout and training both call it, which is why the first ratio
+    ``latents`` (B, L, C) are x_t. Rollout and training both call it, which is why the first ratio
     is 1.
     """
     sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
@@ -159,10 +159,8 @@ def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step:
     )
 
 
-def recompute_old(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
-    """The rollout with ``mean`` and ``log_prob`` under the current weights.
-
-    This is ``old_log_prob='recompute'``.
+def with_current_log_probs(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
+    """The rollout with ``mean`` and ``log_prob`` of its noise steps under the current weights.
 
     ``as_trained``: with gradients enabled, because compiled blocks have one graph with and another
     without them.
@@ -197,7 +195,7 @@ def integrate(
     sigmas: torch.Tensor,
     second_order: bool = False,
 ) -> torch.Tensor:
-    """dx/dσ = v(x (B, N, C), σ (B,)) from the first to the last of ``sigmas``, by Euler steps.
+    """dx/dσ = v(x (B, L, C), σ (B,)) from the first to the last of ``sigmas``, by Euler steps.
 
     In second order, they extrapolate the velocity to the middle of the step from its last two
     values (Adams-Bashforth with variable step lengths: Hairer, Nørsett, Wanner, Solving Ordinary

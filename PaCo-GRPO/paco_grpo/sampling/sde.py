@@ -2,8 +2,8 @@
 
 | paper                         | here                                    |
 |-------------------------------|-----------------------------------------|
-| x_t, x'                       | latents, next_latents (B, N, C)         |
-| v                             | velocity (B, N, C)                      |
+| x_t, x'                       | latents, next_latents (B, L, C)         |
+| v                             | velocity (B, L, C)                      |
 | σ_i, σ_{i+1}, dt              | sigma, sigma_next, sigma_next − sigma   |
 | σ_1 (second of the schedule)  | sigma_first                             |
 | a                             | noise_level                             |
@@ -25,17 +25,17 @@ _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 class Transition:
     """Distribution of x' given x_t."""
 
-    mean: torch.Tensor  # (B, N, C) float32, μ
+    mean: torch.Tensor  # (B, L, C) float32, μ
     std: torch.Tensor  # (B,) float32, standard deviation of x' around the mean, ≥ 0
     s: torch.Tensor  # (B,) float32, the s of docs/method.md §4 (the KL term divides by 2s²)
     cps: bool  # how the log-probability is defined
 
     def sample(self, noise: torch.Tensor) -> torch.Tensor:
-        """x' = mean + std·ε for standard normal ``noise`` (B, N, C) float32."""
+        """x' = mean + std·ε for standard normal ``noise`` (B, L, C) float32."""
         return self.mean + _expand(self.std, self.mean) * noise
 
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
-        """Log-probability (B,) of ``next_latents`` (B, N, C), averaged over tokens and channels.
+        """Log-probability (B,) of ``next_latents`` (B, L, C), averaged over tokens and channels.
 
         Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the
         normalizer is dropped).

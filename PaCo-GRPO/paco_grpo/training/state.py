@@ -62,8 +62,9 @@ class TrainState:
     optimizer: torch.optim.Optimizer  # over ``parameters``
     strategy: Replicated  # how all this is spread over the processes
     sampler: GroupSampler
-    step: int = 0  # optimizer steps taken
-    recompute_old: bool | None = None  # old log-probabilities before training; None: not decided
+    optimizer_steps: int = 0  # taken so far
+    # Whether old log-probabilities are recomputed before each update; None: not yet decided.
+    must_recompute: bool | None = None
     epoch: int = 0  # finished epochs
     train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
 

@@ -140,7 +140,7 @@ class Trainer:
         """Sample this process's images, each scored in the background as soon as it is decoded."""
         run = self.run
         policy = self.state.policy
-        adapter = run.objective.sampling_snapshot(self.state.step)
+        adapter = run.objective.sampling_snapshot(self.state.optimizer_steps)
         sampled_weights = (
             lora.using_adapter(policy, adapter) if adapter else contextlib.nullcontext()
         )
@@ -441,7 +441,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             head = {
                 "epoch": self.state.epoch,
-                "step": self.state.step,
+                "step": self.state.optimizer_steps,
                 "train_time": self.state.train_seconds,
                 "phase": phase,
             }

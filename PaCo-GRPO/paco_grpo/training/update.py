@@ -21,7 +21,7 @@ from paco_grpo.distributed.processes import any_process
 from paco_grpo.objectives import MicroBatch, Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
-from paco_grpo.sampling.denoise import recompute_old
+from paco_grpo.sampling.denoise import with_current_log_probs
 from paco_grpo.streams import Stream
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.state import TrainState
@@ -30,6 +30,7 @@ from paco_grpo.types import to_device
 logger = logging.getLogger(__name__)
 
 _MAX = "_max"  # metrics with this suffix are reduced by max instead of mean
+_DUMMY = np.array([0])  # this process's first sample, whose result is dropped
 
 
 class NonFiniteError(RuntimeError):
@@ -96,7 +97,8 @@ class Updater:
         Args:
             rollouts: What this process sampled, after ``recompute_old_log_probs``.
             advantages: (N,) over all processes, by global position.
-            kept: (N,) bool; the others are left out, the loss is divided by the global number kept.
+            kept: (N,) bool; the others are left out. The loss of each optimizer step is divided by
+                the number kept in its chunk, over all processes.
             epoch: For random streams.
             should_stop: Asked before each micro-batch of the first optimizer step; later the epoch
                 is finished.
@@ -116,7 +118,7 @@ class Updater:
                 may_stop = None if records else should_stop
                 # Gradients add up over the micro-batches, and over the steps of the schedule.
                 for micro_batch in self.state.strategy.unless_stopped(micro_batches, may_stop):
-                    for step in micro_batch.steps:
+                    for step in micro_batch.build_steps():
                         loss, metrics = self.objective.loss(step, policy)
                         (loss * step.weight).sum().backward()
                         if not micro_batch.is_dummy:
@@ -127,22 +129,18 @@ class Updater:
         return _epoch_metrics(records)
 
     def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
-        """Recompute old log-probabilities in place if low precision makes the first ratio not 1."""
-        state = self.state
-        mode = self.options.train.old_log_prob
-        if not self.objective.needs_noise_steps or mode == "rollout":
+        """Replace recorded means and log-probabilities by those of the weights before the update.
+
+        This is done in place: always with ``train.old_log_prob='recompute'``, and with 'auto' where
+        low precision or compiled blocks make the first ratio not 1.
+        """
+        if not self._must_recompute(rollouts):
             return
-        everything = range(len(rollouts.samples))
-        batches = rollouts.batches(everything, self.options.train.batch_size)
-        if mode == "recompute":
-            state.recompute_old = True
-        elif state.recompute_old is None:
-            state.recompute_old = self._deviates(rollouts, batches[0])
-        if not state.recompute_old:
-            return
+        policy = self.state.policy
         compiled = self.options.speed.compile
-        for numbers, is_dummy in state.strategy.synced_batches(batches, np.array([0])):
-            recomputed = recompute_old(state.policy, rollouts.stack(numbers), compiled)
+        batches = self._all_batches(rollouts)
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
+            recomputed = with_current_log_probs(policy, rollouts.stack(numbers), compiled)
             if is_dummy:
                 continue
             for row, number in enumerate(numbers):
@@ -153,15 +151,32 @@ class Updater:
                     rollouts.samples[number], noise_steps=noise_steps
                 )
 
-    def _deviates(self, rollouts: Rollouts, numbers: np.ndarray) -> bool:
-        """Whether log-probabilities of the samples ``numbers`` deviate beyond the limit."""
+    def _must_recompute(self, rollouts: Rollouts) -> bool:
+        """What ``train.old_log_prob`` says; 'auto' is decided once, before the first update."""
+        state = self.state
+        mode = self.options.train.old_log_prob
+        if not self.objective.needs_noise_steps or mode == "rollout":
+            return False
+        if mode == "recompute":
+            state.must_recompute = True
+        elif state.must_recompute is None:
+            state.must_recompute = self._deviates(rollouts)
+        return state.must_recompute
+
+    def _all_batches(self, rollouts: Rollouts) -> list[np.ndarray]:
+        everything = range(len(rollouts.samples))
+        return rollouts.batches(everything, self.options.train.batch_size)
+
+    def _deviates(self, rollouts: Rollouts) -> bool:
+        """Whether the first micro-batch's log-probabilities deviate beyond the limit."""
+        numbers = self._all_batches(rollouts)[0]
         policy = self.state.policy
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
             return False
         advantages = np.zeros(len(rollouts.item_ids))
         steps = self._steps(EpochPass(rollouts, advantages, epoch=0), numbers, weight=1.0)
-        with torch.set_grad_enabled(compiled):  # as in ``recompute_old``
+        with torch.set_grad_enabled(compiled):  # as in ``with_current_log_probs``
             deviations = [self.objective.first_deviation(step, policy).detach() for step in steps]
         deviation = torch.stack(deviations, dim=1).mean().item()
         too_large = deviation > 1 or not math.isfinite(deviation)
@@ -190,8 +205,8 @@ class Updater:
         parts = np.array_split(items, self.gradient_steps)
         return [order[np.isin(item_ids[order], part)] for part in parts]
 
-    def _micro_batches(self, epoch_pass: EpochPass, positions: np.ndarray) -> list[MicroBatch]:
-        """This process's samples among the global ``positions``.
+    def _micro_batches(self, epoch_pass: EpochPass, kept_positions: np.ndarray) -> list[MicroBatch]:
+        """This process's samples among those of a chunk, which are at ``kept_positions``.
 
         Where a forward is a collective operation, dummies make the number of micro-batches the same
         on every process.
@@ -200,12 +215,14 @@ class Updater:
         number_of = {
             position: number for number, position in enumerate(rollouts.positions.tolist())
         }
-        local = [number_of[position] for position in positions.tolist() if position in number_of]
+        local = [
+            number_of[position] for position in kept_positions.tolist() if position in number_of
+        ]
         batches = rollouts.batches(local, self.options.train.batch_size)
         micro_batches = []
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, np.array([0])):
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
             batch_positions = rollouts.positions[numbers]
-            weight = 0.0 if is_dummy else 1 / len(positions)
+            weight = 0.0 if is_dummy else 1 / len(kept_positions)
             micro_batch = MicroBatch(
                 positions=batch_positions,
                 item_ids=rollouts.item_ids[batch_positions],
@@ -265,23 +282,24 @@ class Updater:
             loss = metrics.get("loss", 0.0)
             what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
             raise NonFiniteError(
-                f"{what}, in epoch {epoch + 1} before optimizer step {state.step + 1}; the weights "
-                "are unchanged. Lower config.train.learning_rate, or look at the rewards of this "
-                "epoch."
+                f"{what}, in epoch {epoch + 1} before optimizer step "
+                f"{state.optimizer_steps + 1}; the weights are unchanged. Lower "
+                "config.train.learning_rate, or look at the rewards of this epoch."
             )
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
-        state.step += 1
+        state.optimizer_steps += 1
         if state.ema:
-            state.ema.update(state.step)
+            state.ema.update(state.optimizer_steps)
         self._blend_snapshots(every_step=True)
+        # ``_epoch_metrics`` adds the processes' parts, and the norm is the same on each of them.
         return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     def _blend_snapshots(self, every_step: bool) -> None:
         """Move the snapshots of each step, or of each epoch, toward the trained weights."""
         for snapshot in self.objective.snapshots:
             if snapshot.every_step == every_step:
-                decay = snapshot.decay(self.state.step)
+                decay = snapshot.decay(self.state.optimizer_steps)
                 lora.blend_snapshot(self.state.policy, snapshot.name, decay)
 
     def _check_weights(self) -> None:
@@ -293,8 +311,8 @@ class Updater:
         finite = torch.stack(flags).all().item()
         if any_process(self.state.strategy.accelerator, not finite):
             raise NonFiniteError(
-                f"trained weights are not finite after optimizer step {self.state.step}; this "
-                "epoch is not saved",
+                f"trained weights are not finite after optimizer step "
+                f"{self.state.optimizer_steps}; this epoch is not saved",
                 weights_changed=True,
             )
 

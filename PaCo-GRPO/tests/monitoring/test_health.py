@@ -52,7 +52,7 @@ def test_velocities_that_are_not_finite_are_said_and_stop_the_run(tiny_flux_dir,
     measure = run.probe._velocity
 
     def overflow(*arguments):
-        return measure(*arguments) * (1.0 if run.state.step == 0 else float("inf"))
+        return measure(*arguments) * (1.0 if run.state.optimizer_steps == 0 else float("inf"))
 
     run.probe._velocity = overflow
     with pytest.raises(TrainingStopped, match="after epoch 1, health/velocity_change not finite"):

@@ -15,7 +15,13 @@ from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, tra
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.loading import load_tokenizer, text_length
-from paco_grpo.sampling.denoise import Draws, Sampling, recompute_old, rollout, transition_at
+from paco_grpo.sampling.denoise import (
+    Draws,
+    Sampling,
+    rollout,
+    transition_at,
+    with_current_log_probs,
+)
 from paco_grpo.sampling.images import batches_by_key
 
 STEPS = 3
@@ -174,7 +180,7 @@ def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
         dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0)
         for step in result.noise_steps
     ]
-    again = recompute_old(policy, dataclasses.replace(result, noise_steps=wiped))
+    again = with_current_log_probs(policy, dataclasses.replace(result, noise_steps=wiped))
     for step, new in zip(result.noise_steps, again.noise_steps, strict=True):
         assert torch.equal(new.log_prob, step.log_prob) and torch.equal(new.mean, step.mean)
     for rows in ([0, 1, 2], [2, 0], [1]):

@@ -130,7 +130,7 @@ def test_numbers_of_an_epoch(changes, images, prompts, updates, passes, make):
     item_ids = torch.cat([step.rollout.item_ids for step in steps])
     assert len(item_ids) == images * passes
     assert len(item_ids.unique()) == prompts
-    assert run.state.step == updates
+    assert run.state.optimizer_steps == updates
     assert {step.inner_epoch for step in steps} == set(range(passes))
 
 
@@ -414,7 +414,7 @@ def test_item_size(mode, size, make, tmp_path):
 def test_low_precision_recomputes_old_values_where_it_must(make):
     run = one_epoch(make(mixed_precision="bf16", train__old_log_prob="recompute"))
     assert run.state.policy.dtype == torch.bfloat16
-    assert run.state.recompute_old is True
+    assert run.state.must_recompute is True
     assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 

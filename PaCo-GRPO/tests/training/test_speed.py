@@ -52,7 +52,7 @@ def test_old_log_probs_come_from_the_graph_that_is_trained(make):
         velocity(*arguments) + 0.1 * torch.is_grad_enabled()
     )
     Trainer(run).epoch()
-    assert run.state.recompute_old is True
+    assert run.state.must_recompute is True
     assert rows_of(config, "train")[0]["train/ratio_deviation"] < 1e-5
 
 

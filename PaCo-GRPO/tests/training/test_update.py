@@ -22,7 +22,7 @@ def test_a_mean_is_summed_in_float64_and_a_maximum_is_kept():
 
 @pytest.mark.parametrize("mode", ["recompute", "auto", "rollout"])
 def test_a_resumed_run_recomputes_old_values_if_it_is_told_to(tiny_flux_dir, tmp_path, mode):
-    """``recompute_old`` False is what the run had decided before."""
+    """``must_recompute`` False is what the run had decided before."""
     options = tiny_options(
         tiny_flux_dir, tmp_path, train__old_log_prob=mode, health__probe_images=0
     )
@@ -34,7 +34,7 @@ def test_a_resumed_run_recomputes_old_values_if_it_is_told_to(tiny_flux_dir, tmp
             sample.noise_steps[0], log_prob=sample.noise_steps[0].log_prob + 1
         )
         rollouts.samples[number] = dataclasses.replace(sample, noise_steps=[wrong])
-    run.state.recompute_old = False
+    run.state.must_recompute = False
     run.updater.recompute_old_log_probs(rollouts)
     prepared = [sample.noise_steps[0].log_prob.item() for sample in rollouts.samples]
     expected = np.array(recorded) + (0 if mode == "recompute" else 1)
