@@ -72,6 +72,7 @@ LATENTS = {"train.diversity_features": "latents"}
 LONG = {"num_epochs": 80, "eval_freq": 20}
 # With one optimizer step an epoch, the ratio is 1 and these objectives are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
+NFT = {"train.loss_type": "nft", "train.sigma_one": True, "num_epochs": 16, "eval_freq": 16}
 # Without noise, images of one initial noise would be equal.
 FORWARD = {
     "sample.noise_level": 0.0,
@@ -119,7 +120,7 @@ class Study:
 REWARD_RUNS = {
     "base": {},
     "consistency": CONSISTENCY,
-    "variety": VARIETY,  # the quickstart's reward
+    "variety": VARIETY,
     # A control: no judge of consistency, but the share of panels that show what is named.
     "naming_variety": NAMING_VARIETY,
     "kl_0.1": CONSISTENCY | {"train.beta": 0.1},
@@ -128,6 +129,8 @@ REWARD_RUNS = {
     "gardo": CONSISTENCY | LATENTS | {"train.neighbor_factor": True},
     "consistency_80": CONSISTENCY | LONG,
     "variety_80": VARIETY | LONG,
+    "consistency_nft": CONSISTENCY | NFT,
+    "variety_nft": VARIETY | NFT,  # the quickstart's training
 }
 OBJECTIVE_RUNS = {
     name: VARIETY | BY_ORACLE | {"eval_freq": 10, "train.loss_type": name} | options

@@ -333,17 +333,24 @@ def toy_t2is() -> ConfigDict:
     return config
 
 
-def toy_t2is_awm() -> ConfigDict:
-    """Panels agree and choices stay open, where ppo learns little of either."""
+def toy_t2is_nft() -> ConfigDict:
+    """The quickstart: panels agree and choices stay open, where ppo learns little of either."""
     config = toy_t2is()
+    toy_without_noise(config)
+    config.eval_freq = 8
+    config.num_epochs = 16  # epochs end it, not the machine's speed
+    config.train.loss_type = "nft"
+    config.train.sigma_one = True
+    return config
+
+
+def toy_t2is_awm() -> ConfigDict:
+    """As ``toy_t2is_nft``, and as long: its epochs are shorter."""
+    config = toy_t2is()
+    toy_without_noise(config)
     config.eval_freq = 10
-    config.num_epochs = 20  # epochs end it, not the machine's speed
-    config.sample.noise_level = 0.0
-    config.sample.same_latent = False
-    config.sample.latents_per_prompt = 1
+    config.num_epochs = 20
     config.train.loss_type = "awm"
-    config.train.num_sigmas = 3
-    config.train.beta = 0.02
     # The slow copy would be nearly what is trained, and cost a forward for each σ.
     config.train.awm_slow_beta = 0.0
     return config
@@ -428,6 +435,15 @@ def toy(config: ConfigDict) -> None:
     config.test.batch_size = 32
     config.test.num_steps = 10
     config.test.num_images = 128
+
+
+def toy_without_noise(config: ConfigDict) -> None:
+    """Sampling and σ of objectives that noise the finished images themselves."""
+    config.sample.noise_level = 0.0
+    config.sample.same_latent = False
+    config.sample.latents_per_prompt = 1
+    config.train.num_sigmas = 3
+    config.train.beta = 0.02
 
 
 def toy_editing(config: ConfigDict) -> None:
