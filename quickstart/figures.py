@@ -42,7 +42,7 @@ def clean(axes: Axes, title: str, x: str, y: str) -> None:
 # --- the two claims -------------------------------------------------------------------------------
 
 COMPARED_RESOLUTIONS = {
-    "awm": ("trained at 64 px", BLUE, (8, 6)),
+    "awm": ("trained at 64 px", BLUE, (8, -18)),
     "128px": ("trained at 128 px", ORANGE, (-66, -34)),
 }
 COMPARED_AGGREGATIONS = {
@@ -66,8 +66,8 @@ def draw_claims(results: pd.DataFrame) -> Figure:
 def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
     """Consistency against compute, one curve for each resolution of training."""
     curves = results.dropna(subset="teraflops")
-    judge = curves.loc[curves["run"] == "128px", "judge"].iloc[-1]
-    curves = curves[curves["judge"] == judge]
+    larger = curves[curves["run"] == "128px"]
+    curves = curves[curves["judge"].isin(larger["judge"]) & curves["seed"].isin(larger["seed"])]
     for run, (label, color, offset) in COMPARED_RESOLUTIONS.items():
         rows = curves[curves["run"] == run]
         for _, points in rows.groupby("seed"):
@@ -80,7 +80,7 @@ def draw_resolutions(axes: Axes, results: pd.DataFrame) -> None:
         )
     clean(
         axes,
-        "Small images learn more per FLOP (one seed)",
+        "Small images learn more per FLOP",
         "TFLOPs of the transformer in training",
         "consistency at 128 px, full prompts",
     )
