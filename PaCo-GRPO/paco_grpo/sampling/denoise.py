@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
 from paco_grpo.sampling.sde import Transition, cps_step, euler_step, sde_step
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
+
+Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (x (B, L, C), σ (B,)) → v
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Sampling:
     tail_steps: int | None = None
 
     def tail(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """``tail_steps`` + 1 of ``sigmas`` (n + 1,), evenly spaced by index.
+        """``tail_steps`` + 1 of ``sigmas``, evenly spaced by index.
 
         This keeps the shape of the schedule.
         """
@@ -89,73 +92,100 @@ def rollout(
     """
     height = draws.height
     width = draws.width
-    noise_steps = list(sampling.noise_steps) if sampling.noise_level != 0 else []
     sigmas = policy.sigmas(sampling.num_steps, height, width)
+    noise_level = float(sampling.noise_level)
+    noise_indices = list(sampling.noise_steps) if noise_level != 0 else []
+
+    velocity = partial(policy.velocity, conditioning=conditioning, height=height, width=width)
 
     def denoise(
-        x: torch.Tensor, conditioning: Conditioning, sigmas: torch.Tensor, second: bool = False
+        latents: torch.Tensor, velocity: Velocity, part: torch.Tensor, second_order: bool = False
     ) -> torch.Tensor:
-        merges = sampling.merge_lora and len(sigmas) > 1
-        with merged(policy) if merges else nullcontext():
-            return integrate(
-                lambda x, s: policy.velocity(x, s, conditioning, height, width), x, sigmas, second
-            )
+        """Euler steps from the first to the last of ``part`` of the schedule, if it has a step."""
+        has_step = len(part) > 1
+        with merged(policy) if sampling.merge_lora and has_step else nullcontext():
+            return integrate(velocity, latents, part, second_order)
 
+    def denoise_shared_noise(part: torch.Tensor) -> torch.Tensor:
+        """As ``denoise``, but samples of one initial seed are computed once."""
+        seeds = list(draws.initial_seeds)
+        distinct = list(dict.fromkeys(seeds))
+        noise = policy.initial_latents(distinct, height, width)
+        owners = [seeds.index(seed) for seed in distinct]
+        of_owners = partial(velocity, conditioning=conditioning.select(owners))
+        latents = denoise(noise, of_owners, part)
+        rows = torch.tensor([distinct.index(seed) for seed in seeds])
+        return latents[to_device(rows, latents.device)]
+
+    noise_steps = []
     # Around all forwards, so that the LoRA's weights are cast once for all of them.
     with policy.autocast():
         # From noise to the first noise step, or to the image where there is none.
-        first_step = noise_steps[0] if noise_steps else sampling.num_steps
-        first_sigmas = sigmas[: first_step + 1]
+        first_index = noise_indices[0] if noise_indices else sampling.num_steps
+        first_part = sigmas[: first_index + 1]
         if draws.initial_seeds is None:
             noise = policy.initial_latents(draws.seeds, height, width)
-            x = denoise(noise, conditioning, first_sigmas)
+            x = denoise(noise, velocity, first_part)
         else:
-            initial_seeds = list(draws.initial_seeds)
-            distinct = list(dict.fromkeys(initial_seeds))
-            noise = policy.initial_latents(distinct, height, width)
-            owners = [initial_seeds.index(seed) for seed in distinct]
-            x = denoise(noise, conditioning.select(owners), first_sigmas)
-            rows = torch.tensor([distinct.index(seed) for seed in initial_seeds])
-            x = x[to_device(rows, x.device)]
-        record = Rollout(
-            item_ids=torch.as_tensor(draws.item_ids, dtype=torch.int64),
-            seeds=torch.as_tensor(list(draws.seeds), dtype=torch.int64),
-            clean_latents=x,
-            conditioning=conditioning,
-            noise_steps=[],
-            sigmas=sigmas,
-            height=height,
-            width=width,
-            noise_level=float(sampling.noise_level),
-            cps=sampling.cps,
-        )
+            x = denoise_shared_noise(first_part)
         # A step with noise, which is recorded, and then those without, up to the next one.
-        next_noise_steps = [*noise_steps, sampling.num_steps][1:]
-        for step, next_step in zip(noise_steps, next_noise_steps, strict=True):
-            transition = transition_at(policy, record, x, step)
-            next_x = transition.sample(step_noise(draws.seeds, step, x))
+        next_indices = [*noise_indices, sampling.num_steps][1:]
+        for index, next_index in zip(noise_indices, next_indices, strict=True):
+            transition = noise_transition(velocity, x, sigmas, index, noise_level, sampling.cps)
+            next_x = transition.sample(step_noise(draws.seeds, index, x))
             log_prob = transition.log_prob(next_x)
-            record.noise_steps.append(NoiseStep(step, x, next_x, transition.mean, log_prob))
-            sigmas_between = sigmas[step + 1 : next_step + 1]
-            if next_step == sampling.num_steps:
-                tail = sampling.tail(sigmas_between)
-                x = denoise(next_x, conditioning, tail, sampling.tail_steps is not None)
+            noise_steps.append(NoiseStep(index, x, next_x, transition.mean, log_prob))
+            part = sigmas[index + 1 : next_index + 1]
+            if next_index == sampling.num_steps:
+                has_tail = sampling.tail_steps is not None
+                x = denoise(next_x, velocity, sampling.tail(part), second_order=has_tail)
             else:
-                x = denoise(next_x, conditioning, sigmas_between)
-    return dataclasses.replace(record, clean_latents=x)
+                x = denoise(next_x, velocity, part)
+    return Rollout(
+        item_ids=torch.as_tensor(draws.item_ids, dtype=torch.int64),
+        seeds=torch.as_tensor(list(draws.seeds), dtype=torch.int64),
+        clean_latents=x,
+        conditioning=conditioning,
+        noise_steps=noise_steps,
+        sigmas=sigmas,
+        height=height,
+        width=width,
+        noise_level=noise_level,
+        cps=sampling.cps,
+    )
 
 
-def transition_at(policy: Policy, rollout: Rollout, latents: torch.Tensor, step: int) -> Transition:
-    """Distribution of x' at noise step ``step`` under the current weights.
+def noise_transition(
+    velocity: Velocity,
+    latents: torch.Tensor,
+    sigmas: torch.Tensor,
+    index: int,
+    noise_level: float,
+    cps: bool,
+) -> Transition:
+    """Distribution of x' at step ``index`` of the schedule, where ``latents`` (B, L, C) are x_t.
 
-    ``latents`` (B, L, C) are x_t. Rollout and training both call it, which is why the first ratio
-    is 1.
+    Rollout and training both call it, which is why the first ratio is 1.
     """
-    sigma, sigma_next = _sigma_pair(rollout.sigmas, step, latents)
-    velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
-    step_function = cps_step if rollout.cps else sde_step
+    sigma, sigma_next = _sigma_pair(sigmas, index, latents)
+    step_function = cps_step if cps else sde_step
     return step_function(
-        latents, velocity, sigma, sigma_next, float(rollout.sigmas[1]), rollout.noise_level
+        latents, velocity(latents, sigma), sigma, sigma_next, float(sigmas[1]), noise_level
+    )
+
+
+def transition_at(
+    policy: Policy, rollout: Rollout, latents: torch.Tensor, index: int
+) -> Transition:
+    """``noise_transition`` of a rollout's samples under the current weights."""
+    velocity = partial(
+        policy.velocity,
+        conditioning=rollout.conditioning,
+        height=rollout.height,
+        width=rollout.width,
+    )
+    return noise_transition(
+        velocity, latents, rollout.sigmas, index, rollout.noise_level, rollout.cps
     )
 
 
@@ -190,7 +220,7 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
 
 
 def integrate(
-    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    velocity: Velocity,
     x: torch.Tensor,
     sigmas: torch.Tensor,
     second_order: bool = False,
