@@ -33,7 +33,7 @@ class GroupFeatures:
             self._rows[number] = row.double().cpu().numpy()
 
     def gathered(self, clean_latents: Sequence[torch.Tensor], total: int) -> np.ndarray:
-        """(total, d) float64 of all processes by global position; shorter rows end in 0.
+        """(total, d) float64 of all processes by position; shorter rows end in 0.
 
         This is a collective operation.
 
@@ -45,12 +45,13 @@ class GroupFeatures:
             for number, latents in enumerate(clean_latents):
                 local[number] = latents.flatten().double().cpu().numpy()
         rows_of_processes = gather_object([local])
-        positions = {}
-        for rank, rows in enumerate(rows_of_processes):
+        row_at = {}
+        for process, rows in enumerate(rows_of_processes):
             for number, row in rows.items():
-                positions[rank + number * len(rows_of_processes)] = row
-        width = max((len(row) for row in positions.values()), default=0)
+                position = process + number * len(rows_of_processes)
+                row_at[position] = row
+        width = max((len(row) for row in row_at.values()), default=0)
         features = np.full((total, width), np.nan)
-        for position, row in positions.items():
+        for position, row in row_at.items():
             features[position] = np.pad(row, (0, width - len(row)))
         return features

@@ -62,10 +62,14 @@ def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
 
     ``local`` are the rows r, r + P, … of process r of P.
     """
-    everyone = gather_object([local])
-    rows = np.empty((total, local.shape[1]))
-    for rank, part in enumerate(everyone):
-        rows[rank :: len(everyone)] = part
+    return interleave(gather_object([local]), total)
+
+
+def interleave(parts: Sequence[np.ndarray], total: int) -> np.ndarray:
+    """The rows of each process in global order: process r of P has the positions r, r + P, …"""
+    rows = np.empty((total, parts[0].shape[1]))
+    for process, part in enumerate(parts):
+        rows[process :: len(parts)] = part
     return rows
 
 

@@ -48,7 +48,7 @@ class SampleObserver:
 
         Distinctness is the standard deviation of a pixel within the images of a prompt; left out
         where no prompt has two. ``clean_latents`` are (1, L, C) of this process's samples,
-        ``item_ids`` (N,) of all, by global position.
+        ``item_ids`` (N,) of all, by position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]

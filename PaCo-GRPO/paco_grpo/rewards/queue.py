@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed.processes import Stopped
+from paco_grpo.distributed.processes import Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.exchange import exchange_images
 from paco_grpo.rewards.registry import Reward
@@ -27,7 +27,7 @@ class ScoringError(RuntimeError):
 class Submission(NamedTuple):
     """An image to score."""
 
-    row: int  # of the result
+    row: int  # of the result: the image's number, or its position where all processes share a call
     image: Image.Image
     item: Item
 
@@ -101,13 +101,16 @@ class ScoreQueue:
         self._to_compare: list[Submission] = []
 
     def submit(
-        self, images: Sequence[Image.Image | None], items: Sequence[Item], rows: Sequence[int]
+        self, images: Sequence[Image.Image | None], items: Sequence[Item], numbers: Sequence[int]
     ) -> None:
-        """Start scoring ``images``, for ``rows`` of the result. One that is None has no score."""
+        """Start scoring ``images``. One that is None has no score.
+
+        Their ``numbers`` among the images of this process are the rows of the result.
+        """
         submissions = []
-        for row, image, item in zip(rows, images, items, strict=True):
+        for number, image, item in zip(numbers, images, items, strict=True):
             if image is not None:
-                submissions.append(Submission(int(row), image, item))
+                submissions.append(Submission(int(number), image, item))
         for lane in self._lanes:
             if not lane.compares_images:
                 lane.submit(submissions)
@@ -152,24 +155,21 @@ class ScoreQueue:
     def gathered(
         self, accelerator: Accelerator, total: int, should_stop: Callable[[], bool]
     ) -> np.ndarray:
-        """``results`` of all processes.
+        """``results`` of all processes: a row for each of the ``total`` positions of the epoch.
 
-        This is a collective operation with the same result, or exception, everywhere. Process r of
-        P submitted the images r, r + P, … of ``total`` as its
-        rows 0, 1, …
+        This is a collective operation with the same result, or exception, everywhere. The numbers
+        0, 1, … of process r of P are the positions r, r + P, …
         """
         process = accelerator.process_index
         processes = accelerator.num_processes
         local_count = len(range(process, total, processes))
-        scores = np.full((total, len(self._lanes)), math.nan)
-        for rank, rows in enumerate(self._results_everywhere(local_count, should_stop)):
-            scores[rank::processes] = rows
+        scores = interleave(self._results_everywhere(local_count, should_stop), total)
         if not self._comparing:
             return scores
 
         local = {}
-        for row, image, item in self._to_compare:
-            local[row * processes + process] = (image, item)
+        for number, image, item in self._to_compare:
+            local[number * processes + process] = (image, item)
         self._to_compare = []
         for group in exchange_images(accelerator, local, total):
             batch = []

@@ -19,10 +19,14 @@ from paco_grpo.types import Item, Rollout
 
 @dataclass
 class Rollouts:
-    """What one process sampled in an epoch of n images a process, N in all."""
+    """What one process sampled in an epoch of n images a process, N in all.
 
-    item_ids: np.ndarray  # (N,) over all processes, by global position
-    positions: np.ndarray  # (n,) global position of each sample
+    A sample's *number* is its index among those of this process, its *position* the one in the
+    epoch, over all processes.
+    """
+
+    item_ids: np.ndarray  # (N,) by position
+    positions: np.ndarray  # (n,) by number
     # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
     samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
@@ -62,7 +66,8 @@ def sample_epoch(
     seeds = samples.seeds[positions]
     initial_seeds = samples.initial_seeds[positions]
 
-    # Each item is encoded once, however many images it gets: sample i has row row_of[i].
+    # Each item is encoded once, however many images it gets: sample i has row row_of[i]
+    # of the conditioning.
     unique_ids, row_of = np.unique(item_ids, return_inverse=True)
     resolution = options.train.resolution
     sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]

@@ -145,6 +145,7 @@ class Trainer:
             lora.using_adapter(policy, adapter) if adapter else contextlib.nullcontext()
         )
 
+        # ``numbers`` count this process's samples, see ``Rollouts``.
         def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
             queue.submit(images, items, numbers)
             self.observer.add(images, numbers)
@@ -161,7 +162,7 @@ class Trainer:
                 )
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
-                self._scores(queue)  # raises what the reward raised
+                self._scores(queue)  # a reward has failed, and this raises its error
             raise
 
     def _recompute_old_log_probs(self, rollouts: Rollouts) -> None:
@@ -169,7 +170,7 @@ class Trainer:
             self.run.updater.recompute_old_log_probs(rollouts)
 
     def _scores(self, queue: ScoreQueue) -> dict[str, np.ndarray]:
-        """Scores of all N images of the epoch by global position, (N,) each; NaN = missing."""
+        """Scores of all N images of the epoch by position, (N,) each; NaN = missing."""
         scores = queue.gathered(self.accelerator, self.run.plan.samples, self._signaled)
         self.seconds["reward_wait"] = queue.wait_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}

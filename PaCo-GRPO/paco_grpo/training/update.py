@@ -70,7 +70,7 @@ class EpochPass:
     """One pass over an epoch's samples."""
 
     rollouts: Rollouts
-    advantages: np.ndarray  # (N,) over all processes, by global position
+    advantages: np.ndarray  # (N,) over all processes, by position
     epoch: int
     inner_epoch: int = 0  # passes over these samples before this one
 
@@ -96,7 +96,7 @@ class Updater:
 
         Args:
             rollouts: What this process sampled, after ``recompute_old_log_probs``.
-            advantages: (N,) over all processes, by global position.
+            advantages: (N,) over all processes, by position.
             kept: (N,) bool; the others are left out. The loss of each optimizer step is divided by
                 the number kept in its chunk, over all processes.
             epoch: For random streams.
@@ -190,7 +190,7 @@ class Updater:
         return too_large
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
-        """Global positions behind each optimizer step: the same for any number of processes.
+        """Positions of the samples of each optimizer step: the same for any number of processes.
 
         The sampler has shuffled the epoch. The first pass takes its order, so that every process
         has an equal share.
