@@ -65,7 +65,8 @@ def train(options: RunOptions, name: str) -> int:
     try:
         from paco_grpo.training.build import USER_ERRORS, build_run
         from paco_grpo.training.checks import require_promised_gpu
-        from paco_grpo.training.trainer import Trainer, TrainingStopped
+        from paco_grpo.training.stopping import TrainingStopped
+        from paco_grpo.training.trainer import Trainer
     except KeyboardInterrupt:
         return interrupted(None)
 

@@ -31,7 +31,8 @@ from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
 
 RUN = {

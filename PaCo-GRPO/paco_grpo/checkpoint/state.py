@@ -41,6 +41,17 @@ class Checkpoints:
         self.options = options
         self.state = state
         self.accelerator = state.strategy.accelerator
+        self.saved_epoch: int | None = None  # of the newest one that this process wrote or read
+
+    def save_epoch(self) -> None:
+        """Save the state after the current epoch, unless that was done."""
+        epoch = self.state.epoch
+        if self.saved_epoch == epoch:
+            return
+        if self.saved_epoch is not None and not self.root.is_dir():
+            logger.warning("%s was removed, and earlier checkpoints with it", self.root)
+        self.save()
+        self.saved_epoch = epoch
 
     def save(self, name: str | None = None) -> Path:
         """Write a checkpoint into a hidden folder that is renamed when it is complete.
@@ -123,6 +134,8 @@ class Checkpoints:
         state.train_seconds = numbers["train_seconds"]
         state.must_recompute = numbers["recompute_old"]
         state.sampler.load_state_dict(numbers["sampler"])
+        if folder.parent == self.root:
+            self.saved_epoch = state.epoch
         if self.options.use_lora:
             log_adapter(state.policy, str(folder))
 

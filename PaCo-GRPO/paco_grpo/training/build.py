@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -30,7 +31,7 @@ from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, finite_numbers
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
@@ -48,6 +49,7 @@ from paco_grpo.rewards.registry import (
     short_name,
     write_records,
 )
+from paco_grpo.streams import Stream
 from paco_grpo.training import checks
 from paco_grpo.training.plan import Plan, describe_evaluations, make_plan
 from paco_grpo.training.resume import (
@@ -125,6 +127,26 @@ class Run:
     def accelerator(self) -> Accelerator:
         """The processes."""
         return self.state.strategy.accelerator
+
+    def seed_generators(self) -> None:
+        """Seed the global generators, which nothing of ours uses, but a user's reward may."""
+        process = self.accelerator.process_index
+        words = [Stream.GLOBAL, self.options.seed, self.state.epoch, process]
+        set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+
+    def log(self, phase: str, metrics: Mapping[str, float]) -> None:
+        """Append a row to metrics.jsonl and log it to the tracker (main process)."""
+        state = self.state
+        if self.accelerator.is_main_process:
+            head = {
+                "epoch": state.epoch,
+                "step": state.optimizer_steps,
+                "train_time": state.train_seconds,
+                "phase": phase,
+            }
+            self.metrics.write(head | dict(metrics))
+            self.tracker.log(finite_numbers(metrics), state.epoch)
+        self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""

@@ -1,11 +1,13 @@
 """What a run finds in its folder: refused, resumed or begun, before weights are loaded."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,6 +19,9 @@ from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.training.plan import evaluation_images, picture_bytes
 from paco_grpo.types import Item
 from paco_judge.json_io import parse_object
+
+if TYPE_CHECKING:
+    from paco_grpo.training.build import Run
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +118,26 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
         epoch=epoch,
         same_evaluations=is_own and set(changed) <= set(_WITHOUT_EFFECT_ON_EVALUATIONS),
     )
+
+
+def load_state(run: Run) -> None:
+    """Load the checkpoint that ``run`` resumes from, and set aside what came after it."""
+    if not run.options.resume_from:
+        return
+    checkpoint = run.earlier.checkpoint
+    if checkpoint is not None:
+        run.checkpoints.load(checkpoint)
+        logger.info("resumed from %s", checkpoint)
+    if run.accelerator.is_main_process:
+        if checkpoint is None:
+            files.archive_superseded(run.folder / "eval", -1)
+            run.metrics.set_aside()
+        else:
+            epoch = run.state.epoch
+            files.archive_superseded(run.checkpoints.root, epoch)
+            files.archive_superseded(run.folder / "eval", epoch)
+            run.metrics.keep_until(epoch)
+    run.accelerator.wait_for_everyone()
 
 
 def space_for_checkpoints(options: RunOptions, folder: Path, num_weights: int, epoch: int) -> int:

@@ -12,6 +12,7 @@ from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.checkpoint.files import CheckpointError
 from paco_grpo.checkpoint.state import verify
 from paco_grpo.training.build import build_run
+from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
 
 
@@ -154,7 +155,7 @@ def without_hashes(folder):
 def test_a_checkpoint_without_hashes_is_a_warning(folder, tiny_flux_dir, tmp_path, caplog):
     without_hashes(folder)
     run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest"))
-    Trainer(run)._resume()
+    load_state(run)
     run.close()
     assert "without hashes" in caplog.text and run.state.epoch == 2
 

@@ -13,7 +13,8 @@ from paco_grpo.monitoring.health import judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, SampleObserver
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.trainer import Trainer
 
 WELL = {
     "health/velocity_change": 0.05,

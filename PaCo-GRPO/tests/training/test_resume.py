@@ -147,7 +147,7 @@ def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, capl
     options = again(resume_from="None", save_freq=5, eval_freq=1, num_epochs=3)
     run = build_run(options)
     trainer = Trainer(run)
-    trainer._evaluate_if_due()
+    trainer.evaluations.evaluate_if_due()
     trainer.epoch()
     run.close()  # as after a kill
     trainer = train(again(save_freq=5, eval_freq=1, num_epochs=3))

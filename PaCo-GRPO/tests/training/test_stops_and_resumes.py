@@ -13,7 +13,8 @@ from paco_grpo.options import ConfigError, load_options
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
-from paco_grpo.training.trainer import Trainer, TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.trainer import Trainer
 
 
 def rewards(**weights):

@@ -1,0 +1,121 @@
+"""The evaluations of a run: when one is due, repeated where scores are missing, and reported."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paco_grpo.checkpoint import files
+from paco_grpo.distributed.processes import Stopped, main_decides
+from paco_grpo.evaluation.evaluate import Evaluation
+from paco_grpo.evaluation.images import EvaluationFolder
+from paco_grpo.evaluation.pictures import log_pictures
+from paco_grpo.monitoring import health
+from paco_grpo.monitoring.console import rewards_line
+from paco_grpo.rewards.registry import reward_weights
+from paco_grpo.training.build import Run
+from paco_grpo.training.plan import merges_lora
+from paco_grpo.training.stopping import require_scores
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """Evaluates the averaged weights of ``run``; ``is_signaled`` is asked whether to stop."""
+
+    def __init__(self, run: Run, is_signaled: Callable[[], bool]) -> None:
+        self.run = run
+        self.is_signaled = is_signaled
+
+    def evaluate_if_due(self, finished: bool = False) -> None:
+        """Evaluate every ``config.eval_freq`` epochs and when training has ``finished``."""
+        epoch = self.run.state.epoch
+        frequency = self.run.options.eval_freq
+        if not finished and (frequency == 0 or epoch % frequency):
+            return
+        evaluated = main_decides(
+            self.run.accelerator, lambda: [row["epoch"] for row in self.run.metrics.rows("eval")]
+        )
+        if epoch in evaluated:
+            return  # before the run was resumed
+        # An evaluation that was interrupted has left images, which need not be sampled again.
+        earlier = self.run.earlier
+        metrics = self._evaluate(epoch, earlier.same_evaluations and epoch == earlier.epoch)
+        self.run.log("eval", metrics)
+        self._report(epoch, metrics)
+
+    def repeat_incomplete(self) -> None:
+        """Score the images of evaluations again that lack scores, once for each evaluation.
+
+        All images must be there, because the weights are gone, unless the run resumes at them.
+        """
+        if not self.run.earlier.same_evaluations:
+            return
+        incomplete = main_decides(self.run.accelerator, self._incomplete)
+        for row in incomplete:
+            epoch = row["epoch"]
+            logger.info("repeating the evaluation after epoch %d, which lacks scores", epoch)
+            metrics = self._evaluate(epoch, keep_images=True)
+            if self.run.accelerator.is_main_process:
+                head = {name: row[name] for name in ("epoch", "step", "train_time", "phase")}
+                self.run.metrics.replace(head | metrics | {"eval/repeated": 1.0})
+            self._report(epoch, metrics)
+
+    def _incomplete(self) -> list[dict[str, Any]]:
+        rows = []
+        for row in self.run.metrics.rows("eval"):
+            folder = EvaluationFolder(self._folder(row["epoch"]))
+            num_images = int(row.get("eval/num_images", 0))
+            if row.get("eval/missing_share", 0) == 0 or "eval/repeated" in row:
+                continue
+            has_images = all(folder.read(number) for number in range(num_images))
+            if has_images or row["epoch"] == self.run.state.epoch:
+                rows.append(row)
+        return rows
+
+    def _folder(self, epoch: int) -> Path:
+        return self.run.folder / "eval" / files.checkpoint_name(epoch)
+
+    def _evaluate(self, epoch: int, keep_images: bool) -> dict[str, float]:
+        """Evaluate the averaged weights, or stop the run here if too few images have scores."""
+        run = self.run
+        options = run.options
+        started = time.perf_counter()
+        run.seed_generators()
+        with run.state.averaged():
+            policy = run.state.policy
+            evaluation = Evaluation(
+                policy,
+                run.test_items,
+                run.rewards.test,
+                options,
+                run.state.strategy,
+                merges_lora(options, policy.device),
+            )
+            metrics = evaluation.run(self._folder(epoch), self.is_signaled, keep_images)
+        if metrics is None:
+            raise Stopped
+        metrics["time/eval_s"] = time.perf_counter() - started
+        # As in training, rewards with weight 0 are only monitored.
+        weights = reward_weights(options.test.reward_fn or options.train.reward_fn)
+        shares = {
+            name: metrics.get(f"eval/{name}_missing", 0.0) for name in weights if weights[name]
+        }
+        share = max(shares.values(), default=0.0)
+        images = f"the images of the evaluation after epoch {epoch}"
+        require_scores(share, shares, images, options.train)
+        return metrics
+
+    def _report(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        if self.run.accelerator.is_main_process:
+            rows = self.run.metrics.rows("eval")
+            for finding in health.judge_evaluation(rows, self.run.rewards.weights):
+                logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
+            log_pictures(self.run.tracker, self._folder(epoch), epoch)
+        logger.info(
+            "evaluation after epoch %d: %d images, %s",
+            epoch,
+            metrics["eval/num_images"],
+            rewards_line(metrics, "eval/"),
+        )
