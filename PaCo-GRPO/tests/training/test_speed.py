@@ -48,8 +48,8 @@ def test_old_log_probs_come_from_the_graph_that_is_trained(make):
         run.options, speed=dataclasses.replace(run.options.speed, compile=True)
     )
     velocity = run.state.policy.velocity
-    run.state.policy.velocity = lambda *arguments: (
-        velocity(*arguments) + 0.1 * torch.is_grad_enabled()
+    run.state.policy.velocity = lambda *arguments, **size: (
+        velocity(*arguments, **size) + 0.1 * torch.is_grad_enabled()
     )
     Trainer(run).epoch()
     assert run.state.must_recompute is True
