@@ -187,11 +187,10 @@ def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Te
     plan = run.plan
     if batch_size is not None:
         plan = dataclasses.replace(plan, sample_batch_size=batch_size)
-    sampler = run.state.sampler
-    epoch = sampler.epoch
-    sampler.epoch = 0
+    epoch = run.state.epoch
+    run.state.epoch = 0
     rollouts = sample_epoch(run.state, plan, run.train_items, run.options, queue.submit)
-    sampler.epoch = epoch
+    run.state.epoch = epoch
     latents = torch.cat([sample.clean_latents for sample in rollouts.samples])
     return rollouts, latents, queue.results(len(rollouts.positions))
 

@@ -133,7 +133,6 @@ class Checkpoints:
         state.optimizer_steps = numbers["step"]
         state.train_seconds = numbers["train_seconds"]
         state.must_recompute = numbers["recompute_old"]
-        state.sampler.load_state_dict(numbers["sampler"])
         if folder.parent == self.root:
             self.saved_epoch = state.epoch
         if self.options.use_lora:
@@ -211,7 +210,7 @@ def _numbers(state: TrainState) -> dict[str, Any]:
         "train_seconds": state.train_seconds,
         "step": state.optimizer_steps,
         "recompute_old": state.must_recompute,
-        "sampler": state.sampler.state_dict(),
+        "sampler": {"epoch": state.epoch, "seed": state.sampler.seed},
     }
 
 

@@ -40,11 +40,9 @@ class GroupSampler:
         self.images_per_prompt = images_per_prompt
         self.latents = latents
         self.seed = seed
-        self.epoch = 0
 
-    def samples(self, epoch: int | None = None) -> EpochSamples:
-        """The samples of ``epoch``, by default of the current one."""
-        epoch = self.epoch if epoch is None else epoch
+    def samples(self, epoch: int) -> EpochSamples:
+        """The samples of ``epoch``, the first being 0."""
         count = self.prompts * self.images_per_prompt
         order = self._generator(Stream.SAMPLE_ORDER, epoch).permutation(count)
         item_ids = np.repeat(self._choose(epoch), self.images_per_prompt)[order]
@@ -53,18 +51,6 @@ class GroupSampler:
         by_latent_and_item = words.reshape(self.latents, -1)
         initial_seeds = by_latent_and_item[order % self.latents, item_ids]
         return EpochSamples(item_ids, seeds, initial_seeds)
-
-    def advance(self) -> None:
-        """Go on to the next epoch."""
-        self.epoch += 1
-
-    def state_dict(self) -> dict[str, int]:
-        """For a checkpoint."""
-        return {"epoch": self.epoch, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the epoch of ``state``; every random stream has the seed of the options."""
-        self.epoch = int(state["epoch"])
 
     def _choose(self, epoch: int) -> np.ndarray:
         if self.num_items < self.prompts:

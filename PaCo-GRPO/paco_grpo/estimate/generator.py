@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import pkgutil
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES, Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.training.build import make_trainable, policy_settings
+from paco_grpo.training.build import add_adapters, policy_settings
 from paco_grpo.training.plan import Plan, evaluation_images, make_plan
 from paco_grpo.types import Item, Rollout
 
@@ -135,12 +134,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
     train = dataclasses.replace(options.train, lora_path=None)
     objective = create_objective(train)
     with torch.device("meta"):
-        make_trainable(
-            policy,
-            dataclasses.replace(options, train=train),
-            objective,
-            SimpleNamespace(place=lambda policy: None),
-        )
+        add_adapters(policy, dataclasses.replace(options, train=train), objective)
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)

@@ -143,8 +143,11 @@ class Objective:
         self.snapshots: tuple[Snapshot, ...] = ()
 
     @classmethod
-    def check(cls, options: RunOptions) -> Iterable[str]:
-        """Problems, each beginning with the option to change; called before weights are loaded."""
+    def check(cls, options: RunOptions) -> Iterable[str] | None:
+        """Problems, each beginning with the option to change; called before weights are loaded.
+
+        Your own check should begin with ``yield from super().check(options)``.
+        """
         sample = options.sample
         train = options.train
         name = f"train.loss_type={train.loss_type!r}"

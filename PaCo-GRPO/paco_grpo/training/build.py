@@ -226,7 +226,12 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
     folder = prepared.folder.path
     objective = prepared.objective
     train = options.train
-    parameters, snapshots = make_trainable(policy, options, objective, strategy)
+    add_adapters(policy, options, objective)
+    strategy.place(policy)
+    named = policy.transformer.named_parameters()
+    parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+    names = [snapshot.name for snapshot in objective.snapshots]
+    snapshots = {name: lora_parameters(policy, name) for name in names}
     apply_speed(options, policy)
     plan = make_plan(options, strategy.accelerator.num_processes, objective.gradient_steps)
     num_weights = sum(parameter.numel() for parameter in parameters.values())
@@ -368,14 +373,8 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
-def make_trainable(
-    policy: Policy, options: RunOptions, objective: Objective, strategy: Replicated
-) -> tuple[dict[str, torch.nn.Parameter], dict[str, dict[str, torch.nn.Parameter]]]:
-    """Attach the LoRA and the objective's snapshots, and place the policy.
-
-    Returns:
-        The trained parameters by name, and each snapshot's.
-    """
+def add_adapters(policy: Policy, options: RunOptions, objective: Objective) -> None:
+    """Attach the trained LoRA and its copies, or make the whole transformer trainable."""
     set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
         train = options.train
@@ -388,11 +387,6 @@ def make_trainable(
         add_snapshot(policy, START)
     for snapshot in objective.snapshots:
         add_snapshot(policy, snapshot.name)
-    strategy.place(policy)
-    named = policy.transformer.named_parameters()
-    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
-    names = [snapshot.name for snapshot in objective.snapshots]
-    return trainable, {name: lora_parameters(policy, name) for name in names}
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

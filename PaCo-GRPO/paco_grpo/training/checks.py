@@ -57,7 +57,8 @@ def check_run(options: RunOptions) -> Objective:
     objective = None
     try:
         describe(train.aggregate_fn)
-        problems += get_objective(train.loss_type).check(options) or []
+        of_objective = get_objective(train.loss_type).check(options) or []
+        problems += [of_objective] if isinstance(of_objective, str) else of_objective
         objective = create_objective(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))

@@ -60,7 +60,7 @@ def sample_epoch(
     accelerator = state.strategy.accelerator
 
     # The n samples of this process: which item each is of, and the seeds of its noise.
-    samples = state.sampler.samples()
+    samples = state.sampler.samples(state.epoch)
     positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
     item_ids = samples.item_ids[positions]
     seeds = samples.seeds[positions]
@@ -84,7 +84,7 @@ def sample_epoch(
     sampling = Sampling(
         num_steps=sample.num_steps,
         noise_steps=sample_noise_steps(
-            sample.noise_steps, sample.num_noise_steps, options.seed, state.sampler.epoch
+            sample.noise_steps, sample.num_noise_steps, options.seed, state.epoch
         ),
         noise_level=sample.noise_level,
         cps=sample.cps,

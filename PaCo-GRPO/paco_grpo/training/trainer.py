@@ -116,7 +116,6 @@ class Trainer:
         self.seconds["epoch"] = time.perf_counter() - self.started
         self.state.train_seconds += self.seconds["epoch"]
         self.state.epoch += 1
-        self.state.sampler.advance()
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

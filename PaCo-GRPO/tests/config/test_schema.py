@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]()
 # They refuse or compare values. An option that nothing else reads does nothing.
 CHECKS = ("paco_grpo.options", "paco_grpo.training.checks", "paco_grpo.training.resume")
-READ_BY_CHECKS = {"resume_changed"}  # it is about resuming
+READ_BY_CHECKS = {"resume_changed", "resume_from"}  # the file of resuming acts on them, too
 
 SMALL = {
     "num_epochs": 1,

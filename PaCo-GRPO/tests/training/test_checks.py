@@ -13,11 +13,11 @@ from named import load as load_named
 from tiny_policies import load
 
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.distributed.processes import Replicated
 from paco_grpo.objectives import Objective, Snapshot
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import fewest_steps, size_multiple
-from paco_grpo.training.build import make_trainable
+from paco_grpo.policies.lora import lora_parameters
+from paco_grpo.training.build import add_adapters
 from paco_grpo.training.checks import check_items, check_model, check_run, check_writable
 from paco_grpo.types import Item
 
@@ -50,7 +50,7 @@ def test_contradiction_names_the_option():
 
 
 class Tempered(Objective):
-    """An objective of a user, with an argument, whose check finds nothing and says nothing."""
+    """An objective of a user, with an argument, whose check returns nothing or one text."""
 
     def __init__(self, train, temperature):
         super().__init__(train)
@@ -58,7 +58,7 @@ class Tempered(Objective):
     @classmethod
     def check(cls, options):
         if options.num_epochs == 0:
-            return [f"num_epochs=0 is too few for {cls.__name__}"]
+            return f"num_epochs=0 is too few for {cls.__name__}"
 
 
 def test_arguments_of_the_objective_are_checked_before_weights_are_loaded(tiny_flux_dir):
@@ -102,11 +102,12 @@ def test_a_snapshot_may_be_called_like_a_part_of_the_model(tiny_flux_dir, monkey
     options = options_with_snapshots(tiny_flux_dir)
     objective = check_run(options)
     policy = load("flux", tiny_flux_dir)
-    trainable, snapshots = make_trainable(policy, options, objective, Replicated(None))
-    trained = {id(parameter) for parameter in trainable.values()}
+    add_adapters(policy, options, objective)
+    trained = set(lora_parameters(policy, "default"))
     for name in ("attn", "attn_2"):
-        assert len(snapshots[name]) == len(trainable)
-        assert trained.isdisjoint(id(parameter) for parameter in snapshots[name].values())
+        copies = lora_parameters(policy, name)
+        assert len(copies) == len(trained)
+        assert trained.isdisjoint(copies)
 
 
 def test_noise_steps_that_a_snapshot_samples_keep_their_log_probabilities(
