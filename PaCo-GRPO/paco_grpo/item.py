@@ -36,7 +36,7 @@ class Item:
         return _read(self.references[0]) if self.references else None
 
     @property
-    def num_images(self) -> int:
+    def num_references(self) -> int:
         """How many reference images there are; none is read."""
         return len(self.references)
 

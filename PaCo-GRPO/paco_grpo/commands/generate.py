@@ -102,7 +102,7 @@ def prepare(
 
 def _judge(options: RunOptions, url: str, items: list[Item]) -> Reward:
     """The configuration's judge for these items, but at ``url``; it has answered."""
-    name = "consistency_for_editing" if items[0].num_images else "consistency_score"
+    name = "consistency_for_editing" if items[0].num_references else "consistency_score"
     kwargs = dict(options.train.reward_fn_kwargs.get(name, {}))
     kwargs |= {"base_url": url, "host": None, "port": None}
     judge = build_rewards({name: 1.0}, {name: kwargs})[name]

@@ -119,7 +119,7 @@ def _item_content(item: Item, dataset: str) -> list[Any]:
     """What an evaluation takes from an item; of reference images, samples of the files' content."""
     names = item.metadata.get("images", [item.metadata.get("image")])
     files = []
-    if item.num_images and isinstance(names, list):
+    if item.num_references and isinstance(names, list):
         files = [Path(dataset) / str(name) for name in names]
     references = hash_samples(file for file in files if file.is_file())
     return [item.item_id, item.prompt, item.height, item.width, item.metadata, references]

@@ -62,10 +62,10 @@ class EditScore(ServerReward):
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item does not have exactly one reference image."""
         check_references(item, "edit_score")
-        if item.num_images > 1:
+        if item.num_references > 1:
             raise ValueError(
                 "edit_score takes one reference image, "
-                f"but item {item.item_id} has {item.num_images}"
+                f"but item {item.item_id} has {item.num_references}"
             )
 
     def prove(self, items: Sequence[Item]) -> None:

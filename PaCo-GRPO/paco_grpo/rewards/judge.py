@@ -431,7 +431,7 @@ class GridLayout(JudgeReward):
 
 def check_references(item: Item, reward: str) -> None:
     """Raises ValueError: The item has no reference image."""
-    if not item.num_images:
+    if not item.num_references:
         raise ValueError(
             f"{reward}: item {item.item_id} has no reference image; "
             "config.prompt_fn must be an editing kind"

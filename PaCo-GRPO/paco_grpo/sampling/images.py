@@ -35,7 +35,7 @@ def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
     wanted area, ``mode`` is ``config.item_size``.
     """
     item = item.load()
-    if item.num_images and (mode == "aspect" or item.height is None):
+    if item.num_references and (mode == "aspect" or item.height is None):
         height, width = policy.size_like(item, resolution)
     elif mode == "exact":
         height, width = policy.round_size(*item_size(item, resolution, mode))

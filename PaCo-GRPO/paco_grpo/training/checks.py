@@ -254,7 +254,7 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     policy = policy_class(model)
     for split, items in splits.items():
         where = f"the {split} items"
-        counts = [item.num_images for item in items]
+        counts = [item.num_references for item in items]
         problem = None
         if policy.needs_image and not min(counts):
             problem = f"edits images, but {where} have none (prompt_fn 'geneval_image' has them)"

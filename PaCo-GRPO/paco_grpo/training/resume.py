@@ -302,13 +302,13 @@ def _content(item: Item, dataset: str) -> list[Any]:
     for path in _image_files(item, dataset):
         sizes.append(path.stat().st_size if path.is_file() else None)
     metadata = dict(item.metadata)
-    return [item.prompt, item.height, item.width, item.num_images, metadata, sizes]
+    return [item.prompt, item.height, item.width, item.num_references, metadata, sizes]
 
 
 def _image_files(item: Item, dataset: str) -> list[Path]:
     """Where the reference images of an item are, if each is a file."""
     names = item.metadata.get("images", [item.metadata.get("image")])
-    if not item.num_images or not isinstance(names, list):
+    if not item.num_references or not isinstance(names, list):
         return []
     return [Path(dataset) / str(name) for name in names]
 

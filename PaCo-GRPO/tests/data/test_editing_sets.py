@@ -159,4 +159,4 @@ def test_several_images_keep_their_order_and_are_read_when_they_are_used(tmp_pat
             patch.setattr(prompts, "read_image", None)
             first, second = load_prompts(tmp_path, split, kind)
         assert [corner(image) for image in first.images] == [(0, 0, 255), (255, 0, 0)]
-        assert second.num_images == 1 and corner(second.image) == (255, 0, 0)
+        assert second.num_references == 1 and corner(second.image) == (255, 0, 0)

@@ -84,7 +84,7 @@ def mixed_items(name):
         *items(name, "make the star blue", "and now for something longer", size=(32, 64)),
         *items(name, "c"),
     ]
-    if chosen[0].num_images:
+    if chosen[0].num_references:
         other = (64, 128) if name.startswith("flux2") else (30, 60)  # FLUX.2 enlarges nothing
         chosen[1] = dataclasses.replace(
             chosen[1], references=(picture(7, *other), *chosen[1].references[1:])
