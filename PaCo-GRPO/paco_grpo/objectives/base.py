@@ -146,8 +146,11 @@ class Objective:
     def check(cls, options: RunOptions) -> Iterable[str] | None:
         """Problems, each beginning with the option to change; called before weights are loaded.
 
-        Your own check should begin with ``yield from super().check(options)``.
+        This one is about noise steps. A check of your own adds to it:
+        ``yield from super().check(options)``.
         """
+        if not cls.needs_noise_steps:
+            return
         sample = options.sample
         train = options.train
         name = f"train.loss_type={train.loss_type!r}"

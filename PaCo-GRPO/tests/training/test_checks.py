@@ -130,6 +130,14 @@ def test_noise_steps_that_a_snapshot_samples_keep_their_log_probabilities(
     check_run(options_with_snapshots(tiny_flux_dir))
 
 
+def test_an_objective_that_needs_no_noise_steps_takes_images_without(tiny_flux_dir, monkeypatch):
+    without_noise = ("sample.noise_level", "0")
+    with pytest.raises(ConfigError, match="^config.sample.noise_level=0"):
+        check_run(options_with_snapshots(tiny_flux_dir, without_noise))
+    monkeypatch.setattr(WithSnapshots, "needs_noise_steps", False)
+    check_run(options_with_snapshots(tiny_flux_dir, without_noise))
+
+
 def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
     changes = {
         "sample.num_images_per_prompt": "1",
