@@ -37,7 +37,7 @@ class Item:
 
     @property
     def num_references(self) -> int:
-        """How many reference images there are; none is read."""
+        """Number of reference images; none is read."""
         return len(self.references)
 
     def load(self) -> Self:

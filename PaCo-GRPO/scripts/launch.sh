@@ -3,6 +3,7 @@
 #   bash scripts/launch.sh --config FILE[:NAME] [--config.a.b=value …]
 # or another program, such as the evaluation:
 #   bash scripts/launch.sh scripts/evaluate.py --config FILE[:NAME] …
+# FILE is a path from the folder where you type this, or from PaCo-GRPO.
 #
 #   NUM_PROCESSES      processes on this machine (default: the visible GPUs, or 1 on a CPU)
 #   NNODES             machines (default 1). With more, start the same command on each of them with
@@ -22,6 +23,7 @@
 # Example:  NUM_PROCESSES=4 bash scripts/launch.sh --config config/grpo.py:t2is --config.seed=1
 # Options:  ../docs/configuration.md, and bash scripts/launch.sh --config config/grpo.py:t2is --help
 set -euo pipefail
+typed_in="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ../tools/python.sh
 show_help scripts/launch.sh "$@"
@@ -38,6 +40,20 @@ if [[ "${1:-}" == *.py ]]; then
   shift
 fi
 [[ -f "$program" ]] || fail "there is no program $program (looked from $PWD)"
+
+# A configuration file is looked for where the command was typed, then here.
+arguments=()
+previous=""
+for argument in "$@"; do
+  if [[ "$previous" == --config || "$argument" == --config=* ]]; then
+    file="${argument#--config=}"
+    if [[ "$file" != /* && ! . -ef "$typed_in" && -f "$typed_in/${file%%:*}" ]]; then
+      argument="${argument%"$file"}$typed_in/$file"
+    fi
+  fi
+  arguments+=("$argument")
+  previous="$argument"
+done
 
 gpus=0
 if command -v nvidia-smi >/dev/null; then
@@ -99,4 +115,4 @@ elif ((processes > 1)); then
 else
   launch=() # one process gets signals directly
 fi
-exec "$PYTHON" "${launch[@]}" "$program" "$@"
+exec "$PYTHON" "${launch[@]}" "$program" "${arguments[@]}"

@@ -107,10 +107,10 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     """
     file, _, name = str(source).partition(":")
     path = Path(file)
-    if not path.is_file() or path.suffix not in (".py", ".yaml", ".yml"):
-        raise ConfigError(
-            f"configuration {file!r} is not a .py or .yaml file (current folder: {Path.cwd()})"
-        )
+    if path.suffix not in (".py", ".yaml", ".yml"):
+        raise ConfigError(f"configuration {file!r} is not a .py or .yaml file")
+    if not path.is_file():
+        raise ConfigError(f"configuration file {file} does not exist (looked from {Path.cwd()})")
     if path.suffix == ".py":
         values = _read_python(path, name)
     else:
@@ -199,7 +199,9 @@ def _configurations(names: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
 def _no_configuration(name: str, known: Iterable[str], suffixes: Iterable[str]) -> str:
     message = f"there is no configuration {name!r}." if name else "name a configuration."
     message += f"{did_you_mean(name, known)} Known: {', '.join(sorted(known)) or 'none'}"
-    return f"{message}, each also with {', '.join(suffixes)}" if suffixes else message
+    if suffixes:
+        return f"{message}, each also with {', '.join(suffixes)}"
+    return f"{message}. For suffixes such as _nft, import SUFFIXES from config.grpo"
 
 
 # --- values --------------------------------------------------------------------------------------

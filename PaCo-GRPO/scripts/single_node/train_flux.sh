@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train on one machine:  bash scripts/single_node/train_flux.sh NAME [--config.a.b=value …]
 #
-# NAME is a configuration in config/grpo.py (t2is, toy_t2is, …) or a config.yaml saved by an earlier
-# run. A name that does not exist lists all of them. docs/configuration.md describes the options, as
-# does
+# NAME is a configuration in config/grpo.py (t2is, toy_t2is, …), one of your own (my_configs.py:name)
+# or a config.yaml saved by an earlier run. A name that does not exist lists all of them.
+# docs/configuration.md describes the options, as does
 #   bash scripts/single_node/train_flux.sh t2is --help
 #
 # Example, on four GPUs:
@@ -23,8 +23,7 @@ fi
 name="$1"
 shift
 case "$name" in
-  *.yaml | *.yml) source="$(cd "$(dirname "$name")" && pwd)/$(basename "$name")" ;;
-  *.py:*) source="$name" ;;
+  *.yaml | *.yml | *.py | *.py:*) source="$name" ;;
   *) source="config/grpo.py:$name" ;;
 esac
 exec bash "$scripts/launch.sh" --config "$source" "$@"

@@ -265,6 +265,30 @@ def test_unusable_source_is_named(source, tmp_path):
         assert "'toy_t2is'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere.py:x", "nowhere.py does not exist"),
+        ("nowhere.yaml", "nowhere.yaml does not exist"),
+        ("notes.txt", "notes.txt' is not a .py or .yaml file"),
+    ],
+)
+def test_a_file_that_does_not_exist_is_told_from_one_of_another_kind(name, problem, tmp_path):
+    with pytest.raises(ConfigError, match=problem):
+        load_options(f"{tmp_path}/{name}")
+
+
+def test_suffixes_need_an_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(CONFIG.parent)
+    file = tmp_path / "own.py"
+    body = "\n\ndef mine():\n    return t2is()\n"
+    file.write_text(f"from config.grpo import SUFFIXES, t2is{body}")
+    assert load_options(f"{file}:mine_24gb_nft").train.loss_type == "nft"
+    file.write_text(f"from config.grpo import t2is{body}")
+    with pytest.raises(ConfigError, match="import SUFFIXES from config.grpo"):
+        load_options(f"{file}:mine_nft")
+
+
 OWN_CONFIGURATION = """
 
 def negated(**rewards):

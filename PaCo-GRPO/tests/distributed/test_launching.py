@@ -163,6 +163,39 @@ def test_a_users_configuration_may_state_its_processes(tmp_path):
         assert arguments[arguments.index("--main_process_port") + 1] == "29700"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("single_node/train_flux.sh", "{}"),
+        ("single_node/train_qwenimage_edit.sh", "{}"),
+        ("launch.sh", "scripts/evaluate.py", "--config={}"),
+        ("launch.sh", "scripts/generate.py", "--config", "{}", "--output", "own/runs.py"),
+    ],
+)
+def test_a_configuration_file_is_found_from_where_the_command_is_typed(
+    command, tmp_path, monkeypatch
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("runs.py", "config.yaml"):
+        (own / name).touch()
+    monkeypatch.chdir(tmp_path)
+    script, *arguments = command
+    for source, expected in (
+        ("own/runs.py:mine", f"{tmp_path}/own/runs.py:mine"),
+        ("own/runs.py", f"{tmp_path}/own/runs.py"),
+        ("own/config.yaml", f"{tmp_path}/own/config.yaml"),
+        (f"{own}/runs.py:mine", f"{own}/runs.py:mine"),
+        ("config/grpo.py:t2is", "config/grpo.py:t2is"),  # of PaCo-GRPO
+    ):
+        words = [argument.format(source) for argument in arguments]
+        ended = launch(tmp_path, script, *words, CUDA_VISIBLE_DEVICES="")
+        assert ended.returncode == 0, ended.stderr
+        line = " ".join(called(tmp_path))
+        assert f"--config {expected}" in line or f"--config={expected}" in line
+        assert "--output" not in line or "--output own/runs.py" in line
+
+
 def test_another_program_starts_in_as_many_processes(tmp_path):
     arguments = ["--config", "x", "--against", "base"]
     processes = {"NUM_PROCESSES": "2", "CUDA_VISIBLE_DEVICES": ""}
