@@ -27,7 +27,8 @@ from paco_grpo.estimate.memory import (
 from paco_grpo.estimate.planning import Estimate, Work
 from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
-from paco_grpo.policies import POLICIES, Policy
+from paco_grpo.policies import POLICIES
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import add_adapters, policy_settings
 from paco_grpo.training.plan import Plan, evaluation_images, make_plan
@@ -52,7 +53,7 @@ class SampledOnce:
 class Pieces:
     """Every kind of work of an epoch, once."""
 
-    policy: Policy
+    policy: DiffusersPolicy
     training: SampledOnce
     evaluation: SampledOnce
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
@@ -120,7 +121,7 @@ def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
     return Pieces(policy, training, evaluation, before_update, update)
 
 
-def build_policy(options: RunOptions, device: FakeDevice, on: str) -> Policy:
+def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersPolicy:
     """The policy with its adapters, as training builds it; its fake weights are ``on`` a device."""
     settings = dataclasses.replace(
         policy_settings(options, "meta"),
@@ -152,7 +153,7 @@ def _noise_of_first_step(options: RunOptions) -> dict[str, Any]:
 
 
 def _sample(
-    policy: Policy,
+    policy: DiffusersPolicy,
     device: FakeDevice,
     options: RunOptions,
     side: int,
@@ -173,7 +174,7 @@ def _sample(
     return SampledOnce(encode, denoise, decode)
 
 
-def _edits(policy: Policy, options: RunOptions) -> bool:
+def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
     has_references = options.prompt_fn in ("geneval_image", "arrow_editing")
     return policy.needs_image or (policy.edits_images and has_references)
 

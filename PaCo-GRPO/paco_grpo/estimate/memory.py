@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paco_grpo.options import RunOptions
-from paco_grpo.policies import Policy
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.lora import lora_parameters
 
 # Parameters of rewards that load a model on the device of the process.
@@ -32,7 +32,7 @@ class Weights:
     gradients: int
 
 
-def weights_of(policy: Policy, options: RunOptions, processes: int, saved: int) -> Weights:
+def weights_of(policy: DiffusersPolicy, options: RunOptions, processes: int, saved: int) -> Weights:
     """What ``policy`` holds on each of ``processes`` GPUs.
 
     ``saved``: bytes by which quantization makes its transformer smaller.

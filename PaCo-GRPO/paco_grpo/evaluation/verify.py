@@ -13,7 +13,7 @@ from PIL import Image
 
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
-from paco_grpo.policies.base import Policy
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
@@ -66,7 +66,9 @@ def skip_reason(options: RunOptions) -> str | None:
 
 
 @torch.no_grad()
-def verify_adapter(policy: Policy, options: RunOptions, folder: Path, item: Item) -> Verification:
+def verify_adapter(
+    policy: DiffusersPolicy, options: RunOptions, folder: Path, item: Item
+) -> Verification:
     """Compare images of ``item`` at test resolution.
 
     The plain pipeline shares the policy's modules, so this takes the memory of an evaluation and of
@@ -96,7 +98,7 @@ def verify_adapter(policy: Policy, options: RunOptions, folder: Path, item: Item
 
 
 @contextmanager
-def _loaded_beside(policy: Policy, folder: Path) -> Iterator[None]:
+def _loaded_beside(policy: DiffusersPolicy, folder: Path) -> Iterator[None]:
     """The adapter in ``folder``, read by diffusers, instead of the trained one inside the block."""
     # The outer snapshot restores what loading and deleting an adapter switches.
     with warnings.catch_warnings(), lora.using_adapter(policy, lora.TRAINED):
@@ -111,7 +113,7 @@ def _loaded_beside(policy: Policy, folder: Path) -> Iterator[None]:
                 policy.transformer.delete_adapters(lora.SAVED)
 
 
-def _own_image(policy: Policy, item: Item, num_steps: int) -> Image.Image:
+def _own_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
     conditioning = policy.encode([item])
     draws = Draws([item.item_id], [_SEED], item.height, item.width)
     record = rollout(policy, conditioning, draws, Sampling(num_steps))
@@ -119,7 +121,7 @@ def _own_image(policy: Policy, item: Item, num_steps: int) -> Image.Image:
     return image
 
 
-def _pipeline_image(policy: Policy, item: Item, num_steps: int) -> Image.Image:
+def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
     """Of diffusers' own loop, with the policy's weights in the precision of training."""
     noise = policy.initial_latents([_SEED], item.height, item.width)
     with policy.whole_pipeline(item) as pipe, policy.autocast():

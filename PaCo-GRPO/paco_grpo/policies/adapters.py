@@ -23,6 +23,7 @@ from torch import nn
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy, PolicyLoadError
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import TRAINED
 from paco_grpo.suggest import did_you_mean
@@ -136,7 +137,7 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def save_diffusers(policy: Policy, directory: str | Path) -> None:
+def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
     """Write a file for ``pipe.load_lora_weights(directory)``.
 
     Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is

@@ -1,4 +1,8 @@
-"""The interface of a generator: all that sampling, objectives and training know about a model."""
+"""The interface of a generator: all that sampling and objectives know about a model.
+
+Checkpoints, model cards, the check of a saved adapter and estimates use the diffusers pipeline, too.
+So the classes in ``loading.POLICIES`` are subclasses of ``diffusers_policy.DiffusersPolicy``.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence

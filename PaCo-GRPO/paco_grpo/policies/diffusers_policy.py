@@ -1,4 +1,4 @@
-"""A diffusers pipeline as a policy: what the FLUX and Qwen-Image families have in common."""
+"""A diffusers pipeline as a policy: the base class of every generator in ``POLICIES``."""
 
 import hashlib
 import itertools

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
-# Pipeline class named in model_index.json -> "module:class", imported on use.
+# Pipeline class named in model_index.json -> "module:class" of a ``DiffusersPolicy``, imported on
+# use. Another generator is one more line here: docs/recipes.md#a-generator.
 POLICIES: dict[str, str] = {
     "FluxPipeline": "paco_grpo.policies.flux:FluxPolicy",
     "FluxKontextPipeline": "paco_grpo.policies.flux_kontext:FluxKontextPolicy",
@@ -68,7 +69,7 @@ def policy_class(model_path: str | Path) -> type[Policy]:
         raise PolicyLoadError(
             f"{model_path}/model_index.json names {class_name}, for which PaCo-GRPO has no policy."
             f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: "
-            f"{', '.join(sorted(POLICIES))}"
+            f"{', '.join(sorted(POLICIES))}. To add one, see docs/recipes.md#a-generator"
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)
