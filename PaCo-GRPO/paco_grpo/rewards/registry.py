@@ -8,7 +8,7 @@ cannot be scored, called before a model is loaded. The callable may have
 
 - ``check()``: called once before anything expensive (does the server answer? are the weights
   there?),
-- ``prove(items)``: called after it with the run's items, for one real question,
+- ``prove(items)``: called after it with the training and with the test items, for one real question,
 - ``record``: a dictionary for the run's ``questions.json``,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
 - ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
