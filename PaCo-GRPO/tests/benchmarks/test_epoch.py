@@ -28,6 +28,8 @@ TINY = {
 def measure(tiny_flux_dir, tmp_path, monkeypatch):
     """Status and report of epoch.py with ``arguments``."""
     monkeypatch.chdir(ROOT)
+    # The program sets it where there is no GPU; other tests must not see that.
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     options = TINY | {"pretrained.model": tiny_flux_dir}
     command = ["--config", CONFIG, "--repeats", "1"]
     command += [f"--config.{name}={value}" for name, value in options.items()]
