@@ -1,14 +1,14 @@
 """Finding rewards by name or import path.
 
-A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. Images are RGB images
-of PIL; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
+A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. Images are RGB and of
+PIL; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
 parameter ``device`` is given the process's device. The factory may have an attribute
 ``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that
 cannot be scored, called before a model is loaded. The callable may have
 
 - ``check()``: called once before anything expensive (does the server answer? are the weights
   there?),
-- ``prove(items)``: called after it with the training and with the test items, for one real question,
+- ``prove(items)``: called after it with the training and the test items, for one real question,
 - ``record``: a dictionary for the run's ``questions.json``,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
 - ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
