@@ -1,6 +1,6 @@
 """The interface of a generator: all that sampling and objectives know about a model.
 
-Checkpoints, model cards, the check of a saved adapter and estimates use the diffusers pipeline, too.
+Checkpoints, model cards, the check of a saved adapter and estimates also use the pipeline itself.
 So the classes in ``loading.POLICIES`` are subclasses of ``diffusers_policy.DiffusersPolicy``.
 """
 

@@ -297,7 +297,7 @@ class DiffusersPolicy(Policy):
         )[0]
 
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
-        """linspace(1, 1/num_steps, num_steps) or the scheduler's own σ, shifted by the scheduler."""
+        """linspace(1, 1/num_steps, num_steps) or the scheduler's own σ, shifted by it."""
         rows, columns = self._grid(height, width)
         if self._scheduler.config.get("shift_terminal") and num_steps < 2:
             raise ValueError(

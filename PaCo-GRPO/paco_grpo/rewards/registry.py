@@ -1,7 +1,7 @@
 """Finding rewards by name or import path.
 
-A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. Images are RGB and of
-PIL; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
+A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. Images are PIL's,
+RGB; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
 parameter ``device`` is given the process's device. The factory may have an attribute
 ``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that
 cannot be scored, called before a model is loaded. The callable may have
