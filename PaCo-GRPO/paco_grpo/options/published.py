@@ -1,4 +1,4 @@
-"""Names of the published code's options that are others here (docs/real-weights.md)."""
+"""Names of the published code's options that are others here."""
 
 _RESUME = "use config.resume_from: latest, or the folder of a checkpoint"
 _DERIVED = (
