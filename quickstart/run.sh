@@ -3,7 +3,7 @@
 # report.
 #   bash quickstart/run.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
 # --seed N            of data, judge and RL (default 0)
-# --minutes M         most time for RL's 20 epochs (default 6.5)
+# --minutes M         most time for RL's 16 epochs (default 6.5)
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues after
 #                     the last finished stage, and with other settings it sets the earlier results
@@ -27,7 +27,7 @@ stop_server() {
     ) || true
 }
 cleanup() { stop_server; }
-begin toy_t2is_awm "$@"
+begin toy_t2is_nft "$@"
 
 world="$out/world"
 reward_data="$world/reward_data"
@@ -99,10 +99,10 @@ else
 fi
 
 if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
-    run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_awm \
+    run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_nft \
         "--config.seed=$seed" \
         "--config.save_dir=$toy/out/runs" \
-        --config.run_name=toy_t2is_awm \
+        --config.run_name=toy_t2is_nft \
         --config.resume_from=latest \
         "--config.max_train_minutes=$minutes" \
         "--config.train.reward_fn_kwargs.consistency_score.port=$port" \
@@ -112,6 +112,6 @@ if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
 fi
 stop_server
 
-report runs/toy_t2is_awm "PaCo-RL quickstart" \
+report runs/toy_t2is_nft "PaCo-RL quickstart" \
     --judge "$out/judge_base.json" "$out/judge_lora.json" \
     --stage-seconds "$out/stage_seconds.json"

@@ -236,7 +236,7 @@ def agreement_command(run: Run) -> list[str]:
         "test.reward_fn": dict.fromkeys(rewards, 1.0),
         "test.reward_fn_kwargs": served,
     }
-    command = [sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is_awm"]
+    command = [sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is"]
     command += ["--images_per_prompt", str(study.images_per_prompt)]
     command += ["--output", str(run.folder / "agreement")]
     checkpoints = sorted((run.folder / "checkpoints").glob("epoch_*"))
@@ -443,7 +443,7 @@ def run_quickstart(seed: int) -> dict[str, Any]:
         "judge_accuracy": measures["judge"]["lora"]["accuracy"],
         "kendalltau": measures["rank"]["kendalltau"],
     }
-    return columns | before_and_after(policy_measures(out / "runs" / "toy_t2is_awm"))
+    return columns | before_and_after(policy_measures(out / "runs" / "toy_t2is_nft"))
 
 
 def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:

@@ -29,6 +29,7 @@ def test_the_front_page_shows_images_of_one_open_prompt(tmp_path):
     images = [axes for axes in figure.axes if axes.images]
     assert len(images) == len(figures.SHOWN_RUNS) * figures.SHOWN_IMAGES
     figure.savefig(tmp_path / "front_page.png")
-    (tmp_path / "base-seed2" / "agreement" / "eval_data.jsonl").write_text("")
+    shown = tmp_path / f"base-seed{figures.SHOWN_SEED}"
+    (shown / "agreement" / "eval_data.jsonl").write_text("")
     with pytest.raises(SystemExit, match="has 0 images of 'a striped square.'"):
         figures.draw_front_page(study.read_results(), tmp_path)
