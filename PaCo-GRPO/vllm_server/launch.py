@@ -153,7 +153,15 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
     print(
         f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs"
     )
-    places = place_models(engine, settings, models, gpus)
+    try:
+        places = place_models(engine, settings, models, gpus)
+    except LaunchError as error:
+        if num_gpus == len(gpus):
+            raise
+        raise LaunchError(
+            f"{error}; CUDA_VISIBLE_DEVICES is not set, so each model gets one of {num_gpus} GPUs: "
+            "set it to give the judge more"
+        ) from error
     # vLLM's own key protects only some of its routes.
     has_gateway = len(models) > 1 or settings.api_key is not None
     if has_gateway:

@@ -10,11 +10,13 @@
 #   VLLM_API_KEY           required on every route except /health (default: none)
 #   VLLM_LABEL             name of the launch, for status.sh and stop.sh (default: default)
 #   VLLM_ENGINE            vllm, transformers or auto (default: auto = vLLM where it is installed)
-#   CUDA_VISIBLE_DEVICES   GPUs (default: one per model); empty = the CPU
+#   CUDA_VISIBLE_DEVICES   GPUs (default: one per model, the rest is for the training); all of a
+#                          node of eight: 0,1,2,3,4,5,6,7; empty = the CPU
 #   VLLM_TP, VLLM_REPLICAS GPUs per copy, copies of each model (default: as few GPUs and as many
-#                          copies as fit)
-#   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, on GPUs with
-#                          many cores up to 4)
+#                          copies as fit on CUDA_VISIBLE_DEVICES; weights that are not downloaded
+#                          have an unknown size and get one copy on all of them)
+#   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, or if that is
+#                          more, one per 8 cores, up to 4)
 #   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
 #                          training); 0 = the model's own
 #   VLLM_MAX_IMAGES        images in one request (default: 16)

@@ -161,6 +161,10 @@ def test_vllm_on_a_cpu(planned, model):
 def test_gpus_of_two_models(planned, two, capsys):
     assert planned()["Judge"].gpus == ("0",)
     assert "Using GPU 0 of 8; set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
+    with pytest.raises(
+        LaunchError, match="CUDA_VISIBLE_DEVICES is not set, so each model gets one"
+    ):
+        planned(VLLM_REPLICAS="8")
     (copied,) = planned(CUDA_VISIBLE_DEVICES="0,1", VLLM_REPLICAS="2").values()
     assert option(copied.command, "--data-parallel-size") == "2"
     assert "GPU 0,1, 2 copies" in capsys.readouterr().out

@@ -88,10 +88,13 @@ class JudgeClient:
     """Asks one model of one server; usable from several threads at once.
 
     Args:
-        base_url: With or without a trailing ``/v1``. model: Served name, in upper or lower case.
-            max_concurrency: Requests in flight. deadline_s: Seconds for a whole ``score``, retries
-            included. Later calls do not wait again for a
-            server that has answered nothing for so long: they try briefly until it answers.
+        base_url: With or without a trailing ``/v1``.
+        model: Served name, in upper or lower case.
+        api_key: Sent as a bearer token.
+        max_concurrency: Requests in flight.
+        deadline_s: Seconds for a whole ``score``, retries included. Later calls do not wait again
+            for a server that has answered nothing for so long: they try briefly until it answers.
+        form: How images are labeled and encoded, and which tokens count as Yes and No.
     """
 
     def __init__(
@@ -134,7 +137,9 @@ class JudgeClient:
             answer = transport.run(transport.request("GET", url, self._headers, deadline))
             served = [str(row["id"]) for row in parse(answer)["data"]]
         except transport.NoAnswer as error:
-            hint = "; start one with `bash vllm_server/launch.sh`, or correct base_url"
+            hint = (
+                "; start one (in PaCo-GRPO: `bash vllm_server/launch.sh`), or correct the address"
+            )
             if error.status:
                 hint = ""
             raise JudgeError(f"no judge answers at {url}: {error}{hint}") from error
