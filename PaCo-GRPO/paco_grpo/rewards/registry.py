@@ -129,7 +129,10 @@ def find_factory(name: str) -> Callable[..., Reward]:
 
 
 def _is_reported(error: Exception) -> bool:
-    """Whether commands report it as it is: RewardError, or JudgeError, which need not be there."""
+    """Whether it is a RuntimeError of our own, such as RewardError, whose message says enough.
+
+    JudgeError is not imported: aiohttp, which its module needs, may be missing.
+    """
     return isinstance(error, RuntimeError) and type(error) is not RuntimeError
 
 

@@ -73,14 +73,17 @@ def remote(name: str, url: str, **kwargs):
     ]
 
 
-def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
+def test_a_service_scores_as_in_process_and_its_refusals_are_errors(monkeypatch):
     name = "reward_factories:gaps"
     # A service's environment need not have torch.
     start = "import sys; sys.modules['torch'] = None; from paco_grpo.rewards.remote.service import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", start, "--reward", name, "--max-body-mb", "1"]
     with running(command, free_port(), REWARD_SERVICE_KEY="secret") as url:
-        with pytest.raises(RewardError, match="401.*api_key"):
+        with pytest.raises(RewardError, match="401.*REWARD_SERVICE_KEY"):
             remote(name, url).check()
+        monkeypatch.setenv("REWARD_SERVICE_KEY", "secret")
+        remote(name, url).check()
+        monkeypatch.delenv("REWARD_SERVICE_KEY")
         reward = remote(name, url, api_key="secret", request_size=2)
         reward.check()
         scores = reward(IMAGES, ITEMS)
@@ -94,7 +97,10 @@ def test_a_service_scores_as_in_process_and_its_refusals_are_errors():
 
 def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     reward = remote("jpeg_compressibility", f"http://127.0.0.1:{free_port()}", deadline_s=0.5)
-    with pytest.raises(RewardError, match="scripts/reward_service.sh jpeg_compressibility --port"):
+    with pytest.raises(
+        RewardError,
+        match="scripts/reward_service.sh jpeg_compressibility --port.*a judge is base_url=",
+    ):
         reward.check()
     assert np.isnan(reward(IMAGES, ITEMS)).all()
     assert "5 scores are missing" in caplog.text

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ class RemoteReward:
     Args:
         name: The reward that the service must serve.
         server: ``http://HOST:PORT``.
+        api_key: Default: the environment's REWARD_SERVICE_KEY, which keeps it out of options and
+            files.
         deadline_s: Seconds for one request, retries after connection errors included.
         request_size: Images in one request.
     """
@@ -48,7 +51,7 @@ class RemoteReward:
         self.server = server.rstrip("/")
         self.deadline_s = deadline_s
         self.request_size = request_size
-        self._headers = transport.json_headers(api_key)
+        self._headers = transport.json_headers(api_key or os.environ.get("REWARD_SERVICE_KEY"))
 
     def check(self) -> None:
         """Raises RewardError: The service serves another reward, or nothing."""
@@ -61,10 +64,10 @@ class RemoteReward:
         except transport.NoAnswer as error:
             hint = (
                 f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, "
-                "or correct server="
+                "or correct server= (the address of a judge is base_url=)"
             )
             if error.status == 401:
-                hint = "check api_key"
+                hint = "set REWARD_SERVICE_KEY or api_key to its key"
             raise RewardError(f"{where} does not answer: {error}; {hint}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise RewardError(f"{where} is not a reward service: {error!r}") from error
