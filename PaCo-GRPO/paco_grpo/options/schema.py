@@ -241,7 +241,10 @@ class TestOptions:
     )
     batch_size: Amount = option(1, "images per process and forward")
     num_steps: Amount = option(20, "denoising steps")
-    num_images: Count | None = beyond_paper(None, "number of test items; None: all")
+    num_images: Count | None = beyond_paper(
+        None,
+        "images of an evaluation, one of each test item in turn; None: of all items",
+    )
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
     reward_fn: Weights = option({}, "rewards of the evaluation; empty: as in training")

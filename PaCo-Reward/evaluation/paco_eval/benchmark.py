@@ -68,7 +68,7 @@ def run_judge(
     args: argparse.Namespace,
     benchmark: Benchmark,
     questions: Sequence[Question],
-    version: str,
+    suffix: str,
     **asked: Any,
 ) -> int:
     """``run`` with the judge of the options of ``parse``.
@@ -77,18 +77,18 @@ def run_judge(
         args: The command line.
         benchmark: What is scored.
         questions: Are recorded in each row, with ``asked``.
-        version: Stands after the judge's name in the name of the results file. Two checkpoints may
-            share a folder name, so the rows hold absolute paths.
+        suffix: Stands after the judge's name in the name of the results file.
     """
     places = [place for place in (args.model, args.adapter) if place]
     short_names = [Path(os.path.abspath(place)).name for place in places]
+    # Checkpoints may share a folder name, so rows hold the whole path.
     exact_names = [_exact_name(place) for place in places]
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
         "weights": None if args.server else fingerprint(*places),
     }
-    file = Path(args.results_dir) / f"{'+'.join(short_names)}{version}.jsonl"
+    file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
     return run(benchmark, file, stamp, partial(_judge_engine, args), args.batch_size)
 
 

@@ -59,8 +59,8 @@ class ResultsFile:
         file: JSON lines. A last line that a kill cut off is removed.
         items: The fields that identify each of the benchmark's items.
         stamp: In every row: ``model``; ``asked``, the questions and their form; ``weights``, a hash
-            of the model's files. Of a row with weights the model's name does not count; one
-            without, from before a download or from a server, needs the same name.
+            of the model's files. A row with weights is matched by them, whatever the model's name.
+            A row without (of a server, or not downloaded yet) is matched by the name.
 
     Raises:
         BenchError: The file is in use, or holds rows with another stamp or of another benchmark.

@@ -23,7 +23,7 @@ class Answers:
 
     mask: Tensor  # (B, L-1) bool, True where position t predicts a labeled token t+1
     tokens: Tensor  # (K,) int64, the labeled tokens, row by row
-    answer: Tensor  # (K,) int64, the answer of each token, 0 .. A-1
+    answer_index: Tensor  # (K,) int64, which answer each token belongs to, 0 .. A-1
     is_first: Tensor  # (K,) bool, True at the first token of an answer
     lengths: Tensor  # (A,) int64, tokens of each answer
 
@@ -34,13 +34,13 @@ def find_answers(labels: Tensor) -> Answers:
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
     is_first = starts[mask]
-    answer = is_first.long().cumsum(0) - 1
+    answer_index = is_first.long().cumsum(0) - 1
     return Answers(
         mask=mask,
         tokens=labels[:, 1:][mask],
-        answer=answer,
+        answer_index=answer_index,
         is_first=is_first,
-        lengths=torch.bincount(answer),
+        lengths=torch.bincount(answer_index),
     )
 
 
@@ -70,7 +70,7 @@ def token_weights(answers: Answers, weight: float, scheme: str = "sequence") -> 
         n = 1.
     released: ``weight`` for the first, n(1 - weight)/(n - 1) for each other.
     """
-    length = answers.lengths[answers.answer].to(torch.float32)
+    length = answers.lengths[answers.answer_index].to(torch.float32)
     other = (1.0 - weight) / (length - 1).clamp(min=1)
     if scheme == "released":
         return torch.where(answers.is_first, weight, other * length)
@@ -85,7 +85,9 @@ def first_token_loss_func(
     weight: float = 0.1,
     scheme: str = "sequence",
 ) -> Tensor:
-    """Loss of one micro-batch, a () float32 tensor; called like LLaMA-Factory's ``dft_loss_func``.
+    """Loss of one micro-batch, a () float32 tensor.
+
+    LLaMA-Factory's trainer calls it with the first three arguments.
 
         sequence: sum over answers of (weight * l_0 + (1 - weight) * mean(l_1 .. l_{n-1})), or of
                   l_0 if n = 1, / number of answers

@@ -217,9 +217,10 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
         def _get_num_items_in_batch(
             self, batch_samples: list, device: torch.device
         ) -> torch.Tensor | None:
-            """The divisor of an optimizer step's loss, over its micro-batches and all processes.
+            """The divisor of the loss: the answers of an optimizer step on all processes.
 
-            The trainer multiplies the loss by the number of processes, whose gradients are averaged.
+            For ``released`` it is the micro-batches. Every process divides by it. The trainer then
+            multiplies by the number of processes, because their gradients are averaged.
             """
             if self.finetuning_args.first_token_weight is None:
                 return super()._get_num_items_in_batch(batch_samples, device)

@@ -207,10 +207,7 @@ def label_edits(
 def write_reasons(
     pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter
 ) -> list[LabeledPair]:
-    """The pairs whose written answer agrees with their label, with that answer (``Yes.
-
-    Both show …``).
-    """
+    """The pairs whose written answer agrees with their label, each with that answer."""
     template = load_question(REASON)
     keys = {}
     for pair in pairs:

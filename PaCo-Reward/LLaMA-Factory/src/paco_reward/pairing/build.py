@@ -156,7 +156,9 @@ def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     pairs = theme_pairs(options, read, rankings, counts)
     kept, _ = clean(pairs, options, counts)
     decided = {item.group: item.split for item in read.items if item.split}
-    testing = groups_for_testing(kept, decided, options)
+    testing = testing_groups(kept, decided, options)
+    # Balanced before reasons are written, so that none is asked for a pair that is dropped, and
+    # after, because pairs whose reason contradicts their label are dropped, too.
     parts = split(kept, testing, options.seed, counts)
     name = options.name
     if options.reasons or read.reasons is not None:
@@ -173,7 +175,7 @@ def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
     kept, leader = clean(pairs, options, counts)
     kept = _connected_groups(kept, leader)
-    testing = groups_for_testing(kept, {}, options)
+    testing = testing_groups(kept, {}, options)
     parts = split(kept, testing, options.seed, counts)
     name = EDITING_NAME
     if options.reasons:
@@ -257,14 +259,14 @@ def clean(
     labeled: Sequence[LabeledPair], options: Namespace, counts: Counter
 ) -> tuple[list[LabeledPair], dict[str, str]]:
     """The shuffled pairs without near-duplicates, and ``select.leaders`` of their images."""
-    counts["pairs_labelled"] += len(labeled)
+    counts["pairs_labeled"] += len(labeled)
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
     shuffled = select.shuffled(labeled, options.seed)
     return select.without_duplicates(shuffled, leader, counts), leader
 
 
-def groups_for_testing(
+def testing_groups(
     pairs: Sequence[LabeledPair], decided: Mapping[str, str], options: Namespace
 ) -> set[str]:
     """Groups for testing: those ``decided`` by the metadata, and a share of the rest."""

@@ -127,7 +127,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add(
         "--name",
         default="consistency_reward",
-        help="of the data sets NAME_train, … (default %(default)s)",
+        help="of the data sets NAME_train, …; those of --editing are called sharegpt_editing_train, … "
+        "(default %(default)s)",
     )
 
 
