@@ -10,7 +10,7 @@ import argparse
 from PIL import Image
 
 from paco_judge import Judge
-from paco_judge.grid import pairs, split_image, split_prompt
+from paco_judge.grid import index_pairs, split_image, split_prompt
 
 parser = argparse.ArgumentParser(description="P(Yes) of every two panels, and their mean.")
 parser.add_argument("image")
@@ -22,7 +22,7 @@ arguments = parser.parse_args()
 judge = Judge(arguments.server) if arguments.server else Judge.from_pretrained(arguments.model)
 grid = split_prompt(arguments.prompt)
 panels = split_image(Image.open(arguments.image), grid.rows, grid.cols)
-numbers = pairs(len(panels))
+numbers = index_pairs(len(panels))
 first = [panels[i] for i, _ in numbers]
 second = [panels[j] for _, j in numbers]
 scores = judge.score(first, second, theme=grid.theme)

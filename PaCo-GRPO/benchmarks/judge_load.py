@@ -36,7 +36,7 @@ import numpy as np
 from PIL import Image
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError
-from paco_judge.grid import pairs, split_image
+from paco_judge.grid import index_pairs, split_image
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
 
@@ -62,7 +62,7 @@ def request_bodies(model: str, count: int, size: int, rng: np.random.Generator) 
     bodies = []
     while len(bodies) < count:
         urls = [data_url(cell) for cell in split_image(picture(rng, size), 2, 2)]
-        for a, b in pairs(4):
+        for a, b in index_pairs(4):
             messages = build_messages([urls[a], urls[b]], theme_question(THEME))
             body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
             bodies.append(json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode())

@@ -1,4 +1,4 @@
-"""What gateway, CPU engine and reward service share: OpenAI's errors, API key, body limit."""
+"""What gateway, judge_server and reward service share: OpenAI's errors, API key, body limit."""
 
 import hmac
 from collections.abc import Collection

@@ -4,7 +4,7 @@
 
 It answers with transformers, greedily. ``top_logprobs`` are those of the first token. Requests that
 arrive while a batch runs become the next batch. A request is read by ``parse_request``, waits in
-``Engine.ask``, and is answered by ``Engine.work``.
+``BatchWorker.ask``, and is answered by ``BatchWorker.work``.
 """
 
 import argparse
@@ -156,11 +156,11 @@ async def _stays() -> bool:
 
 @dataclass
 class Job:
-    """A request in the queue; ``answer`` receives ``result``."""
+    """A request in the queue; ``future`` receives ``result``."""
 
     request: ChatRequest
     caller_left: Callable[[], Awaitable[bool]] = _stays
-    answer: asyncio.Future = field(
+    future: asyncio.Future = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     chat: Chat | None = None
@@ -168,7 +168,7 @@ class Job:
     result: dict | ApiError | None = None  # choice and token counts
 
 
-class Engine:
+class BatchWorker:
     """One queue, and one thread that opens images and runs the model.
 
     ``max_model_len``: tokens of prompt and answer together.
@@ -193,7 +193,7 @@ class Engine:
         """Choice and usage. ``caller_left``: asked before any work is done. Raises ApiError."""
         job = Job(request, caller_left)
         self._queue.put_nowait(job)
-        return await job.answer
+        return await job.future
 
     async def run(self) -> None:
         """Work on the queue until it is cancelled."""
@@ -206,12 +206,12 @@ class Engine:
                     job.result = ApiError("the caller left", 499)
             await asyncio.get_running_loop().run_in_executor(self._thread, self.work, jobs)
             for job in jobs:
-                if job.answer.cancelled():
+                if job.future.cancelled():
                     continue
                 if isinstance(job.result, ApiError):
-                    job.answer.set_exception(job.result)
+                    job.future.set_exception(job.result)
                 else:
-                    job.answer.set_result(job.result)
+                    job.future.set_result(job.result)
 
     def work(self, jobs: Sequence[Job]) -> None:
         """Find the result of each job without one.
@@ -237,7 +237,7 @@ class Engine:
         while groups:
             group = groups.pop()
             try:
-                self._answer(group)
+                self._run(group)
             except Exception:
                 logger.exception("%d requests failed", len(group))
                 if len(group) > 1:
@@ -284,7 +284,7 @@ class Engine:
         )
         return ApiError(message, param="messages", code="context_length_exceeded")
 
-    def _answer(self, jobs: Sequence[Job]) -> None:
+    def _run(self, jobs: Sequence[Job]) -> None:
         """One forward, and more for answers of several tokens."""
         for job in jobs:
             try:
@@ -353,7 +353,7 @@ class Engine:
 
 
 def build_app(
-    engine: Engine,
+    engine: BatchWorker,
     name: str,
     *,
     max_images: int = 16,
@@ -438,7 +438,7 @@ def main() -> int:
         scorer.model.config.get_text_config(), "max_position_embeddings", arguments.max_model_len
     )
     app = build_app(
-        Engine(scorer, min(arguments.max_model_len, longest)),
+        BatchWorker(scorer, min(arguments.max_model_len, longest)),
         arguments.served_model_name or arguments.model,
         max_images=arguments.max_images,
         max_body_bytes=int(arguments.max_body_mb * (1 << 20)),

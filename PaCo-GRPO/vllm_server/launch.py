@@ -34,7 +34,17 @@ from vllm_server.engines import (
 )
 from vllm_server.gpus import Place, divide_gpus, visible_gpus
 from vllm_server.settings import LaunchError, LaunchSettings, Model, read_models
-from vllm_server.state import GATEWAY, MARK, STATE, Server, end, label_folder, locked, read, write
+from vllm_server.state import (
+    GATEWAY,
+    MARK,
+    STATE,
+    Server,
+    end_servers,
+    label_folder,
+    locked,
+    read_servers,
+    write_servers,
+)
 
 _POLL_S = 0.25
 _PROGRESS_S = 10.0
@@ -80,16 +90,16 @@ def launch(environment: Mapping[str, str]) -> None:
     servers: list[Server] = []
     try:
         with label_lock, port_lock:
-            _refuse_running(read(folder), folder, f"label {folder.name!r}")
+            _refuse_running(read_servers(folder), folder, f"label {folder.name!r}")
             _refuse_port(settings, folder.parent)
             servers = plan_servers(settings, environment)
             for server in servers:
                 children.append(start(server, folder, environment))
-                write(folder, servers[: len(children)])
+                write_servers(folder, servers[: len(children)])
             wait_until_ready(servers, children, settings)
     except BaseException:
         if children:  # a launch that fails or is interrupted leaves no process behind
-            end(folder, servers[: len(children)], 5.0)
+            end_servers(folder, servers[: len(children)], 5.0)
         raise
     front = servers[0]
     print(f"Ready:  {', '.join(front.names)} at {front.url}/v1 (pid {front.pid})")
@@ -132,7 +142,7 @@ def _listener(port: int, root: Path) -> str | None:
     """The launch whose server has a port."""
     for state_file in sorted(root.glob(f"*/{STATE}")):
         try:
-            servers = read(state_file.parent)
+            servers = read_servers(state_file.parent)
         except LaunchError:
             continue  # `status.sh` reports damaged files
         for server in servers:
@@ -255,7 +265,15 @@ def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Serv
     command += ["--max-body-mb", str(settings.max_body_mb)]
     command += [f"--upstream={name}={url}" for name, url in urls.items()]
     url = _local_url(settings.host, settings.port)
-    return Server(GATEWAY, "", url, GATEWAY, tuple(urls), (), command)
+    return Server(
+        name=GATEWAY,
+        model="",
+        url=url,
+        engine=GATEWAY,
+        names=tuple(urls),
+        gpus=(),
+        command=command,
+    )
 
 
 def _local_url(host: str, port: int) -> str:

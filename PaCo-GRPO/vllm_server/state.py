@@ -96,7 +96,7 @@ def _runs(process: psutil.Process) -> bool:
 _SERVERS = TypeAdapter(list[Server])
 
 
-def read(folder: Path) -> list[Server]:
+def read_servers(folder: Path) -> list[Server]:
     """The servers of a label; none if nothing was launched. Raises LaunchError."""
     _check_private(folder)
     file = folder / STATE
@@ -116,7 +116,7 @@ def _damaged(file: Path) -> LaunchError:
     return LaunchError(f"{file} is damaged; remove it if nothing runs")
 
 
-def write(folder: Path, servers: Sequence[Server]) -> None:
+def write_servers(folder: Path, servers: Sequence[Server]) -> None:
     """Replace the state of a label atomically. Raises LaunchError."""
     temporary = folder / f"{STATE}.new"
     try:
@@ -129,7 +129,9 @@ def write(folder: Path, servers: Sequence[Server]) -> None:
         ) from error
 
 
-def end(folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0) -> list[Server]:
+def end_servers(
+    folder: Path, servers: Sequence[Server], grace_period_s: float = 20.0
+) -> list[Server]:
     """End servers with all their children; their logs stay.
 
     The gateway is first, so that it can answer its requests.

@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict
 
 from vllm_server.settings import LaunchError
-from vllm_server.state import STATE, end, label_folder, read, runtime_root
+from vllm_server.state import STATE, end_servers, label_folder, read_servers, runtime_root
 
 _LINE = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
 
@@ -47,7 +47,7 @@ def status(as_json: bool) -> int:
     is_damaged = False
     for file in sorted(runtime_root(os.environ).glob(f"*/{STATE}")):
         try:
-            servers = read(file.parent)
+            servers = read_servers(file.parent)
         except LaunchError as error:
             print(f"status: {error}", file=sys.stderr)
             is_damaged = True
@@ -69,8 +69,8 @@ def status(as_json: bool) -> int:
 def stop() -> int:
     """End the servers of one label; returns the exit status."""
     folder = label_folder(os.environ)
-    servers = read(folder)
-    ended = end(folder, servers)
+    servers = read_servers(folder)
+    ended = end_servers(folder, servers)
     for server in servers:
         result = "ended" if server in ended else "was not running"
         print(f"{server.name} at {server.url}: {result}")

@@ -9,7 +9,7 @@ import pytest
 from fakes import free_port
 from PIL import Image
 
-from paco_judge.grid import pairs, split_image
+from paco_judge.grid import index_pairs, split_image
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
@@ -64,7 +64,9 @@ def test_the_page_over_http(page, world, answering_judge):
     panels = split_image(load_image(grid), 2, 2)
     question = theme_question("a paper boat")
     scorer = JudgeScorer.from_pretrained(answering_judge)
-    expected = scorer.score([Pair(panels[i], panels[j], question) for i, j in pairs(4)], top=20)
+    expected = scorer.score(
+        [Pair(panels[i], panels[j], question) for i, j in index_pairs(4)], top=20
+    )
     assert cells == pytest.approx([verdict.p_yes for verdict in expected], abs=1e-3)
     with pytest.raises(exceptions.AppError, match="give 2 to 16 images, .* not 18"):
         client.predict(picture, 6, 3, "", "", False, api_name="/ask")

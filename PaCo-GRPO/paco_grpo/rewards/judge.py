@@ -16,7 +16,7 @@ from PIL import Image
 from paco_grpo.item import Item
 from paco_grpo.rewards.subfigures import check_panels
 from paco_judge.client import JudgeClient
-from paco_judge.grid import pairs, split_image, split_prompt
+from paco_judge.grid import index_pairs, split_image, split_prompt
 from paco_judge.questions import BETTER, EDITING, Pair, Question, RequestForm, load_question, record
 
 # Questions, and the function from their P(Yes) (NaN = no answer) to the scores of the images (NaN =
@@ -203,7 +203,7 @@ class ConsistencyScore(JudgeReward):
         """About every pair of sub-figures of the one image."""
         (image,) = images
         cells = split_image(image, *check_panels(item, self.name))
-        couples = [(cells[i], cells[j]) for i, j in pairs(len(cells))]
+        couples = [(cells[i], cells[j]) for i, j in index_pairs(len(cells))]
         questions, of_pairs = self.about(couples, item)
         return questions, lambda p_yes: of_pairs(p_yes).mean()
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward
-from paco_judge.grid import pairs, parse_layout, split_image
+from paco_judge.grid import index_pairs, parse_layout, split_image
 
 
 def check_panels(item: Item, reward: str) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any])
         vectors = features(cells).double().cpu().numpy()
         scores = []
         for of_image in np.split(vectors, ends[:-1]):
-            cosines = [of_image[i] @ of_image[j] for i, j in pairs(len(of_image))]
+            cosines = [of_image[i] @ of_image[j] for i, j in index_pairs(len(of_image))]
             scores.append(np.mean(cosines))
         return np.array(scores)
 

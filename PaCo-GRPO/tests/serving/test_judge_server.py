@@ -18,14 +18,14 @@ from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages, theme_question
 from paco_judge.verdict import p_yes_from_top_logprobs
 from vllm_server import judge_server
-from vllm_server.judge_server import Engine, build_app
+from vllm_server.judge_server import BatchWorker, build_app
 
 SCORE = {"model": "Judge", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
 
 
 @pytest.fixture
 def engine(scorer):
-    return Engine(scorer, max_model_len=1024)
+    return BatchWorker(scorer, max_model_len=1024)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from vllm_server import engines, status
 from vllm_server import launch as launch_module
 from vllm_server.launch import launch
 from vllm_server.settings import LaunchError, LaunchSettings
-from vllm_server.state import Server, end, locked, write
+from vllm_server.state import Server, end_servers, locked, write_servers
 
 
 def test_launch_status_stop(shell):
@@ -333,7 +333,7 @@ def test_stop_signals_nothing_but_what_it_started(tmp_path):
     assert os.getsid(orphan) == shell.pid
     for pid in (innocent.pid, shell.pid):
         recorded = Server(**RECORD, pid=pid, started=time.time() - 100, mark="of an earlier launch")
-        assert end(tmp_path, [recorded], 1.0) == []
+        assert end_servers(tmp_path, [recorded], 1.0) == []
         assert not recorded.alive() and recorded.members() == []
     assert innocent.poll() is None and psutil.pid_exists(orphan)
     innocent.kill()
@@ -346,7 +346,7 @@ def test_damaged_state_is_one_line_and_hides_no_other_label(damage, tmp_path, mo
     monkeypatch.setenv("PACO_RUNTIME_DIR", str(tmp_path))
     good = Server(**RECORD, pid=1 << 22, started=1.0)
     (tmp_path / "good").mkdir(mode=0o700)
-    write(tmp_path / "good", [good])
+    write_servers(tmp_path / "good", [good])
     bad = tmp_path / "bad"
     bad.mkdir(mode=0o700)
     record = RECORD | {"started": time.time()}

@@ -246,7 +246,7 @@ class JudgeClient:
                 return None, f"judge at {self.base_url}: {error}"
         try:
             choice = parse(answer)["choices"][0]
-            if fields is not SCORING:
+            if fields is not SCORING:  # a text was asked for, not P(Yes)
                 return choice["message"]["content"] or "", None
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             tokens = [str(entry["token"]) for entry in top]

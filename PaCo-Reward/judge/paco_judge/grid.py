@@ -110,7 +110,7 @@ def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
     return [image.crop((left, top, left + width, top + height)) for left, top in corners]
 
 
-def pairs(n: int) -> list[tuple[int, int]]:
+def index_pairs(n: int) -> list[tuple[int, int]]:
     """All pairs (i, j) with i < j of n sub-figures, in lexical order."""
     return list(itertools.combinations(range(n), 2))
 

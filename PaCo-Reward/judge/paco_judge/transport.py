@@ -38,7 +38,11 @@ _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 @dataclass
 class _Server:
-    """How a URL has answered so far, so that calls give up early on one that is silent."""
+    """How a URL has answered so far, so that calls give up early on one that is silent.
+
+    Down: no connection is accepted. Waited: one is accepted, but no answer comes. After 90 % of a
+    call's patience of either, later calls are brief until there is an answer.
+    """
 
     answered_at: float = 0.0
     # Since the last answer:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from paco_judge import transport
 from paco_judge.client import FIRST_ANSWER_S, JudgeClient, JudgeError
-from paco_judge.grid import pairs, split_image
+from paco_judge.grid import index_pairs, split_image
 from paco_judge.images import UnreadableImage, as_received, data_url
 from paco_judge.questions import Pair, RequestForm, build_messages, theme_question
 from paco_judge.verdict import Answer
@@ -63,7 +63,7 @@ def test_the_request_follows_the_protocol():
 
 def test_one_grid_costs_six_requests():
     cells = split_image(picture(4, size=64), 2, 2)
-    asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in pairs(4)]
+    asked = [Pair(cells[i], cells[j], theme_question("a star.")) for i, j in index_pairs(4)]
     with FakeJudge() as judge:
         scorer = client(judge)
         assert [verdict.ok for verdict in scorer.score(asked)] == [True] * 6

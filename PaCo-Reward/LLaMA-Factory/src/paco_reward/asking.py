@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from paco_judge.grid import pairs as index_pairs
+from paco_judge.grid import index_pairs
 from paco_judge.judge import Judge
 from paco_judge.questions import (
     EDITING,
