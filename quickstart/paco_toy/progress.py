@@ -129,7 +129,14 @@ def earlier_processes(logs: Path) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getsid(process.pid) == session and process.create_time() >= started - 1:
                 processes.append(process)
-    return processes
+    return [process for process in processes if computes(process)]
+
+
+def computes(process: psutil.Process) -> bool:
+    """Whether it has not ended. In a container without an init process, zombies stay forever."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def wait_for_earlier(folders: list[Path]) -> int:
@@ -146,10 +153,13 @@ def wait_for_earlier(folders: list[Path]) -> int:
         f"a killed quickstart left process {pids} (started {started}); waiting for its end",
         flush=True,
     )
-    _, alive = psutil.wait_procs(processes, timeout=_EARLIER_S)
-    if not alive:
+    deadline = time.monotonic() + _EARLIER_S
+    while processes and time.monotonic() < deadline:
+        time.sleep(0.2)
+        processes = [process for process in processes if computes(process)]
+    if not processes:
         return 0
-    pids = " ".join(str(process.pid) for process in alive)
+    pids = " ".join(str(process.pid) for process in processes)
     print(
         f"it has not ended; end it with `kill {pids}` and run the quickstart again", file=sys.stderr
     )
