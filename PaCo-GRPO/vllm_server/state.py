@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -164,7 +165,10 @@ def _signal(
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             send(process)
-    psutil.wait_procs(processes, seconds)
+    # psutil.wait_procs would wait for zombies, which stay where no init process collects them.
+    deadline = time.monotonic() + seconds
+    while any(map(_runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def runtime_root(environment: Mapping[str, str]) -> Path:

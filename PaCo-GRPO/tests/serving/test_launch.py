@@ -341,6 +341,20 @@ def test_stop_signals_nothing_but_what_it_started(tmp_path):
     os.kill(orphan, signal.SIGKILL)
 
 
+def test_stop_does_not_wait_for_a_zombie(tmp_path):
+    """Without an init process, as in many containers, nobody collects what a dead launch left."""
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    parent = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=-1)
+    child = psutil.Process(int(parent.stdout.readline()))
+    recorded = Server(**RECORD, pid=child.pid, started=child.create_time(), mark="m")
+    began = time.monotonic()
+    assert end_servers(tmp_path, [recorded], 20.0) == [recorded]
+    assert time.monotonic() - began < 10
+    assert child.status() == psutil.STATUS_ZOMBIE
+    parent.kill()
+    parent.communicate()
+
+
 @pytest.mark.parametrize("damage", ["pid 0", "pid 1", "pid -1", "no pid", "a folder", "a link"])
 def test_damaged_state_is_one_line_and_hides_no_other_label(damage, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PACO_RUNTIME_DIR", str(tmp_path))
@@ -399,4 +413,4 @@ def test_a_full_state_folder_is_one_line_and_leaves_no_process(shell, monkeypatc
     with pytest.raises(LaunchError, match="state.json .No space left on device.: free some space"):
         launch(shell.environment | {"FAKE_VLLM_RECORD": ""})
     (process,) = started
-    assert not psutil.pid_exists(process.pid)
+    assert process.poll() is not None
