@@ -155,9 +155,11 @@ def test_the_transformers_engine_scores_as_a_server_would(
     assert [verdict.p_yes for verdict in engine(pairs)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_server_and_one_that_goes_away(edits):
+def test_a_server_and_one_that_goes_away(edits, monkeypatch):
     judge = fake_judge.FakeJudge(models=["PaCo-Reward-7B"])
     with judge:
+        monkeypatch.setenv("VLLM_API_KEY", "right")
+        judge.key = "right"
         assert edits.main("--server", judge.url) == 0
         engine = ServerEngine(judge.url, "PaCo-Reward-7B", RequestForm(), deadline_s=0.5)
     edits.file = edits.file.with_name("PaCo-Reward-7B.jsonl")

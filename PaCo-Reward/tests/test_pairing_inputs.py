@@ -87,6 +87,14 @@ def test_a_copy_of_the_images_continues_and_other_images_are_refused(world, tmp_
     assert "was built from other prompts or images" in message
 
 
+def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):
+    (tmp_path / "out").mkdir()
+    index = tmp_path / "out" / "dataset_info.json"
+    index.write_text('{"theirs": {}}')
+    assert "was not built here" in problem(world, tmp_path / "out", sets_only=True)
+    assert index.read_text() == '{"theirs": {}}'
+
+
 def test_sets_of_nothing_are_an_error(world, tmp_path, lines):
     one = write_lines(tmp_path / "one.jsonl", [lines[0] | {"image": "p0_0.png"}])
     assert "no sets are left (prompts 1" in problem(

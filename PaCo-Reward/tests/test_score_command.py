@@ -128,6 +128,11 @@ def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
         assert score(*urls, "--server", server.url, *options) == 0
         assert {headers.get("authorization") for headers in server.headers} == {"Bearer secret"}
     text = capsys.readouterr().out
+    monkeypatch.setenv("VLLM_API_KEY", "of the judge's server")
+    with fake_judge.FakeJudge(answers) as server:
+        assert score(*urls, "--server", server.url) == 0
+        sent = {headers.get("authorization") for headers in server.headers}
+        assert sent == {"Bearer of the judge's server"}
     assert "0.8000" in text
     assert "    Yes. Both are boats." in text
     monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)

@@ -218,7 +218,7 @@ def test_judge(terminal, port, published):
 
     def rank_by_people() -> None:
         """The judge's own pairs make room for those that people rank."""
-        (folder / "PaCo-Dataset").rename(folder / "ranked_by_the_judge")
+        (folder / "my_dataset").rename(folder / "ranked_by_the_judge")
         sets_only = "--grids grids --metadata prompts.jsonl --output sets --sets_only"
         activate = "source ../.venv/bin/activate\n"
         terminal.run(f"{activate}paco-reward build-dataset {sets_only}", folder)
@@ -229,7 +229,7 @@ def test_judge(terminal, port, published):
         actions = {4: rank_by_people}
         run_page(terminal, "PaCo-Reward/README.md", port, server.url, actions)
     assert (folder / "scores.html").is_file()
-    for name in ("ranked_by_the_judge", "PaCo-Dataset", "my_data"):
+    for name in ("ranked_by_the_judge", "my_dataset", "my_data"):
         assert json.loads((folder / name / "dataset_info.json").read_text())
     summary = folder / "evaluation" / "Edit-Bench" / "results_summary.txt"
     assert "judge" in summary.read_text()

@@ -55,7 +55,12 @@ class ServerEngine:
         self, url: str, model: str, form: RequestForm, deadline_s: float = DEADLINE_S
     ) -> None:
         self._connect = partial(
-            JudgeClient, base_url=url, model=model, deadline_s=deadline_s, form=form
+            JudgeClient,
+            base_url=url,
+            model=model,
+            api_key=os.environ.get("VLLM_API_KEY") or None,
+            deadline_s=deadline_s,
+            form=form,
         )
         self._client = self._connect()
         self._client.check()

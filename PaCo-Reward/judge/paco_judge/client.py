@@ -137,6 +137,11 @@ class JudgeClient:
             answer = transport.run(transport.request("GET", url, self._headers, deadline))
             served = [str(row["id"]) for row in parse(answer)["data"]]
         except transport.NoAnswer as error:
+            if error.status in (401, 403):
+                raise JudgeError(
+                    f"the judge at {self.base_url} refuses the API key ({error}); set VLLM_API_KEY "
+                    "to its key, or api_key in Python"
+                ) from error
             hint = (
                 "; start one (in PaCo-GRPO: `bash vllm_server/launch.sh`), or correct the address"
             )

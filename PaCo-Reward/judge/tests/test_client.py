@@ -339,7 +339,7 @@ def test_the_model_is_looked_up_whatever_its_case(caplog):
 
 def test_the_api_key_is_sent_and_a_wrong_one_is_reported():
     with FakeJudge(key="right") as judge:
-        with pytest.raises(JudgeError, match="a valid API key is needed"):
+        with pytest.raises(JudgeError, match="refuses the API key.*a valid API key is needed"):
             client(judge, api_key="wrong").check()
         scorer = client(judge, api_key="right")
         assert scorer.score(batch(1, "key"))[0].ok

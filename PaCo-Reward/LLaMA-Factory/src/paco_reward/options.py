@@ -80,7 +80,8 @@ def judge_of(args: argparse.Namespace) -> Judge:
         )
     if args.adapter:
         raise PacoRewardError(
-            "--adapter needs a local model; serve the adapter and name it with --model"
+            "--adapter needs a local model: merge it with `paco-reward export`, serve the result, "
+            "and name that with --model"
         )
     return Judge(
         args.server,
@@ -119,7 +120,7 @@ def _prepare_loading(args: argparse.Namespace) -> None:
 def _api_key(args: argparse.Namespace) -> str | None:
     """The key, from a variable: other users of a machine can see command lines."""
     if not args.api_key_env:
-        return None
+        return os.environ.get("VLLM_API_KEY") or None
     key = os.environ.get(args.api_key_env)
     if not key:
         raise PacoRewardError(

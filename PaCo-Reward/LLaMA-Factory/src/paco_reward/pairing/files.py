@@ -53,6 +53,10 @@ def claim(output: Path, items: Sequence[PromptItem]) -> None:
             stated.append([item.folder, item.prompt, name, file.name, digests[file]])
     digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
     note = output / "work" / "inputs.txt"
+    if not note.is_file() and (output / "dataset_info.json").exists():
+        raise PacoRewardError(
+            f"{output} holds a data set that was not built here; choose another --output"
+        )
     if note.is_file() and note.read_text() != digest:
         raise PacoRewardError(
             f"{output} was built from other prompts or images; choose another --output, "
