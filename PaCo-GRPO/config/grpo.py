@@ -438,7 +438,7 @@ def toy(config: ConfigDict) -> None:
 
 
 def toy_without_noise(config: ConfigDict) -> None:
-    """Sampling and σ of objectives that noise the finished images themselves."""
+    """Sampling, σ and KL weight for objectives that noise the finished images themselves."""
     config.sample.noise_level = 0.0
     config.sample.same_latent = False
     config.sample.latents_per_prompt = 1

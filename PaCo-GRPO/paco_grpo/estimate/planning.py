@@ -58,7 +58,7 @@ class Card:
 def card_of(name: str, memory_gb: float | None, operator_s: float) -> Card:
     """The card called ``name``; with ``memory_gb``, a card that is sold with that much memory.
 
-    Its speed is that of the known card with the nearest memory.
+    It is as fast as the known card with the nearest memory.
     """
     label = name
     share = 1.0

@@ -4,7 +4,7 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | train.dgpo_reference: ``lora.reference`` or adapter ``slow`` |
+| reference of the group | ``lora.reference`` or ``slow`` (train.dgpo_reference)       |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 

@@ -190,8 +190,7 @@ def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     if not state:
         raise RuntimeError(
             "peft returns no tensor of the trained LoRA, so there is nothing to save: install the "
-            "version of peft "
-            "that constraints/ names"
+            "version of peft that constraints/ names"
         )
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 

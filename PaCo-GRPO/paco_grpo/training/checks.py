@@ -57,8 +57,10 @@ def check_run(options: RunOptions) -> Objective:
     objective = None
     try:
         describe(train.aggregate_fn)
-        of_objective = get_objective(train.loss_type).check(options) or []
-        problems += [of_objective] if isinstance(of_objective, str) else of_objective
+        objective_problems = get_objective(train.loss_type).check(options) or []
+        if isinstance(objective_problems, str):
+            objective_problems = [objective_problems]
+        problems += objective_problems
         objective = create_objective(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))

@@ -56,7 +56,9 @@ def add_server_options(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the options that ``client_of`` reads."""
     parser.add_argument("--server", metavar="URL", help=help_text)
     parser.add_argument(
-        "--api_key_env", metavar="VARIABLE", help="environment variable with the server's key"
+        "--api_key_env",
+        metavar="VARIABLE",
+        help="variable with the server's key; default: VLLM_API_KEY",
     )
 
 

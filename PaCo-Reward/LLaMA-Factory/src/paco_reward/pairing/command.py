@@ -67,7 +67,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
     add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
-    add("--api_key_env", metavar="VARIABLE", help="environment variable with the server's key")
+    add(
+        "--api_key_env",
+        metavar="VARIABLE",
+        help="variable with the server's key; default: VLLM_API_KEY",
+    )
     template = "shipped template or text file (default "
     add(
         "--question",
