@@ -1,0 +1,37 @@
+"""The error that a user can repair, and how every command of this repository shows it."""
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class UserError(ValueError):
+    """Something that the user can repair.
+
+    The message says what is wrong, where, and what to do; commands show it without a traceback.
+    """
+
+
+def run_command(command: Callable[[], int | None], *others: type[Exception]) -> int:
+    """The exit status of a command: 0 or what it returns, 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        command: The command without its arguments.
+        others: Further errors that are shown without a traceback, besides UserError.
+    """
+    try:
+        return command() or 0
+    except (UserError, *others) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let this process get a signal when its parent ends, even when that was killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

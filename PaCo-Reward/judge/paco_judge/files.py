@@ -1,0 +1,192 @@
+"""Files that this repository's programs write: locks, whole files, journals, fingerprints."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from paco_judge.errors import UserError
+
+_WHOLE = 2**20  # bytes: smaller files are read whole for a fingerprint
+_END = 2**16  # bytes of the beginning and of the end of larger ones
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of ``folder`` until the block or this process ends.
+
+    Raises:
+        UserError: Another process uses it.
+    """
+    with _locked(folder / ".lock", folder):
+        yield
+
+
+@contextmanager
+def _locked(lock_file: Path, what: Path) -> Iterator[None]:
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"another process uses {what}; wait for it, or name another") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path``; a kill or a power loss leaves the old file or the new one.
+
+    The content goes to a hidden file beside it, reaches the disk, and is then renamed.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` permanent: a rename reaches the disk with its folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Journal:
+    """A JSON-lines file of results that a killed program continues.
+
+    A context manager; nobody else writes the file meanwhile.
+
+    Args:
+        file: One JSON object a line. A last line that a kill cut off is removed.
+
+    Attributes:
+        rows: What the file holds, in its order.
+
+    Raises:
+        UserError: A line is damaged, or another process writes the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        self.rows: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            lock_file = self.path.with_name(f".{self.path.name}.lock")
+            stack.enter_context(_locked(lock_file, self.path))
+            self._file = stack.enter_context(self.path.open("a+b"))
+            whole, line_feed, _ = self.path.read_bytes().rpartition(b"\n")
+            self._file.truncate(len(whole) + len(line_feed))
+            self.rows = read_json_lines(self.path)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row; it is in the file when this returns."""
+        self.rows.append(row)
+        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.flush()
+
+
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; blank lines are skipped.
+
+    Raises:
+        UserError: A line holds no JSON object; the message names it.
+    """
+    rows = []
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file} line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{file} line {number} is no JSON object")
+        rows.append(row)
+    return rows
+
+
+def hash_value(value: Any) -> str:
+    """SHA-256 (hexadecimal) of a value that JSON can hold; other objects count as their text."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(*places: str | Path) -> str | None:
+    """``sha256:…`` of what models, adapters or data sets hold, gigabytes in a second.
+
+    Names, sizes, the whole of files up to 1 MiB, and 64 KiB at both ends of larger ones. Hidden
+    files do not count, nor does where a folder lies.
+
+    Args:
+        places: Files, folders, or hub names in the local cache.
+
+    Returns:
+        None if nothing of them is here.
+    """
+    total = hashlib.sha256()
+    num_files = 0
+    for place in places:
+        root = _local(place)
+        for file in _files_in(root):
+            name = file.relative_to(root) if file != root else file.name
+            total.update(f"{name}\0{file.stat().st_size}\0{_hash_file(file)}\n".encode())
+            num_files += 1
+    return f"sha256:{total.hexdigest()[:32]}" if num_files else None
+
+
+def _local(place: str | Path) -> Path:
+    """A path as it is; the folder of a hub name, if its files are in the local cache."""
+    path = Path(place).expanduser()
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(place), local_files_only=True))
+    except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
+        return path
+
+
+def _files_in(root: Path) -> list[Path]:
+    """Its files that are not hidden, sorted; itself if it is a file."""
+    if root.is_file():
+        return [root]
+    files = []
+    for folder, folder_names, names in os.walk(root, followlinks=True):
+        folder_names[:] = [name for name in folder_names if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def _hash_file(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= _WHOLE:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as content:
+        digest = hashlib.sha256(content.read(_END))
+        content.seek(size - _END)
+        digest.update(content.read(_END))
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Files: locks, journals, fingerprints, and how commands end."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paco_judge.errors import UserError, run_command
+from paco_judge.files import Journal, fingerprint, locked, write_atomically
+
+_HOLD = "import sys; sys.path.insert(0, {root!r}); from pathlib import Path\n"
+_HOLD += "from paco_judge.files import locked\n"
+_HOLD += "with locked(Path({folder!r})): print('locked', flush=True); sys.stdin.read()"
+
+
+def test_a_folder_is_used_by_one_process_at_a_time(tmp_path, request):
+    root = str(request.config.rootpath / "PaCo-Reward" / "judge")
+    program = _HOLD.format(root=root, folder=str(tmp_path))
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match=str(tmp_path)), locked(tmp_path):
+            pass
+        other.kill()  # the lock goes with its process
+    with locked(tmp_path):
+        pass
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    file = tmp_path / "state.json"
+    write_atomically(file, "one")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "\udc80")
+    write_atomically(tmp_path / "other", b"two")
+    assert file.read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "state.json"]
+
+
+def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path):
+    file = tmp_path / "work" / "answers.jsonl"
+    with Journal(file) as journal:
+        journal.append({"key": "a", "value": 0.25})
+        journal.append({"key": "b", "value": None})
+        with pytest.raises(UserError, match="answers.jsonl"), Journal(file):
+            pass
+    with file.open("a") as cut_off:
+        cut_off.write('{"key": "c", "val')
+    with Journal(file) as journal:
+        assert journal.rows == [{"key": "a", "value": 0.25}, {"key": "b", "value": None}]
+        journal.append({"key": "d", "value": "é"})
+    with Journal(file) as journal:
+        assert [row["key"] for row in journal.rows] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"key": ', "\udc80"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"key": 1}\n\n' + line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(UserError, match="rows.jsonl line 3"), Journal(file):
+        pass
+
+
+def _model(root):
+    (root / "scheduler").mkdir(parents=True)
+    (root / "scheduler" / "config.json").write_text('{"shift": 3.0}')
+    (root / "weights.safetensors").write_bytes(bytes(3 * 2**20))
+    (root / "half.bin").write_bytes(bytes(2**20))
+    (root / ".lock").write_text("not part of it")
+    return root
+
+
+def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
+    first = _model(tmp_path / "a")
+    second = _model(tmp_path / "b")
+    (second / ".lock").write_text("another")
+    assert fingerprint(first) == fingerprint(second)
+    assert fingerprint(first, second / "half.bin") != fingerprint(first)
+    assert fingerprint(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("scheduler/config.json", 11),
+        ("half.bin", 2**19),
+        ("weights.safetensors", 0),
+        ("weights.safetensors", 3 * 2**20 - 1),
+    ],
+)
+def test_a_fingerprint_sees_one_changed_byte(tmp_path, name, at):
+    before = fingerprint(_model(tmp_path))
+    with (tmp_path / name).open("r+b") as file:
+        file.seek(at)
+        file.write(b"9")
+    assert fingerprint(tmp_path) != before
+
+
+def test_a_fingerprint_sees_names_and_lengths(tmp_path):
+    before = fingerprint(_model(tmp_path))
+    (tmp_path / "half.bin").rename(tmp_path / "whole.bin")
+    renamed = fingerprint(tmp_path)
+    (tmp_path / "weights.safetensors").write_bytes(bytes(3 * 2**20 + 1))
+    assert len({before, renamed, fingerprint(tmp_path)}) == 3
+
+
+def test_how_a_command_ends(capsys):
+    def fail(error):
+        raise error
+
+    assert run_command(lambda: None) == 0
+    assert run_command(lambda: 3) == 3
+    assert run_command(lambda: fail(UserError("set x"))) == 1
+    assert run_command(lambda: fail(OSError("full")), OSError) == 1
+    assert run_command(lambda: fail(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "error: set x\nerror: full\ninterrupted\n"
+    with pytest.raises(KeyError):
+        run_command(lambda: fail(KeyError("a defect")))
