@@ -301,8 +301,8 @@ class BatchWorker:
         if longer:
             limits = [jobs[i].request.limit or self.max_model_len - jobs[i].tokens for i in longer]
             chats = [jobs[index].chat for index in longer]
-            generated = self.scorer.generate(chats, max(limits)).tolist()
-            for index, tokens, limit in zip(longer, generated, limits, strict=True):
+            generated, _ = self.scorer.generate(chats, max(limits))
+            for index, tokens, limit in zip(longer, generated.tolist(), limits, strict=True):
                 ids[index] = self._until_end(tokens)[:limit]
         for job, logits, tokens in zip(jobs, rows, ids, strict=True):
             if np.isnan(logits).any():

@@ -143,7 +143,7 @@ class JudgeScorer:
         chats = [self.chat(pair) for pair in pairs]
         answers = []
         for start in range(0, len(chats), self.batch_size):
-            ids = self.generate(chats[start : start + self.batch_size], max_new_tokens)
+            ids, _ = self.generate(chats[start : start + self.batch_size], max_new_tokens)
             answers += self.processor.batch_decode(ids, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
@@ -223,11 +223,23 @@ class JudgeScorer:
         return outputs.logits[:, -1].float().cpu().numpy()
 
     @torch.inference_mode()
-    def generate(self, chats: Sequence[Chat], max_new_tokens: int) -> torch.Tensor:
-        """Greedy answers: token ids, (B, at most ``max_new_tokens``)."""
+    def generate(
+        self, chats: Sequence[Chat], max_new_tokens: int
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Greedy answers: token ids, (B, at most ``max_new_tokens``), and logits of the first one.
+
+        The logits are those of ``first_token_logits``.
+        """
         inputs = self.inputs(chats)
-        ids = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        return ids[:, inputs["input_ids"].shape[1] :]
+        outputs = self.model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        ids = outputs.sequences[:, inputs["input_ids"].shape[1] :]
+        return ids, outputs.logits[0].float().cpu().numpy()
 
 
 def answer_ids(tokenizer: Any, answer_tokens: str = "exact") -> tuple[list[int], list[int]]:

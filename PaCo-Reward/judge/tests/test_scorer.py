@@ -62,6 +62,9 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     np.testing.assert_allclose(p_yes(scorer, pairs), expected, atol=1e-5)
     np.testing.assert_allclose(p_yes(scorer, pairs[::-1])[::-1], expected, atol=1e-5)
     assert [answer for answer in scorer.reasons(pairs[:2], 5) if answer]
+    chats = [scorer.chat(pair) for pair in pairs]
+    _, logits = scorer.generate(chats, 3)
+    np.testing.assert_allclose(logits, scorer.first_token_logits(chats), atol=1e-5)
 
 
 def test_the_length_of_a_prompt_is_that_of_the_model_inputs(scorer, pairs):
