@@ -6,6 +6,7 @@ left to right, then top to bottom.
 """
 
 import itertools
+import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from PIL import Image
 
 # At most two digits: "1024x1024" is a size, and so is "64x64 px".
 _LAYOUT = re.compile(
-    r"(?<![\d.,])(\d{1,2})\s*[xX×⨉]\s*(\d{1,2})(?![\d.,]*\d)(?![\s-]*(?:px|pixel))"
-    r"(?P<named>[\s-]+(?:grid|layout))?"
+    r"(?P<grid_of>(?:grid|layout) of )?"
+    r"(?<![\d.,])(?P<rows>\d{1,2})\s*(?:[xX×⨉*]|by\b)\s*(?P<cols>\d{1,2})"
+    r"(?![\d.,]*\d)(?![\s-]*(?:px|pixel))"
+    r"(?P<grid>[\s-]+(?:grid|layout|panel))?"
 )
 _BRACKET = r"\[[A-Z0-9]+(?:-[A-Z0-9]+)*\]"
 # A label counts only where a sentence or a quotation has just ended: the same characters inside a
 # text are text.
-_LABEL = re.compile(rf'(?<=[."”])\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d{{1,9}}):')
+_END = r"(?:(?<=[.!?…。！？\"”»])|(?<=[.!?…][)'’]))"
+_LABEL = re.compile(rf"{_END}\s+(?P<label>{_BRACKET}(?:-{_BRACKET})*|PANEL-\d{{1,9}}):")
 _NAMED_ROWS = {"TOP": 0, "MIDDLE-TOP": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-BOTTOM": 3, "BOTTOM": 4}
 _NAMED_COLS = {"LEFT": 0, "MIDDLE-LEFT": 1, "MIDDLE": 2, "CENTER": 2, "MIDDLE-RIGHT": 3, "RIGHT": 4}
 
@@ -40,19 +44,23 @@ class GridPrompt:
 
 
 def parse_layout(prompt: str) -> tuple[int, int]:
-    """(rows, cols) of the first ``RxC grid`` or ``RxC`` in the prompt; (1, 1) without one.
+    """(rows, cols) of the first ``RxC grid`` in the prompt; (1, 1) without one.
+
+    Also of an ``RxC`` alone, if there are so many panel labels: "a 4x4 truck" is no layout.
 
     Raises PromptLayoutError: It has no panels.
     """
-    matches = list(_LAYOUT.finditer(prompt))
-    if not matches:
-        return 1, 1
-    match = next((match for match in matches if match["named"]), matches[0])
-    rows = int(match[1])
-    cols = int(match[2])
-    if rows < 1 or cols < 1:
-        raise PromptLayoutError(f"layout {rows}x{cols} has no panels")
-    return rows, cols
+    num_labels = len(_LABEL.findall(prompt))
+    sizes = []
+    for match in _LAYOUT.finditer(prompt):
+        rows = int(match["rows"])
+        cols = int(match["cols"])
+        if match["grid"] or match["grid_of"]:
+            if rows < 1 or cols < 1:
+                raise PromptLayoutError(f"layout {rows}x{cols} has no panels")
+            return rows, cols
+        sizes.append((rows, cols))
+    return next((size for size in sizes if math.prod(size) == num_labels > 0), (1, 1))
 
 
 def split_prompt(prompt: str) -> GridPrompt:
@@ -87,9 +95,11 @@ def split_prompt(prompt: str) -> GridPrompt:
     for name, text in texts.items():
         if not text:
             raise PromptLayoutError(f"panel {name!r} has no text. Prompt: {excerpt}")
-    places = [_position(name) for name in names]
-    if None not in places and len(set(places)) == len(places):  # else in the prompt's order
-        names.sort(key=_position)
+    is_table = rows > 1 and cols > 1
+    places = {name: _position(name, is_table) for name in names}
+    distinct = set(places.values())
+    if None not in distinct and len(distinct) == len(names):  # else in the prompt's order
+        names.sort(key=places.get)
     theme = prompt[: labels[0].start()].strip()
     return GridPrompt(theme, tuple(texts[name] for name in names), rows, cols)
 
@@ -115,13 +125,18 @@ def index_pairs(n: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(n), 2))
 
 
-def _position(name: str) -> tuple[int, int] | None:
-    """(row, column) of a label; None if it names none."""
-    if name.startswith("PANEL-"):
-        return (0, int(name.removeprefix("PANEL-")))
-    first, _, second = name.strip("[]").partition("]-[")
-    if not second:
-        first, second = ("TOP", first) if first in _NAMED_COLS else (first, "MIDDLE")
-    if first not in _NAMED_ROWS or second not in _NAMED_COLS:
+def _position(label: str, is_table: bool) -> tuple[int, int] | None:
+    """(row, column) of a label; None if it names none. ``is_table``: of rows and columns."""
+    if label.startswith("PANEL-"):
+        return (0, int(label.removeprefix("PANEL-")))
+    parts = label.strip("[]").split("]-[")
+    if len(parts) == 1 and is_table:  # [TOP-LEFT]; in a column, [MIDDLE-TOP] is one of four rows
+        parts = label.strip("[]").split("-")
+    if len(parts) == 1:
+        parts.append("MIDDLE")
+    if len(parts) > 2:
         return None
-    return _NAMED_ROWS[first], _NAMED_COLS[second]
+    for row, col in itertools.permutations(parts):  # the column may come first
+        if row in _NAMED_ROWS and col in _NAMED_COLS:
+            return _NAMED_ROWS[row], _NAMED_COLS[col]
+    return None

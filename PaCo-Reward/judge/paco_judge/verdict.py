@@ -27,6 +27,7 @@ ANSWER_TOKENS = {
 # Servers give so many. No more count in this process, so that the same pairs have a score.
 TOP_LOGPROBS = 20
 _ROUNDING = 1e-3  # servers may report slightly more than 0
+_ROUNDING_OF_SUM = 1e-2  # and round each logarithm, as bfloat16 does
 _VLLM_MINUS_INFINITY = -9999.0  # JSON has no infinity
 
 
@@ -66,41 +67,62 @@ def verdict_of(answer: str) -> bool | None:
 
 
 def p_yes_from_top_logprobs(
-    top: Mapping[str, float] | Iterable[Mapping[str, object]], answer_tokens: str = "exact"
+    top: Mapping[str, float] | Iterable[Mapping[str, object]],
+    answer_tokens: str = "exact",
+    asked: int = TOP_LOGPROBS,
 ) -> float | None:
     """The score from the top log-probabilities of the first answer token.
 
     Args:
         top: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``.
         answer_tokens: A key of ``ANSWER_TOKENS``; the probabilities of its tokens are summed.
+        asked: The number of log-probabilities that were asked for. A word that is not among so
+            many has probability 0.
 
     Returns:
-        None if neither Yes nor No has a probability; without an entry, or at minus infinity, it
-        is 0.
+        None if neither Yes nor No has a probability.
 
     Raises:
-        ValueError: A log-probability is no number, NaN, or more than 0.
+        ValueError: These cannot be the log-probabilities of one token, or Yes or No is missing from
+            fewer than ``asked``.
     """
     if isinstance(top, Mapping):
         entries = list(top.items())
     else:
         entries = [(entry["token"], entry["logprob"]) for entry in top]
-    yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
-    p_yes = _share(_log_sum(entries, yes_tokens), _log_sum(entries, no_tokens))
-    return None if np.isnan(p_yes) else float(p_yes)
+    _check_probabilities(entries)
+    yes, no = (_log_sum(entries, tokens) for tokens in ANSWER_TOKENS[answer_tokens])
+    if yes == no == -np.inf:
+        return None
+    if -np.inf in (yes, no) and len(entries) < asked:
+        raise ValueError(
+            f"only {len(entries)} of {asked} log-probabilities came back, and Yes or No is not "
+            "among them"
+        )
+    return float(_share(yes, no))
 
 
-def _log_sum(entries: Sequence[tuple[str, object]], tokens: Collection[str]) -> float:
-    """Logarithm of the summed probabilities of ``tokens``; minus infinity if there is none."""
-    logprobs = [_checked(logprob) for token, logprob in entries if token in tokens]
+def _check_probabilities(entries: Sequence[tuple[str, object]]) -> None:
+    """Raises ValueError: Entries cannot be log-probabilities of the tokens at one place."""
+    for token, logprob in entries:
+        is_number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
+        if not is_number or not logprob <= _ROUNDING:
+            raise ValueError(f"{logprob!r} of {token!r} is not a log-probability")
+    total = np.exp([logprob for _, logprob in entries]).sum()
+    if total > 1.0 + _ROUNDING_OF_SUM:
+        raise ValueError(f"the probabilities add up to {total:.3g}")
+
+
+def _log_sum(entries: Sequence[tuple[str, float]], tokens: Collection[str]) -> float:
+    """Logarithm of the summed probabilities of ``tokens``; minus infinity if there is none.
+
+    Raises ValueError: One of them occurs twice.
+    """
+    counted = [(token, logprob) for token, logprob in entries if token in tokens]
+    if len(dict(counted)) < len(counted):
+        raise ValueError(f"a token occurs twice among {[token for token, _ in counted]}")
+    logprobs = [-np.inf if value <= _VLLM_MINUS_INFINITY else value for _, value in counted]
     return np.logaddexp.reduce(logprobs, initial=-np.inf)
-
-
-def _checked(logprob: object) -> float:
-    is_number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
-    if not is_number or not logprob <= _ROUNDING:
-        raise ValueError(f"{logprob!r} is not a log-probability")
-    return -np.inf if logprob <= _VLLM_MINUS_INFINITY else float(logprob)
 
 
 def p_yes_from_logits(

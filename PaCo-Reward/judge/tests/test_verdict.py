@@ -13,7 +13,7 @@ from paco_judge.verdict import (
     verdict_of,
 )
 
-logprobs = st.floats(-700, 0)
+logprobs = st.floats(-700, -0.7)  # two of them add up to less than 1
 
 
 @given(yes=logprobs, no=logprobs)
@@ -22,24 +22,66 @@ def test_share_against_float64(yes, no):
     expected = np.exp(np.float64(yes) - low) / (
         np.exp(np.float64(yes) - low) + np.exp(np.float64(no) - low)
     )
-    assert p_yes_from_top_logprobs({"Yes": yes, "No": no, "the": -0.1}) == pytest.approx(
+    assert p_yes_from_top_logprobs({"Yes": yes, "No": no, "the": -900.0}) == pytest.approx(
         expected, abs=1e-12
     )
 
 
+def with_others(answers: dict[str, float], count: int = 20) -> dict[str, float]:
+    """A list of ``count`` log-probabilities: ``answers`` and other tokens, which share 1 %."""
+    others = count - len(answers)
+    return answers | {f"other {number}": math.log(0.01 / others) for number in range(others)}
+
+
 def test_an_answer_outside_the_top_has_probability_zero_and_none_has_no_score():
-    assert p_yes_from_top_logprobs({"Yes": -9.0}) == 1.0
-    assert p_yes_from_top_logprobs({"No": -9.0}) == 0.0
-    assert p_yes_from_top_logprobs({"yes": -0.1, " Yes": -0.2, "NO": -1.0}) is None
+    assert p_yes_from_top_logprobs(with_others({"Yes": -9.0})) == 1.0
+    assert p_yes_from_top_logprobs(with_others({"No": -8.0})) == 0.0
+    others = {"yes": -1.0, " Yes": -2.0, "NO": -3.0}
+    assert p_yes_from_top_logprobs(with_others(others)) is None
     assert p_yes_from_top_logprobs({}) is None
+
+
+@pytest.mark.parametrize("answer", ["Yes", "No"])
+@pytest.mark.parametrize("count", [1, 5, 19])
+def test_a_short_list_that_lacks_one_word_says_nothing(answer, count):
+    """A server that caps the list; the other word may be the next."""
+    with pytest.raises(ValueError, match=f"only {count} of 20"):
+        p_yes_from_top_logprobs(with_others({answer: -0.25}, count))
+    both = with_others({"Yes": -1.25, "No": -0.75}, max(count, 2))
+    assert p_yes_from_top_logprobs(both) == pytest.approx(1 / (1 + math.exp(0.5)))
+    assert p_yes_from_top_logprobs(with_others({answer: -0.25}, count), asked=count) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        [("Yes", 0.0), ("No", 0.0)],  # in place of a missing number
+        [("Yes", -0.3), ("No", -1.4), ("the", -1.5), ("a", -1.6)],
+        [("Yes", 0.0004), ("No", 0.0002)],  # probabilities in place of their logarithms
+        [("Yes", -0.2), ("No", -1.6), ("the", math.nan)],
+        [("Yes", -0.9), ("No", -1.7), ("Yes", -1.2)],
+        [("Yes", -0.9), ("No", -1.7), ("No", -1.2)],
+    ],
+)
+def test_what_cannot_be_the_probabilities_of_one_token_is_no_answer(top):
+    entries = [{"token": token, "logprob": logprob} for token, logprob in top]
+    with pytest.raises(ValueError, match="add up|not a log-probability|twice"):
+        p_yes_from_top_logprobs(entries)
+
+
+def test_rounded_probabilities_and_tokens_of_one_text_are_an_answer():
+    top = [("Yes", -0.28), ("No", -1.48), ("\ufffd", -4.4), ("\ufffd", -4.6)]
+    entries = [{"token": token, "logprob": logprob} for token, logprob in top]
+    assert 1.0 < sum(math.exp(logprob) for _, logprob in top) < 1.01
+    assert p_yes_from_top_logprobs(entries) == pytest.approx(1 / (1 + math.exp(-1.2)))
 
 
 @pytest.mark.parametrize("nothing", [-math.inf, -9999.0, -9999])
 def test_a_token_at_minus_infinity_has_probability_zero(nothing):
     """vLLM writes minus infinity as -9999; equal logarithms of nothing are no even chance."""
     assert p_yes_from_top_logprobs({"Yes": nothing, "No": nothing}) is None
-    assert p_yes_from_top_logprobs({"Yes": nothing, "No": -3.0}) == 0.0
-    assert p_yes_from_top_logprobs({"Yes": -700.0, "No": nothing}) == 1.0
+    assert p_yes_from_top_logprobs(with_others({"Yes": nothing, "No": -3.0})) == 0.0
+    assert p_yes_from_top_logprobs(with_others({"Yes": -700.0, "No": nothing})) == 1.0
     tokens = dict.fromkeys((" yes", "NO"), nothing)
     assert p_yes_from_top_logprobs(tokens, "variants") is None
 
@@ -61,7 +103,7 @@ def test_variants_are_summed():
     }
     top = {token: math.log(p) for token, p in top.items()}
     assert p_yes_from_top_logprobs(top, "variants") == pytest.approx(0.8)
-    assert p_yes_from_top_logprobs(top) == 1.0
+    assert p_yes_from_top_logprobs(top, asked=8) == 1.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, 0.5, True, "-0.1", None])
@@ -76,7 +118,7 @@ def test_logits_agree_with_top_logprobs(values, top):
     log_probs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     names = ["Yes", "No", "a", "b", "c", "d"]
     kept = np.argsort(-logits)[:top]
-    expected = p_yes_from_top_logprobs({names[i]: log_probs[i] for i in kept})
+    expected = p_yes_from_top_logprobs({names[i]: log_probs[i] for i in kept}, asked=top)
     actual = p_yes_from_logits(logits, 0, 1, top=top)
     assert np.isnan(actual) if expected is None else actual == pytest.approx(expected, abs=1e-9)
 
