@@ -3,7 +3,7 @@
 python examples/open_prompts.py PaCo-GRPO/dataset/foxes
 cd PaCo-GRPO && bash scripts/single_node/train_flux.sh t2is --config.dataset=dataset/foxes
 
-``"open": true`` lets the reward ``between_images`` and the measure κ compare the images of a prompt.
+``"open": true`` lets the reward ``between_images`` and the measure w − b compare the images of a prompt.
 """
 
 import argparse

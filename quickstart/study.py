@@ -11,9 +11,10 @@ results.csv has for this commit and this judge is not repeated, and a stopped ru
 The columns:
 
 - ``judge``: the start of the SHA-256 of its weights. Runs with different judges are not averaged.
-- ``oracle_w``, ``oracle_b``, ``oracle_kappa``: docs/rewards.md, "Agreement beyond chance", read by
-  the oracle on open prompts. ``judge_`` and ``other_`` are the same numbers by the judge and by a
-  judge with another base, wording and training pairs.
+- ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other images",
+  read by the oracle on open prompts. ``judge_`` and ``other_`` are the same numbers by the judge and
+  by a judge with another base, wording and training pairs. ``…_kappa`` = (w − b) / (1 − b) is what
+  rows until November 2026 have as well.
 - ``consistency``, ``agreement`` and the other measures of paco_toy/summary.py, ``_before`` and
   ``_after`` training. A run may have further rows, for evaluations on the way.
 - ``minutes``: of the training, on a machine that may be shared. ``cpu_minutes``: of the trainer's
@@ -63,7 +64,7 @@ KEY = ["study", "run", "seed", "commit", "judge"]
 SERVED = {"port": 8077, "model": "PaCo-Reward-Toy"}
 JUDGED = ("consistency_score", "between_images")
 ORACLE = "paco_toy.oracle:oracle_"
-# With weight 0, between_images is monitored: κ in every epoch, and its warnings.
+# With weight 0, between_images is monitored: w and b in every epoch, and their warning.
 CONSISTENCY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 0.0}}
 VARIETY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 8.0}}
 NAMING_VARIETY = {"train.reward_fn": {f"{ORACLE}alignment": 1.0, "between_images": 8.0}}
@@ -114,8 +115,8 @@ class Study:
 
     config: str
     runs: dict[str, dict[str, Any]]  # name -> options of the training; ``base`` is not trained
-    images_per_prompt: int = 4  # for w, b and κ; 0 = without them
-    judged: bool = False  # w, b and κ by the judge, too
+    images_per_prompt: int = 4  # for w and b; 0 = without them
+    judged: bool = False  # w and b by the judge, too
 
 
 REWARD_RUNS = {
@@ -223,7 +224,7 @@ def teraflops_of_epoch(run: Run) -> float:
 
 
 def agreement_command(run: Run) -> list[str]:
-    """Measures w, b and κ of a run's last checkpoint, or of the base model."""
+    """Measures w and b of a run's last checkpoint, or of the base model."""
     study = STUDIES[run.study]
     rewards = [f"{ORACLE}consistency", f"{ORACLE}between_images"]
     served = {}
@@ -286,7 +287,7 @@ def finish(run: Run, epochs: int, teraflops: float) -> list[dict[str, Any]]:
 
 
 def warnings_of(log: str) -> str:
-    """Signs of collapse, each with the epoch of its first warning: ``reward/kappa@12 …``."""
+    """Signs of collapse, each with the epoch of its first warning: ``health/diversity_vs_first@12 …``."""
     epochs: dict[str, str] = {}
     for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
         epochs.setdefault(signal, epoch)
@@ -319,6 +320,9 @@ def evaluations_of(folder: Path, teraflops: float) -> list[dict[str, float]]:
     return evaluations
 
 
+AGREEMENT_COLUMNS = {"w": "within", "b": "between", "w_minus_b": "within_minus_between"}
+
+
 def agreement_columns(run: Run) -> dict[str, float]:
     """Columns of ``agreement_command``'s results."""
     results = json.loads((run.folder / "agreement" / "results.json").read_text())
@@ -328,7 +332,7 @@ def agreement_columns(run: Run) -> dict[str, float]:
         categories = {"oracle": "all, oracle_consistency", "judge": "all, consistency_score"}
     columns = {}
     for reader, category in categories.items():
-        for column, name in {"w": "within", "b": "between", "kappa": "kappa"}.items():
+        for column, name in AGREEMENT_COLUMNS.items():
             columns[f"{reader}_{column}"] = agreement[category][name]["mean"]
     return columns
 
@@ -352,10 +356,10 @@ def keep(run: Run, judge: str, evaluations: Sequence[Mapping[str, Any]]) -> None
 LABELS = {
     "oracle_w": "w",
     "diversity": "diversity 1 − b",
-    "oracle_kappa": "κ",
+    "oracle_w_minus_b": "w − b",
     "consistency_after": "consistency, full prompts",
-    "judge_kappa": "κ by the judge",
-    "other_kappa": "κ by another judge",
+    "judge_w_minus_b": "w − b by the judge",
+    "other_w_minus_b": "w − b by another judge",
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
     "minutes": "minutes",
@@ -363,8 +367,8 @@ LABELS = {
 }
 OF_STUDY = {"aggregation": ("alignment_after", "darkness_after", "minutes", "cpu_minutes")}
 OF_AGREEMENT = (
-    "oracle_w", "diversity", "oracle_kappa", "consistency_after", "judge_kappa", "other_kappa",
-    "minutes", "cpu_minutes",
+    "oracle_w", "diversity", "oracle_w_minus_b", "consistency_after", "judge_w_minus_b",
+    "other_w_minus_b", "minutes", "cpu_minutes",
 )  # fmt: skip
 
 

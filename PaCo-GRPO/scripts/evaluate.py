@@ -10,8 +10,7 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     GEdit-Bench's edits. dataset/fetch.py makes the sets, the judge is the
                     configuration's (vllm_server/launch.sh)
     --images_per_prompt K
-                    at least 4: also κ, agreement beyond chance (docs/rewards.md), from K noises for
-                    each prompt
+                    at least 4: also w, b and w − b (docs/rewards.md), from K noises for each prompt
     --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in
                     DIR/against
     --verify DIR    only load the file of the checkpoint DIR in plain diffusers, and compare one

@@ -59,7 +59,7 @@ def test_the_results_of_an_evaluation_become_columns(name, readers, tmp_path, mo
     for reader in readers:
         assert columns[f"{reader}_w"] == 0.75
         assert columns[f"{reader}_b"] == 0.25
-        assert columns[f"{reader}_kappa"] == pytest.approx(2 / 3)
+        assert columns[f"{reader}_w_minus_b"] == 0.5
     assert len(columns) == 3 * len(readers)
 
 
@@ -67,15 +67,15 @@ def test_health_signals_are_read_from_the_log():
     log = [
         "started",
         "after epoch 3: x (train/grad_norm in metrics.jsonl)",
-        "after epoch 4: y (1.0). Likely cause: z (reward/kappa in metrics.jsonl)",
+        "after epoch 4: y (1.0). Likely cause: z (reward/x in metrics.jsonl)",
         "after epoch 5: x (train/grad_norm in metrics.jsonl)",
     ]
-    assert study.warnings_of("\n".join(log)) == "train/grad_norm@3 reward/kappa@4"
+    assert study.warnings_of("\n".join(log)) == "train/grad_norm@3 reward/x@4"
 
 
 def rows_of(*rows):
-    """Rows of results.csv from (run, judge, commit, seed, κ)."""
-    results = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_kappa"])
+    """Rows of results.csv from (run, judge, commit, seed, w − b)."""
+    results = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_w_minus_b"])
     return results.assign(study="rewards", oracle_b=0.25, consistency_after=float("nan"))
 
 
@@ -89,7 +89,7 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
         ("variety", "j2", "c", 2, 0.9),
     )
     head, _, variety, gardo, other_judge = study.table(results, "rewards").splitlines()
-    assert head == "| run | judge | seeds | commits | diversity 1 − b | κ |"
+    assert head == "| run | judge | seeds | commits | diversity 1 − b | w − b |"
     assert variety == "| variety | j1 | 0 1 | c d | +0.750 ± 0.000 | +0.200 ± 0.100 |"
     assert gardo == "| gardo | j1 | 0 1 | c | +0.750 ± 0.000 | +0.050 ± 0.050 |"
     assert other_judge == "| variety | j2 | 2 | c | +0.750 | +0.900 |"
@@ -109,14 +109,14 @@ def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
         "before": dict.fromkeys(MEASURES, 0.1),
         "after": dict.fromkeys(MEASURES, 0.2),
     }
-    columns = study.before_and_after(policy) | {"oracle_kappa": 0.5}
+    columns = study.before_and_after(policy) | {"oracle_w_minus_b": 0.5}
     study.keep(study.Run("rewards", "variety", 2), "abc", [columns])
     results = study.read_results()
     assert len(results) == len(known) + 1
     last = results.iloc[-1]
     assert (last["study"], last["run"], last["judge"]) == ("rewards", "variety", "abc")
     assert (last["agreement_before"], last["agreement_after"]) == (0.1, 0.2)
-    assert last["oracle_kappa"] == 0.5
+    assert last["oracle_w_minus_b"] == 0.5
 
 
 def test_the_transformers_work_grows_with_the_number_of_tokens():

@@ -201,7 +201,7 @@ def test_example_prompts_are_compared_with_each_other(tmp_path):
         run = train(tiny_options(TOY_FLUX, tmp_path, **changes)).run
     (row,) = rows_of(run.options, "train")
     assert row["reward/missing_share"] == 0
-    assert "reward/kappa" in row
+    assert "reward/within_minus_between" in row
 
 
 def test_rows_of_the_data_page_are_a_prompt_set(tmp_path):

@@ -17,9 +17,10 @@ from paco_grpo.data.prompts import load_prompts
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Replicated, main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
-from paco_grpo.evaluation.benchmarks import markdown, options_for, summarize_prompts
+from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.folder import is_complete
+from paco_grpo.evaluation.intervals import markdown, reward_intervals
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.adapters import add_lora, remove_lora
@@ -107,7 +108,7 @@ def prepare(
         options = dataclasses.replace(options, test=test)
         if not any(item.metadata.get("open") for item in items):
             logger.warning(
-                "no prompt is open, so there is no κ; python dataset/fetch.py t2is --open_twins "
+                "no prompt is open, so there is no w − b; python dataset/fetch.py t2is --open_twins "
                 "makes some"
             )
     text_length(options, items)  # warns of prompts that will be truncated
@@ -166,14 +167,14 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
     name = adapter or BASE
     rows = read_rows(folder)
     agreements = {name: agreement(rows)}
-    columns = {name: summarize_prompts(rows)}
+    columns = {name: reward_intervals(rows)}
     if against is not None:
         other = f"{against} (against)" if against in (name, DIFFERENCE) else against
         other_rows = read_rows(folder / "against")
         agreements[other] = agreement(other_rows)
         agreements[DIFFERENCE] = agreement(rows, other_rows)
-        columns[other] = summarize_prompts(other_rows)
-        columns[DIFFERENCE] = summarize_prompts(rows, other_rows)
+        columns[other] = reward_intervals(other_rows)
+        columns[DIFFERENCE] = reward_intervals(rows, other_rows)
     missing = {}
     for reward in rows[0]["rewards"]:
         missing[reward] = sum(row["rewards"][reward] is None for row in rows)

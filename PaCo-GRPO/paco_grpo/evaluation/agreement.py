@@ -1,43 +1,33 @@
-"""Agreement beyond chance: panels of an image agree, images of a prompt differ (docs/rewards.md).
+"""w, b and w − b: panels of an image agree, images of a prompt differ (docs/rewards.md).
 
-For a prompt with k ≥ 4 images, ``w`` is the mean P(Yes) over pairs of panels of one image
-(``consistency_score``), and ``b`` the mean P(Yes) over pairs of panels of different images
-(1 − ``between_images``). With W and B their means over *open* prompts, κ = (W − B) / (1 − B):
-Cohen's κ (1960), with B as the chance level.
+For a prompt with several images, ``w`` is the mean P(Yes) over pairs of panels of one image
+(``consistency_score``), and ``b`` the mean P(Yes) over pairs of panels of different images of the
+same *open* prompt (1 − ``between_images``). w − b is the "differential identifiability" of Amico and
+Goñi (2018, arXiv:1707.02365): similarity within minus similarity between. It rises
+with agreement and falls when all images become the same.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paco_grpo.evaluation.benchmarks import Interval, bootstrap, by_prompt, interval
+from paco_grpo.evaluation.intervals import Interval, Row, by_prompt, interval
 from paco_grpo.evaluation.pictures import markdown_table
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import short_name
 
 LEAST_IMAGES = 4  # of a prompt
-Row = Mapping[str, Any]  # of eval_data.jsonl
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Means over prompts; None where no prompt has the score, and b and κ without open prompts."""
+    """Means over prompts; None where no prompt has the scores. b and w − b need open prompts."""
 
     within: Interval | None
     between: Interval | None
-    kappa: Interval | None
+    within_minus_between: Interval | None
     missing: int  # images without one of the scores; they are left out of the means
-
-
-def kappa(within: np.ndarray | float, between: np.ndarray | float) -> np.ndarray:
-    """(W − B) / (1 − B); NaN where B is 1."""
-    within = np.asarray(within, np.float64)
-    between = np.asarray(between, np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(between < 1, (within - between) / (1 - between), np.nan)
 
 
 def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -60,7 +50,7 @@ def pairs_of(names: Iterable[str]) -> list[tuple[str, str]]:
 def of_epoch(
     scores: Mapping[str, np.ndarray], item_ids: np.ndarray, is_open: Sequence[bool]
 ) -> dict[str, float]:
-    """``reward/within``, ``reward/between`` and ``reward/kappa`` of a training epoch.
+    """``reward/within``, ``reward/between`` and their difference of a training epoch.
 
     Means over its open prompts; {} without two rewards that measure them, or without such prompts.
 
@@ -72,26 +62,24 @@ def of_epoch(
     pairs = pairs_of(scores)
     if not pairs:
         return {}
-    names = pairs[0]
     rows = []
     for position, item_id in enumerate(item_ids.tolist()):
-        if is_open[item_id]:
-            rewards = {name: scores[name][position] for name in names}
-            rows.append({"item_id": item_id, "rewards": rewards})
-    values = _within_between(rows, names)
+        rewards = {name: scores[name][position] for name in pairs[0]}
+        rows.append({"item_id": item_id, "open": is_open[item_id], "rewards": rewards})
+    values = _measures(rows, pairs[0])
     values = values[~np.isnan(values).any(axis=1)]
     if not len(values):
         return {}
-    within, between = values.mean(axis=0)
+    within, between, difference = values.mean(axis=0).tolist()
     return {
-        "reward/within": float(within),
-        "reward/between": float(between),
-        "reward/kappa": float(kappa(within, between)),
+        "reward/within": within,
+        "reward/between": between,
+        "reward/within_minus_between": difference,
     }
 
 
 def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
-    """``options`` whose test rewards are enough for κ.
+    """``options`` whose test rewards are enough for w and b.
 
     ``between_images`` is added beside ``consistency_score``.
     """
@@ -110,8 +98,7 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
             )
         rewards["between_images"] = 1.0
         kwargs["between_images"] = kwargs.get("consistency_score", {})
-    test = dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs)
-    return dataclasses.replace(options, test=test)
+    return replace(options, test=replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs))
 
 
 def agreement(rows: Sequence[Row], against: Sequence[Row] | None = None) -> dict[str, Agreement]:
@@ -149,36 +136,22 @@ def _summary(sides: Sequence[Sequence[Row]], names: tuple[str, str]) -> Agreemen
     for side in sides:
         for row in side:
             missing += None in [row["rewards"][name] for name in names]
-    values = [_within_between(side, names) for side in sides]
-    difference = values[0]
-    if len(values) == 2:
-        difference = values[0] - values[1]
-    is_open = np.array(list({row["item_id"]: bool(row.get("open")) for row in sides[0]}.values()))
-    has_scores = ~np.isnan(np.concatenate(values, axis=1)).any(axis=1)
-    usable = is_open & has_scores
-
-    def kappa_of(prompts: np.ndarray) -> np.ndarray:
-        """κ, or its difference, of prompts (R, n) that are numbers of usable ones: (R,)."""
-        kappas = []
-        for side in values:
-            within, between = side[usable][prompts].mean(axis=1).T
-            kappas.append(kappa(within, between))
-        return kappas[0] - kappas[1] if len(kappas) == 2 else kappas[0]
-
-    return Agreement(
-        within=interval(difference[:, 0]),
-        between=interval(difference[is_open, 1]),
-        kappa=bootstrap(kappa_of, int(usable.sum())),
-        missing=missing,
-    )
+    values = _measures(sides[0], names)
+    if len(sides) == 2:
+        values = values - _measures(sides[1], names)
+    return Agreement(*[interval(column) for column in values.T], missing)
 
 
-def _within_between(rows: Sequence[Row], names: tuple[str, str]) -> np.ndarray:
-    """w and b of each prompt (prompts, 2): means over its images that have the score."""
+def _measures(rows: Sequence[Row], names: tuple[str, str]) -> np.ndarray:
+    """w, b and w − b of each prompt (prompts, 3), means over its images that have the score.
+
+    b and w − b are NaN for prompts that are not open.
+    """
     means = by_prompt(rows, names, _mean_of_present)
+    is_open = list({row["item_id"]: bool(row.get("open")) for row in rows}.values())
     within = means[:, 0]
-    between = 1 - means[:, 1]
-    return np.column_stack([within, between])
+    between = np.where(is_open, 1 - means[:, 1], np.nan)
+    return np.column_stack([within, between, within - between])
 
 
 def _mean_of_present(values: np.ndarray, axis: int) -> np.ndarray:
@@ -187,7 +160,7 @@ def _mean_of_present(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
-    """Markdown: w, b and κ with 95 % intervals, for each category and each column.
+    """Markdown: w, b and w − b with 95 % intervals, for each category and each column.
 
     A column is an adapter, or the difference of two.
     """
@@ -195,9 +168,9 @@ def table(columns: Mapping[str, Mapping[str, Agreement]]) -> str:
     for category in next(iter(columns.values())):
         for name, column in columns.items():
             measured = column[category]
-            intervals = [measured.within, measured.between, measured.kappa]
-            num_open = measured.kappa.prompts if measured.kappa else 0
+            intervals = [measured.within, measured.between, measured.within_minus_between]
+            num_open = measured.within_minus_between.prompts if intervals[2] else 0
             cells = [value or "–" for value in intervals]
             rows.append([category, name, *cells, num_open, measured.missing])
-    head = ["prompts", "", "w (within)", "b (between)", "κ", "open prompts", "missing"]
+    head = ["prompts", "", "w (within)", "b (between)", "w − b", "open prompts", "missing"]
     return markdown_table(head, rows)

@@ -12,8 +12,7 @@ import numpy as np
 
 from paco_grpo.monitoring.console import means
 
-_TREND = 5  # epochs at start and end whose mean κ is compared
-_RISE = 0.05  # of w, from which a falling κ counts
+_TREND = 3  # epochs at start and end whose mean diversity is compared
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
@@ -71,10 +70,10 @@ _SIGNS = (
         collapse=True,
     ),
     Sign(
-        metric="reward/kappa",
-        lowest=-0.1,
-        message="panels of one image agree more, but agreement beyond chance (κ) changed by "
-        "{:+.2f}",
+        metric="health/diversity_vs_first",
+        lowest=0.7,
+        message="different images of an open prompt agree more: {:.2f} of the first epochs' "
+        "diversity 1 − b is left",
         cause="images of a prompt become the same; use between_images as a factor "
         "(docs/rewards.md)",
         collapse=False,
@@ -82,27 +81,29 @@ _SIGNS = (
 )
 
 
-def against_first(metrics: Row, first: Row) -> dict[str, float]:
-    """``health/*_vs_first``: ratios to the first epoch."""
+def against_first(rows: Sequence[Row]) -> dict[str, float]:
+    """``health/*_vs_first`` of the last of ``rows``, all training epochs: ratios to the first.
+
+    Diversity is 1 − b, by few open prompts an epoch, so that means of some epochs are compared.
+    """
+    first = rows[0]
+    last = rows[-1]
     ratios = {}
     for key in ("health/latent_std", "health/distinctness"):
-        if key in metrics and first.get(key):
-            ratios[f"{key}_vs_first"] = metrics[key] / first[key]
+        if key in last and first.get(key):
+            ratios[f"{key}_vs_first"] = last[key] / first[key]
+    diversities = [1 - row["reward/between"] for row in rows if "reward/between" in row]
+    if any(diversities[:_TREND]):
+        first_mean = np.mean(diversities[:_TREND])
+        ratios["health/diversity_vs_first"] = float(np.mean(diversities[-_TREND:]) / first_mean)
     return ratios
 
 
-def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
-    """Findings on the last of ``rows``, all training epochs of metrics.jsonl."""
-    values = dict(rows[-1])
-    values.pop("reward/kappa", None)
-    measured = [row for row in rows if "reward/kappa" in row]
-    if len(measured) >= 2 * _TREND:
-        rise = _change(measured, "reward/within")
-        if rise > _RISE:
-            values["reward/kappa"] = _change(measured, "reward/kappa")
-    findings = _not_finite(values)
+def judge_epoch(metrics: Row) -> list[Finding]:
+    """Findings on a training epoch's row of metrics.jsonl."""
+    findings = _not_finite(metrics)
     for sign in _SIGNS:
-        value = values.get(sign.metric)
+        value = metrics.get(sign.metric)
         if value is None or not math.isfinite(value):
             continue
         if not sign.lowest <= value <= sign.highest:
@@ -111,18 +112,11 @@ def judge_epoch(rows: Sequence[Row]) -> list[Finding]:
     return findings
 
 
-def _change(rows: Sequence[Row], metric: str) -> float:
-    """Mean of the last epochs minus the mean of the first ones."""
-    first = [row[metric] for row in rows[:_TREND]]
-    last = [row[metric] for row in rows[-_TREND:]]
-    return float(np.mean(last) - np.mean(first))
-
-
-def _not_finite(values: Row) -> list[Finding]:
+def _not_finite(metrics: Row) -> list[Finding]:
     """One finding on all signs that are not finite, which compare false with every limit."""
     names = [
         name
-        for name, value in values.items()
+        for name, value in metrics.items()
         if name.startswith("health/") and not math.isfinite(value)
     ]
     if not names:

@@ -192,7 +192,7 @@ class Trainer:
             )
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Signs of collapse: health/… and reward/{within,between,kappa}."""
+        """Signs of collapse: health/… and reward/{within,between,within_minus_between}."""
         run = self.run
         with self._timed("health"):
             latents = [sample.clean_latents for sample in rollouts.samples]
@@ -208,8 +208,8 @@ class Trainer:
         findings = []
         if self.accelerator.is_main_process:
             rows = self.run.metrics.rows("train")
-            metrics |= health.against_first(metrics, rows[0] if rows else metrics)
-            findings = health.judge_epoch([*rows, metrics])
+            metrics |= health.against_first([*rows, metrics])
+            findings = health.judge_epoch(metrics)
         self.run.log("train", metrics)
         logger.info(
             "epoch %d/%d: %s; %.1f min left",

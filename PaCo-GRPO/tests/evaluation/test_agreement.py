@@ -1,4 +1,4 @@
-"""Agreement beyond chance: κ against closed forms, intervals, evaluate.py --images_per_prompt."""
+"""w, b and w − b: of known answers, of an epoch, evaluate.py --images_per_prompt."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.evaluation.agreement import agreement, kappa, measuring, of_epoch, pairs_of, table
+from paco_grpo.evaluation.agreement import agreement, measuring, of_epoch, pairs_of, table
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import ConfigError
 
@@ -25,58 +25,43 @@ def rows(within, between, is_open=True, category=None) -> list[dict]:
     return prompts
 
 
-def test_kappa_of_known_generators():
-    assert kappa(1.0, 0.25) == 1  # consistent images that differ
-    assert kappa(0.9, 0.9) == 0  # one fixed answer
-    assert kappa(0.3, 0.3) == pytest.approx(0)  # no consistency at all
-    assert kappa(0.2, 0.6) == pytest.approx(-1)
-    assert np.isnan(kappa(1.0, 1.0))
-
-
-def test_the_interval_of_kappa_is_over_prompts():
-    rng = np.random.default_rng(5)
-    w = rng.uniform(0.6, 1.0, (40, 4))
-    b = rng.uniform(0.1, 0.5, (40, 4))
-    measured = agreement(rows(w, b))["all"].kappa
-    assert measured.mean == pytest.approx((w.mean() - b.mean()) / (1 - b.mean()))
-    # Delete-one jackknife: another estimate of the same standard error.
-    left_out = [kappa(np.delete(w, i, 0).mean(), np.delete(b, i, 0).mean()) for i in range(40)]
-    stderr = np.std(left_out) * np.sqrt(39)
-    assert (measured.high - measured.low) / 2 == pytest.approx(1.96 * stderr, rel=0.1)
-
-
 def test_prompts_that_describe_everything_have_w_only():
-    several = rows([[0.9] * 4], [[0.5] * 4], category="A")
-    full = [{**row, "item_id": 7} for row in rows([[0.5] * 4], [[0.0] * 4], False, category="B")]
+    several = rows([[0.9, 0.8, 0.7, 0.6]], [[0.5, 0.4, 0.3, 0.2]], category="A")
+    full = rows([[0.5, 0.4, 0.3, 0.2]], [[0.0] * 4], False, category="B")
+    full = [{**row, "item_id": 7} for row in full]
     measured = agreement(several + full)
     assert list(measured) == ["A", "B", "all"]
-    assert measured["B"].within.mean == 0.5
+    assert measured["B"].within.mean == pytest.approx(0.35)
     assert measured["B"].between is None
-    assert measured["B"].kappa is None
-    assert measured["A"].kappa.mean == pytest.approx(0.8)
-    assert measured["all"].kappa.mean == pytest.approx(0.8)
-    assert measured["all"].within.mean == pytest.approx(0.7)
-    assert "| B | x | 0.5000 | – | – | 0 | 0 |" in table({"x": measured})
+    assert measured["B"].within_minus_between is None
+    assert measured["A"].within_minus_between.mean == pytest.approx(0.4)
+    assert measured["all"].within_minus_between.mean == pytest.approx(0.4)
+    assert measured["all"].between.mean == pytest.approx(0.35)
+    assert measured["all"].within.mean == pytest.approx(0.55)
+    assert "| B | x | 0.3500 | – | – | 0 | 0 |" in table({"x": measured})
 
 
 def test_missing_answers_are_left_out_and_counted():
-    w = [[1.0, None, 0.5, 0.5], [None] * 4]
-    b = [[0.2, 0.2, None, 0.2], [0.1] * 4]
+    w = [[1.0, None, 0.5, 0.6], [None] * 4]
+    b = [[0.2, 0.3, None, 0.1], [0.4] * 4]
     measured = agreement(rows(w, b))["all"]
     assert measured.missing == 6
-    assert measured.within.mean == pytest.approx(2 / 3)
-    assert measured.kappa.prompts == 1
-    assert measured.kappa.mean == pytest.approx((2 / 3 - 0.2) / 0.8)
+    assert measured.within.mean == pytest.approx(0.7)
+    assert measured.between.mean == pytest.approx(0.3)
+    assert measured.within_minus_between.prompts == 1
+    assert measured.within_minus_between.mean == pytest.approx(0.5)
 
 
 def test_a_difference_is_paired_by_prompt():
-    w = np.array([[0.9] * 4, [0.7] * 4])
-    b = np.array([[0.5] * 4, [0.3] * 4])
-    difference = agreement(rows(w, b), rows(w - 0.1, b))["all"]
-    assert difference.within.mean == pytest.approx(0.1)
-    assert difference.within.low == pytest.approx(0.1)
-    assert difference.between.mean == pytest.approx(0)
-    assert difference.kappa.mean == pytest.approx(0.1 / 0.6)
+    w = np.linspace(0.9, 0.5, 12)[:, None]
+    b = np.linspace(0.1, 0.4, 12)[:, None]
+    difference = agreement(rows(w, b), rows(w - 0.1, b + 0.05))["all"]
+    for measured, mean in (
+        (difference.within, 0.1),
+        (difference.between, -0.05),
+        (difference.within_minus_between, 0.15),
+    ):
+        assert [measured.mean, measured.low, measured.high] == pytest.approx([mean] * 3)
 
 
 def test_of_a_training_epoch():
@@ -93,7 +78,7 @@ def test_of_a_training_epoch():
     items = np.repeat(range(4), 2)
     metrics = of_epoch(scores, items, [True, True, False, True])
     assert metrics == pytest.approx(
-        {"reward/within": 0.65, "reward/between": 0.3, "reward/kappa": 0.5}
+        {"reward/within": 0.65, "reward/between": 0.3, "reward/within_minus_between": 0.35}
     )
     assert of_epoch(scores, items, [False] * 4) == {}
     assert of_epoch({NAMES[0]: np.ones(2)}, items[:2], [True]) == {}
@@ -125,20 +110,19 @@ def test_evaluate_with_images_per_prompt(trained_run, tmp_path, capsys):
         ]
         assert load_script("evaluate").main(command) == 0
     results = json.loads((tmp_path / "results.json").read_text())["agreement"]
-    kappas = []
+    differences = []
     for name, folder in ((adapter, tmp_path), ("base", tmp_path / "against")):
         images = read_rows(folder)
         assert len(images) == 12
         assert len({row["seed"] for row in images}) == 12
         scores = [[row["rewards"][reward] for reward in NAMES] for row in images if row["open"]]
         within, different = np.mean(scores, axis=0)
-        between = 1 - different
-        kappas.append(float(kappa(within, between)))
+        differences.append(within - (1 - different))
         measured = results[name]["all"]
-        assert measured["kappa"]["prompts"] == 2
-        assert measured["kappa"]["mean"] == pytest.approx(kappas[-1])
-        assert measured["between"]["mean"] == pytest.approx(between)
-    difference = results["difference"]["all"]["kappa"]["mean"]
-    assert difference == pytest.approx(kappas[0] - kappas[1])
-    assert difference != 0
-    assert "κ" in capsys.readouterr().out
+        assert measured["within_minus_between"]["prompts"] == 2
+        assert measured["within_minus_between"]["mean"] == pytest.approx(differences[-1])
+        assert measured["between"]["mean"] == pytest.approx(1 - different)
+    measured = results["difference"]["all"]["within_minus_between"]["mean"]
+    assert measured == pytest.approx(differences[0] - differences[1])
+    assert measured != 0
+    assert "w − b" in capsys.readouterr().out

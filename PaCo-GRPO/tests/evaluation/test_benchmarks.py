@@ -9,8 +9,8 @@ from tiny_pipelines import save_clip, save_open_clip
 from tiny_run import load_script, write_edits, write_prompts
 
 from paco_grpo.commands import evaluate
-from paco_grpo.evaluation import benchmarks
-from paco_grpo.evaluation.benchmarks import interval, markdown, summarize_prompts
+from paco_grpo.evaluation.benchmarks import options_for
+from paco_grpo.evaluation.intervals import interval, markdown, reward_intervals
 from paco_grpo.evaluation.pictures import read_rows
 
 
@@ -34,14 +34,13 @@ def test_interval_agrees_with_the_normal_one_where_that_holds():
     assert interval(np.array([0.5, np.nan])).low is None
 
 
-def test_resamples_in_blocks_are_those_of_one_draw(monkeypatch):
-    values = np.random.default_rng(4).normal(size=300)
-    whole = interval(values)
-    monkeypatch.setattr(benchmarks, "_BLOCK", 7 * 300 + 5)
-    assert interval(values) == whole
-    drawn = np.random.default_rng(0).integers(300, size=(10_000, 300))
-    expected = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
-    assert [whole.low, whole.high] == pytest.approx(expected, abs=1e-12)
+def test_few_prompts_have_no_interval():
+    values = np.linspace(0.1, 0.9, 10)
+    assert interval(values).low < interval(values).mean < interval(values).high
+    few = interval(values[:9])
+    assert (few.mean, few.low, few.high) == (pytest.approx(0.5 - 0.4 / 9), None, None)
+    assert "too few" in markdown({"a": {"r": few}})
+    assert "too few" not in markdown({"a": {"r": interval(values)}})
 
 
 @pytest.mark.parametrize("against", ["difference", "base"])
@@ -61,11 +60,11 @@ def test_an_adapter_called_like_a_column_has_one_of_its_own(tmp_path, against):
 def test_prompts_count_once_and_a_missing_score_leaves_its_prompt_out():
     a = rows([1.0, 0.0], [0.5, None], [0.25, 0.75])
     b = rows([0.0, 0.0], [0.0, 0.0], [None, 0.0])
-    summary = summarize_prompts(a)
+    summary = reward_intervals(a)
     assert summary["r"].mean == pytest.approx(0.5)
     assert summary["r"].prompts == 2
     assert "| r | 0.5000" in markdown({"a": summary})
-    difference = summarize_prompts(a, b)["r"]
+    difference = reward_intervals(a, b)["r"]
     assert difference.mean == 0.5
     assert difference.prompts == 1
 
@@ -163,6 +162,6 @@ def test_what_cannot_be_measured_is_refused_before_loading(trained_run, tmp_path
     ):
         assert load_script("evaluate").main([*command, *arguments]) == 2
         assert problem in capsys.readouterr().err
-    options = benchmarks.options_for(trained_run.options, edits)
+    options = options_for(trained_run.options, edits)
     assert list(options.test.reward_fn) == ["consistency_for_editing"]
     assert options.prompt_fn == "geneval_image"

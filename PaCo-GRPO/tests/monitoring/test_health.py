@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.monitoring.health import judge_epoch, judge_evaluation
+from paco_grpo.monitoring.health import against_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import BaseProbe, SampleObserver
 from paco_grpo.policies.lora import reference
 from paco_grpo.training.build import build_run
@@ -24,24 +24,25 @@ WELL = {
 
 
 def test_limits_of_an_epoch():
-    assert judge_epoch([WELL] * 10) == judge_epoch([{}]) == []
+    assert judge_epoch(WELL) == judge_epoch({}) == []
     for metric, bad, good in (
         ("health/velocity_change", 0.9, 0.7),
+        ("health/diversity_vs_first", 0.65, 0.75),
         ("health/latent_std_vs_first", 0.4, 0.6),
         ("health/latent_std_vs_first", 2.5, 1.9),
         ("health/distinctness_vs_first", 0.1, 0.3),
     ):
-        (finding,) = judge_epoch([WELL | {metric: bad}])
+        (finding,) = judge_epoch(WELL | {metric: bad})
         assert finding.sign == metric
-        assert finding.collapse
-        assert judge_epoch([WELL | {metric: good}]) == []
+        assert finding.collapse == (metric != "health/diversity_vs_first")
+        assert judge_epoch(WELL | {metric: good}) == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sign", ["velocity_change", "latent_std", "distinctness_vs_first"])
 def test_a_sign_that_is_not_finite_is_a_collapse(sign, value):
     """It compares false with every limit."""
-    (finding,) = judge_epoch([WELL, WELL | {f"health/{sign}": value}])
+    (finding,) = judge_epoch(WELL | {f"health/{sign}": value})
     assert finding.collapse and finding.sign == f"health/{sign}"
     assert f"health/{sign} not finite" in finding.message
 
@@ -146,16 +147,17 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
     assert row["health/latent_std_vs_first"] == row["health/distinctness_vs_first"] == 1
 
 
-def test_consistency_that_rises_while_images_become_the_same():
-    """Both rising, both falling, or a κ that falls by less than the limit is no sign of it."""
-
-    def signs(within, kappa, epochs=12):
-        pairs = zip(np.linspace(*within, epochs), np.linspace(*kappa, epochs))
-        rows = [{"reward/within": w, "reward/kappa": k} for w, k in pairs]
-        return [finding.sign for finding in judge_epoch(rows)]
-
-    assert signs((0.5, 0.9), (0.3, 0.0)) == ["reward/kappa"]
-    assert signs((0.5, 0.9), (0.3, 0.6)) == []
-    assert signs((0.5, 0.9), (0.3, 0.2)) == []
-    assert signs((0.9, 0.5), (0.3, 0.0)) == []
-    assert signs((0.5, 0.9), (0.3, 0.0), epochs=9) == []  # too early to tell
+def test_ratios_to_the_first_epochs():
+    """Diversity 1 − b: means of the first and the last three epochs that have open prompts."""
+    rows = []
+    for epoch, between in enumerate((0.2, 0.3, 0.1, None, 0.5, 0.9, 0.4)):
+        row = {"health/latent_std": 2.0 + epoch, "health/distinctness": 1.0 - epoch / 10}
+        rows.append(row if between is None else row | {"reward/between": between})
+    expected = {
+        "health/latent_std_vs_first": 4.0,
+        "health/distinctness_vs_first": 0.4,
+        "health/diversity_vs_first": (0.5 + 0.1 + 0.6) / (0.8 + 0.7 + 0.9),
+    }
+    assert against_first(rows) == pytest.approx(expected)
+    assert against_first(rows[:1])["health/diversity_vs_first"] == 1
+    assert against_first([{"reward/between": 1.0}]) == {}

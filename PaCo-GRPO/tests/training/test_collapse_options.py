@@ -1,5 +1,5 @@
 """Options against collapse in a tiny run: features reach the advantages on one and on two batches,
-κ is in metrics.jsonl.
+w − b is in metrics.jsonl.
 """
 
 import numpy as np
@@ -68,7 +68,7 @@ def test_features_of_two_processes_are_in_global_order(monkeypatch):
     assert found.tolist() == [[0, 0], [1, 0], [2, 2], [3, 0]]
 
 
-def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path):
+def test_w_minus_b_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path):
     with fake_judge.FakeJudge() as judge:
         rewards = {"consistency_score": 1.0, "between_images": 8.0}
         options = tiny_options(
@@ -86,4 +86,4 @@ def test_kappa_of_an_epoch_and_prompts_that_must_be_open(tiny_flux_dir, tmp_path
     within = row["reward/consistency_score_mean"]
     between = 1 - row["reward/between_images_mean"]
     assert (row["reward/within"], row["reward/between"]) == pytest.approx((within, between))
-    assert row["reward/kappa"] == pytest.approx((within - between) / (1 - between))
+    assert row["reward/within_minus_between"] == pytest.approx(within - between)
