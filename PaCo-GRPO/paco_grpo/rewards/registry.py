@@ -9,6 +9,8 @@ cannot be scored, called before a model is loaded. The callable may have
 - ``check()``: called once before anything expensive (does the server answer? are the weights
   there?),
 - ``prove(items)``: called after it with the training and the test items, for one real question,
+- ``remark(item)``: what is unusual about an item that can be scored, such as "are longer than 77
+  tokens", or None; the log says how many such prompts there are. A factory may have it, too,
 - ``record``: a dictionary for the run's ``questions.json``,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
 - ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
@@ -22,7 +24,9 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +34,12 @@ from typing import Any
 import numpy as np  # and no torch: the environment of a service need not have it
 from PIL import Image
 
-from paco_grpo.atomic import write_atomically
 from paco_grpo.item import Item
 from paco_grpo.suggest import did_you_mean
+from paco_judge.errors import UserError
+from paco_judge.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
 
@@ -57,7 +64,7 @@ _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
 _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError):
     """A reward that cannot be built or does not keep to the interface; the message names it."""
 
 
@@ -82,7 +89,7 @@ def build_rewards(
     reward_fn: Mapping[str, float],
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     device: Any = "cpu",
-) -> dict[str, Reward]:
+) -> dict[str, "CheckedReward"]:
     """The rewards of a configuration, by short name. Raises RewardError.
 
     Args:
@@ -96,6 +103,18 @@ def build_rewards(
         short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device)
         for name in reward_fn
     }
+
+
+def find_problems(uses: Sequence[tuple["CheckedReward", Sequence[Item]]]) -> list[str]:
+    """Check rewards, and whether each can score its items; what is wrong, one text a problem."""
+    problems = []
+    for reward, items in uses:
+        try:
+            reward.check()
+            reward.check_items(items)
+        except RewardError as error:
+            problems.append(str(error))
+    return list(dict.fromkeys(problems))
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
@@ -128,42 +147,26 @@ def find_factory(name: str) -> Callable[..., Reward]:
     return getattr(module, attribute)
 
 
-def _is_reported(error: Exception) -> bool:
-    """Whether it is a RuntimeError of our own, such as RewardError, whose message says enough.
-
-    JudgeError is not imported: aiohttp, which its module needs, may be missing.
-    """
-    return isinstance(error, RuntimeError) and type(error) is not RuntimeError
-
-
 class CheckedReward:
-    """A reward whose arguments, items and scores are checked; see ``build_rewards``."""
+    """A reward whose errors name it, and whose scores are checked; see ``build_rewards``."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], device: Any) -> None:
         factory = find_factory(name)
         self.name = short_name(name)
         self.kwargs = kwargs
         self._check_item = getattr(factory, "check_item", None)
+        remark = getattr(factory, "remark", None)
         if "server" in kwargs and "server" not in inspect.signature(factory).parameters:
             factory = functools.partial(find_factory(_REMOTE), name)
-        known = inspect.signature(factory).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-        for keyword in kwargs:
-            if keyword not in known and not takes_any:
-                hint = f"{did_you_mean(keyword, known)} It takes: {', '.join(known) or 'nothing'}"
-                raise RewardError(f"reward {name!r} has no argument {keyword!r}.{hint}")
+        parameters = list(inspect.signature(factory).parameters)
         arguments = dict(kwargs)
-        if "device" in known:
+        if "device" in parameters:
             arguments.setdefault("device", device)
+        self._options = f"config.train.reward_fn_kwargs.{name}.{'|'.join(parameters[:2])}"
         try:
             self.function = factory(**arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            if _is_reported(error):
-                raise
-            shown = {key: "…" if key == "api_key" else value for key, value in kwargs.items()}
-            raise RewardError(
-                f"reward {name!r} with {shown}: {error}; correct reward_fn_kwargs"
-            ) from error
+            raise RewardError(f"reward {name!r}: {error}; see {self._options}") from error
         except ImportError as error:
             raise RewardError(
                 f"reward {name!r} needs a package that is not installed: {error}; install it, or "
@@ -176,58 +179,50 @@ class CheckedReward:
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
-        if type(self.parallel_calls) is not int or self.parallel_calls < 1:
-            raise RewardError(
-                f"reward {name!r}: parallel_calls={self.parallel_calls!r} "
-                "is not a number of threads"
-            )
-        try:
-            json.dumps(self.record)
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"reward {name!r}: its record is not JSON ({error})") from error
+        self._remark = getattr(self.function, "remark", remark)
 
     def check(self) -> None:
-        """The reward's own ``check``, if it has one.
-
-        Raises:
-            RewardError: The check failed.
-            JudgeError: No judge answers.
-        """
+        """The reward's own ``check``, if it has one. Raises RewardError."""
         if not hasattr(self.function, "check"):
             return
         try:
             self.function.check()
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            if _is_reported(error):
-                raise
-            problem = f"{type(error).__name__}: {error}"
-            raise RewardError(f"reward {self.name!r} cannot be used: {problem}") from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> RewardError:
+        return RewardError(f"reward {self.name!r} cannot be used: {error}; see {self._options}")
 
     def check_items(self, items: Sequence[Item]) -> None:
         """Look at all items, and let a judge answer one real question.
 
-        Raises:
-            RewardError: An item cannot be scored.
-            JudgeError: The judge gives no score.
+        Raises RewardError: An item cannot be scored, or the judge gives no score.
         """
+        remarks: Counter[str] = Counter()
         for item in items:
-            if self._check_item is None:
-                break
             try:
-                self._check_item(item, self.kwargs)
+                if self._check_item is not None:
+                    self._check_item(item, self.kwargs)
+                remark = self._remark(item) if self._remark is not None else None
             except (ValueError, TypeError, LookupError) as error:
                 raise RewardError(
                     f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: "
                     f"{error}"
                 ) from error
+            if remark is not None:
+                remarks[remark] += 1
+        for remark, count in remarks.items():
+            logger.warning("%s: %d of %d prompts %s", self.name, count, len(items), remark)
         if hasattr(self.function, "prove"):
-            self.function.prove(items)
+            try:
+                self.function.prove(items)
+            except (ValueError, RuntimeError) as error:
+                raise self._unusable(error) from error
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; None is missing too.
 
-        Raises:
-            RewardError: Another shape, values that are not real numbers, or a number too large.
+        Raises RewardError: They are not one real number for each image, or too large for float32.
         """
         scores = np.asarray(self.function(images, items))
         if scores.dtype == object:

@@ -45,6 +45,7 @@ from paco_grpo.rewards.registry import (
     CheckedReward,
     Reward,
     RewardError,
+    find_problems,
     reward_weights,
     short_name,
     write_records,
@@ -311,19 +312,19 @@ def _reward_sets(
 
     trained = build({name: train.reward_fn_kwargs.get(name, {}) for name in train.reward_fn})
     tested = build(evaluation_reward_kwargs(options))
-    for reward in built.values():
-        reward.check()
+    uses = [(reward, items["train"]) for reward in trained.values()]
+    uses += [(reward, items["test"]) for reward in tested.values()]
+    problems = find_problems(uses)
     if "between_images" in weights and not any(
         item.metadata.get("open") for item in items["train"]
     ):
-        raise ConfigError(
+        problems.append(
             "config.train.reward_fn has between_images, but no training prompt of "
             f"{options.dataset} is open; `python dataset/fetch.py t2is --open_twins` makes open "
             "prompts"
         )
-    for rewards, split in ((trained, "train"), (tested, "test")):
-        for reward in rewards.values():
-            reward.check_items(items[split])
+    if problems:
+        raise ConfigError("\n".join(problems))
     if accelerator.is_main_process:
         others = {
             f"test {name}": reward

@@ -20,9 +20,8 @@ from paco_grpo.rewards.judge import (
     GridLayout,
     WinRate,
 )
-from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.rewards.registry import RewardError, build_rewards, write_records
 from paco_grpo.types import Item
-from paco_judge.client import JudgeError
 from paco_judge.questions import (
     editing_texts,
     load_editing_questions,
@@ -346,7 +345,7 @@ def test_a_run_begins_with_one_real_question_to_the_judge(name, item):
         assert len(judge.requests) == 1
     with judge_that(lambda parts: None, model) as judge:
         (reward,) = build_rewards({name: 1.0}, {name: {"base_url": judge.url}}).values()
-        with pytest.raises(JudgeError, match="neither Yes nor No"):
+        with pytest.raises(RewardError, match=f"{name}.*neither Yes nor No.*base_url"):
             reward.check_items([item])
 
 

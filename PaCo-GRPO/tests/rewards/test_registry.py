@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paco_grpo.rewards.registry import REWARDS, RewardError, build_rewards, find_factory
+from paco_grpo.rewards.registry import (
+    REWARDS,
+    RewardError,
+    build_rewards,
+    find_factory,
+    find_problems,
+)
 from paco_grpo.types import Item
 
 IMAGES = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
@@ -26,7 +32,7 @@ def test_import_path_kwargs_and_device():
 @pytest.mark.parametrize(
     ("reward_fn", "kwargs", "named"),
     [
-        ({JPEG: 1}, {JPEG: {"qualty": 3}}, "'qualty'.*'quality'"),
+        ({JPEG: 1}, {JPEG: {"qualty": 3}}, f"'{JPEG}'.*'qualty'.*{JPEG}.quality"),
         ({"jpeg_compresibility": 1}, {}, f"'{JPEG}'"),
         ({"reward_factories:factry": 1}, {}, "'factry'.*'factory'"),
         ({"no.such.module:factory": 1}, {}, "no.such.module"),
@@ -85,22 +91,8 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        lambda images, items: np.zeros((2, 2)),
-        lambda images, items: [0, np.inf],
-        lambda images, items: [0, -1e39],
-    ],
-)
-def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_reward(result):
-    path = "reward_factories:wrong"
-    with pytest.raises(RewardError, match="'wrong' returned"):
-        build_rewards({path: 1}, {path: {"result": result}})["wrong"](IMAGES, ITEMS)
-
-
-def returning(result=None, record=None, parallel_calls=1, error=None, error_of_check=None):
-    """A factory whose reward returns ``result``; registered below by its import path."""
+def returning(result=None, error=None, error_of_check=None):
+    """A factory whose reward returns ``result``; named below by its import path."""
     if error:
         raise error
 
@@ -111,21 +103,10 @@ def returning(result=None, record=None, parallel_calls=1, error=None, error_of_c
         if error_of_check:
             raise error_of_check
 
-    score.record = record
-    score.parallel_calls = parallel_calls
     score.check = check
     return score
 
 
-def needs_a_mapping(item, kwargs):
-    raise TypeError("a list has no keys")
-
-
-def unscorable():
-    return returning()
-
-
-unscorable.check_item = needs_a_mapping
 PLACE = f"{__name__}:returning"
 
 
@@ -135,9 +116,18 @@ def build(**kwargs):
 
 @pytest.mark.parametrize(
     "result",
-    [[1 + 2j, 0.5], ["0.5", "0.7"], [b"1", b"2"], [0.5, "0.7"], [[0.5], [0.7]], 0.5, [{}, {}]],
+    [
+        [1 + 2j, 0.5],
+        [0.5, "0.7"],
+        [b"1", b"2"],
+        [[0.5], [0.7]],
+        0.5,
+        [{}, {}],
+        [0, np.inf],
+        [0, -1e39],
+    ],
 )
-def test_what_is_not_one_real_number_for_each_image_is_refused(result):
+def test_what_is_not_one_real_number_of_float32_for_each_image_is_refused(result):
     with pytest.raises(RewardError, match="reward 'returning' returned"):
         build(result=result)(IMAGES, ITEMS)
 
@@ -155,20 +145,33 @@ def test_numbers_of_any_kind_are_scores_and_none_is_missing(result, scores):
     np.testing.assert_array_equal(build(result=result)(IMAGES, ITEMS), scores)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no GPU"), OSError("no file"), TypeError("no")])
-def test_errors_of_a_factory_and_its_check_are_one_message(error):
-    with pytest.raises(RewardError, match=f"returning.*{error}"):
-        build(error=error)
-    with pytest.raises(RewardError, match=f"'returning' cannot be used: .*{error}"):
-        build(error_of_check=error).check()
+def test_all_rewards_that_cannot_be_used_are_named_with_their_options():
+    names = {PLACE: 1.0, "jpeg_compressibility": 1.0, "consistency_score": 1.0, "ocr": 1.0}
+    kwargs = {
+        PLACE: {"error_of_check": OSError("no file")},
+        "consistency_score": {"base_url": "http://127.0.0.1:9"},
+    }
+    rewards = build_rewards(names, kwargs)
+    unusable, grid, quoted = find_problems([(reward, ITEMS) for reward in rewards.values()])
+    assert "no file" in unusable and f"reward_fn_kwargs.{PLACE}.result|error" in unusable
+    assert "127.0.0.1:9" in grid and "reward_fn_kwargs.consistency_score.base_url|model" in grid
+    assert "item 0 " in quoted and "'ocr'" in quoted
+    with pytest.raises(RewardError, match=f"{PLACE}.*no GPU"):
+        build(error=RuntimeError("no GPU"))
 
 
-def test_other_mistakes_of_a_reward_are_found_before_training():
-    for parallel_calls in (0, -1, "4", True, 1.5):
-        with pytest.raises(RewardError, match="parallel_calls"):
-            build(parallel_calls=parallel_calls)
-    with pytest.raises(RewardError, match="record is not JSON"):
-        build(record={"question": object()})
-    reward = build_rewards({f"{__name__}:unscorable": 1.0})["unscorable"]
-    with pytest.raises(RewardError, match="item 0 .* by 'unscorable': a list has no keys"):
-        reward.check_items(ITEMS)
+def remarkable():
+    return returning()
+
+
+remarkable.remark = lambda item: "are short" if item.prompt == "b" else None
+
+
+def test_what_is_unusual_is_counted(caplog):
+    path = f"{__name__}:remarkable"
+    rewards = [build_rewards({path: 1.0})["remarkable"]]
+    rewards.append(build_rewards({path: 1.0}, {path: {"server": "http://x"}})["remarkable"])
+    for reward in rewards:
+        reward.check_items([*ITEMS, *ITEMS])
+    counted = "remarkable: 2 of 4 prompts are short"
+    assert [record.getMessage() for record in caplog.records] == [counted, counted]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import RewardError
-from paco_grpo.rewards.remote.wire import WireError, decode_scores, encode_request
+from paco_grpo.rewards.remote.wire import decode_scores, encode_request
 from paco_judge import transport
 from paco_judge.json_io import parse
 
@@ -43,10 +43,6 @@ class RemoteReward:
         deadline_s: float = 600.0,
         request_size: int = 16,
     ) -> None:
-        if request_size < 1 or deadline_s <= 0:
-            raise ValueError(
-                f"need request_size >= 1 and deadline_s > 0, got {request_size} and {deadline_s}"
-            )
         self.name = name
         self.server = server.rstrip("/")
         self.deadline_s = deadline_s
@@ -77,20 +73,21 @@ class RemoteReward:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing. Raises RewardError."""
         scores = np.full(len(images), math.nan)
+        address = f"{self.server}/score"
         for start in range(0, len(images), self.request_size):
             part = slice(start, start + self.request_size)
             count = len(images[part])
             body = encode_request(images[part], items[part])
             deadline = time.monotonic() + self.deadline_s
-            address = f"{self.server}/score"
             try:
                 answer = transport.run(transport.post(address, self._headers, body, deadline))
                 scores[part] = decode_scores(answer, count)
-            except (transport.NoAnswer, WireError) as error:
-                was_answered = isinstance(error, WireError) or error.status is not None
-                if was_answered:
+            except transport.NoAnswer as error:
+                if error.status is not None:
                     raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
                 logger.warning(
                     "reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error
                 )
+            except ValueError as error:
+                raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
         return scores

@@ -18,57 +18,51 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
+from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
 from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, short_name
-from paco_grpo.rewards.remote.wire import WireError, decode_request, encode_scores
+from paco_grpo.rewards.remote.wire import decode_request, encode_scores
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def build_app(
-    reward: Reward, name: str, *, api_key: str | None = None, max_body_bytes: int = 256 << 20
-) -> Starlette:
+def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlette:
     """The service of one ``reward``, called on one thread.
 
     ``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes. Both need
     ``api_key``.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
-    turn = asyncio.Lock()
+
+    def score(body: bytes) -> bytes:
+        images, items = decode_request(body)
+        return encode_scores(reward(images, items))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "reward": name})
 
     async def post_score(request: Request) -> Response:
-        """One request at a time; nothing is computed for a client that left while it waited."""
-        body = await read_body(request, max_body_bytes)
-        async with turn:
-            if await request.is_disconnected():
-                raise ApiError("the caller left", 499)
-            loop = asyncio.get_running_loop()
-            try:
-                scores = await loop.run_in_executor(
-                    thread, lambda: encode_scores(reward(*decode_request(body)))
-                )
-            except WireError as error:
-                raise ApiError(str(error)) from error
-            except Exception as error:
-                # The run reports it and stops. Not a 5xx, which clients retry.
-                logger.exception("the reward failed")
-                raise ApiError(f"{type(error).__name__}: {error}"[:1000], 422) from error
+        body = await request.body()
+        loop = asyncio.get_running_loop()
+        try:
+            scores = await loop.run_in_executor(thread, score, body)
+        except Exception as error:
+            # The run reports it and stops. Not a 5xx, which clients retry.
+            logger.exception("the reward failed")
+            raise HTTPException(422, f"{type(error).__name__}: {error}"[:1000]) from error
         return Response(scores, media_type="application/json")
 
     routes = [
         Route("/health", health, methods=["GET"]),
         Route("/score", post_score, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(routes=routes)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key, open_paths=())
     return app
@@ -90,7 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8101)
-    parser.add_argument("--max-body-mb", type=int, default=256)
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -112,12 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
                 "keep together: use it without server="
             )
         reward.check()
-    except RuntimeError as error:  # RewardError, and a judge that does not answer
+    except RewardError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     import uvicorn
 
-    app = build_app(reward, options.reward, api_key=key, max_body_bytes=options.max_body_mb << 20)
+    app = build_app(reward, options.reward, key)
     uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
     return 0
 
