@@ -21,6 +21,7 @@ from paco_judge.weights import from_pretrained_strict
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
+CLIP_TOKENS = 77  # of a text, with its first and last one; the rest is not read
 OPEN_CLIP = "ViT-H-14"
 OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 
@@ -49,7 +50,7 @@ def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
-    Subclasses define ``open``, ``encode_images`` and ``encode_texts``.
+    Subclasses define ``open``, ``encode_images``, ``encode_texts`` and ``num_read``.
     """
 
     what = ""  # the weights
@@ -75,6 +76,19 @@ class Clip:
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
         """Features (n, C) of texts, which need not be unit vectors."""
         raise NotImplementedError
+
+    def num_read(self, text: str) -> int | None:
+        """The number of tokens that the model reads of a ``text`` that is longer; else None."""
+        raise NotImplementedError
+
+    def remark_on(self, texts: Sequence[str]) -> str | None:
+        """What is to be said of a prompt with these ``texts``, if the model reads not all."""
+        self.load()
+        for text in texts:
+            most = self.num_read(text)
+            if most is not None:
+                return f"are longer than the {most} tokens that it reads"
+        return None
 
     def load(self) -> None:
         """Load the model, if it is not loaded. Raises RewardError."""
@@ -143,6 +157,8 @@ class ClipScore(Clip):
         if model == PICKSCORE:
             self.command = "python paco_grpo/rewards/pickscore_scores.py"
         self.check = self.load
+        # No method, because this class is the factory, also of a reward in another process.
+        self.remark = lambda item: self.remark_on([item.prompt])
 
     def open(self) -> torch.nn.Module:
         """As in ``Clip``."""
@@ -163,12 +179,19 @@ class ClipScore(Clip):
 
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
         """As in ``Clip``."""
-        inputs = self._processor(text=texts, truncation=True, max_length=77, return_tensors="pt")
+        inputs = self._processor(
+            text=texts, truncation=True, max_length=CLIP_TOKENS, return_tensors="pt"
+        )
         tokens = inputs.to(self.device)
         output = self._model.text_model(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
         )
         return self._model.text_projection(output.pooler_output)
+
+    def num_read(self, text: str) -> int | None:
+        """As in ``Clip``."""
+        tokens = self._processor.tokenizer(text, verbose=False)["input_ids"]
+        return CLIP_TOKENS if len(tokens) > CLIP_TOKENS else None
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -227,6 +250,13 @@ class OpenClip(Clip):
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
         """As in ``Clip``."""
         return self._model.encode_text(self._tokenize(texts).to(self.device))
+
+    def num_read(self, text: str) -> int | None:
+        """As in ``Clip``."""
+        most = self._tokenize.context_length
+        with_one_more = self._tokenize([text, ""], context_length=most + 1)
+        last_of_text, padding = with_one_more[:, -1]
+        return most if last_of_text != padding else None
 
 
 def _open_clip_file(tag: dict[str, str]) -> str:
@@ -288,6 +318,7 @@ def _with_panels(clip: Clip, batch_size: int) -> Reward:
         cosines = (features * clip.texts(texts, batch_size)).sum(dim=-1).double().cpu().numpy()
         return np.array([part.mean() for part in np.split(cosines, ends[:-1])])
 
+    score.remark = lambda item: clip.remark_on(split_prompt(item.prompt).panels)
     return score
 
 

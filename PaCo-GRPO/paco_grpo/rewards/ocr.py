@@ -9,6 +9,7 @@ needs an older numpy.
 import importlib.util
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -21,36 +22,62 @@ from paco_grpo.rewards.registry import Reward
 
 Reader = Callable[[Image.Image], str]
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+# A straight mark after a digit is an inch mark and begins no quotation: a 12" ruler.
+_QUOTED = re.compile(r'“([^“”]+)”|(?<!\d)"([^"]+)"')
+# Characters that look alike and that readers and writers exchange; NFKC knows the others.
+_ONE_FORM = str.maketrans(
+    dict.fromkeys("‘’‚‛ʻʼʹ′´`｀", "'")
+    | dict.fromkeys("“”„‟″«»「」『』〝〞", '"')
+    | dict.fromkeys("‐‑‒–—―−", "-")
+    | {"⁄": "/"}
+)
+
+
+def quoted_texts(prompt: str) -> list[str]:
+    """The texts in double quotes, ``"…"`` or ``“…”``, in order; those without a letter are none."""
+    texts = []
+    for match in _QUOTED.finditer(unicodedata.normalize("NFKC", prompt)):
+        text = match[1] or match[2]
+        if _comparable(text):
+            texts.append(text)
+    return texts
 
 
 def wanted_text(prompt: str) -> str:
     """The text in the first pair of double quotes. Raises ValueError: There is none."""
-    match = _QUOTED.search(prompt)
-    text = (match[1] or match[2]) if match else ""
-    if not text.strip():
+    texts = quoted_texts(prompt)
+    if not texts:
         raise ValueError(
             f"ocr needs the wanted text in double quotes in the prompt, got {prompt!r}"
         )
-    return text
+    return texts[0]
 
 
 def text_score(wanted: str, read: str) -> float:
     """1 − min(edit distance, len) / len in [0, 1], or 1 if ``read`` contains ``wanted``.
 
-    Spaces and case are ignored; len is the length of ``wanted``.
+    Spaces, case and forms of one character (full width, quotation marks, dashes, accents as a
+    character of their own) are ignored; len is the length of ``wanted``.
     """
     from rapidfuzz.distance import Levenshtein
 
-    target = _without_spaces_and_case(wanted)
-    text = _without_spaces_and_case(read)
+    target = _comparable(wanted)
+    text = _comparable(read)
     if target in text:
         return 1.0
     return 1.0 - min(Levenshtein.distance(target, text), len(target)) / len(target)
 
 
-def _without_spaces_and_case(text: str) -> str:
-    return "".join(text.split()).casefold()
+def _comparable(text: str) -> str:
+    """NFKC without case, spaces and characters that nobody sees."""
+    text = unicodedata.normalize("NFKC", text.translate(_ONE_FORM)).translate(_ONE_FORM)
+    text = unicodedata.normalize("NFKC", text.casefold()).replace("''", '"')
+    return "".join(letter for letter in text if not (letter.isspace() or _is_invisible(letter)))
+
+
+def _is_invisible(letter: str) -> bool:
+    """Marks of direction, soft hyphens, variation selectors and the like."""
+    return unicodedata.category(letter) == "Cf" or "\ufe00" <= letter <= "\ufe0f"
 
 
 def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
@@ -84,7 +111,14 @@ def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
     return score
 
 
+def _remark(item: Item) -> str | None:
+    if len(quoted_texts(item.prompt)) > 1:
+        return "quote more than one text: only the first is looked for"
+    return None
+
+
 ocr.check_item = lambda item, kwargs: wanted_text(item.prompt)
+ocr.remark = _remark
 
 
 @cache

@@ -8,7 +8,7 @@ import cv2
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from paco_grpo.rewards.ocr import text_score, wanted_text
+from paco_grpo.rewards.ocr import quoted_texts, text_score, wanted_text
 from paco_grpo.rewards.registry import RewardError, build_rewards
 from paco_grpo.types import Item
 
@@ -21,18 +21,57 @@ from paco_grpo.types import Item
         ("abcd", "xaxbxcxd", 0),
         ("kitten", "sitting", 1 - 3 / 6),
         ("abc", "a very long other text", 0),
+        # One character in several forms, on either side.
+        ("CAFE\u0301", "CAF\u00c9", 1),
+        ("CAF\u00c9", "CAFE\u0301", 1),
+        ("SALE: 50%", "SALE：50％", 1),
+        ("Ｈｉ！", "Hi!", 1),
+        ("DON'T", "DON’T", 1),
+        ("DON´T", "DON`T", 1),
+        ("“so-called” 1–2", "''so−called'' 1-2", 1),
+        ("a «b»", 'a "b"', 1),
+        ("oﬃce ½", "office 1/2", 1),
+        ("Stra\u00adße\u200b", "STRASSE", 1),
+        ("ΣΟΦΟΣ", "σοφος", 1),
+        ("☎\ufe0f 12", "☎ 12", 1),
+        ("ﾃﾚﾋﾞ", "テレビ", 1),
+        ("欢迎", "歡迎", 1 / 2),
     ],
 )
 def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
     assert text_score(wanted, read) == pytest.approx(score)
 
 
-def test_wanted_text_is_the_quoted_one():
-    assert wanted_text('A sign that says "Open 24 h" above a door') == "Open 24 h"
-    assert wanted_text("A sign that says “Öffnen”") == "Öffnen"
-    for prompt in ("no quotes", 'blank "  "', 'half "open'):
-        with pytest.raises(ValueError, match="double quotes"):
-            wanted_text(prompt)
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ('A sign that says "Open 24 h" above a door', ["Open 24 h"]),
+        ("A sign that says “Öffnen”", ["Öffnen"]),
+        ('a 12" ruler and a 10" pan', []),
+        ('a 5½" nail, a 12" ruler and a mug with "TEA"', ["TEA"]),
+        ('"Route 66" and “Exit 7” on a 30" screen', ["Route 66", "Exit 7"]),
+        ("a 12” pan, a 10“ pan and “TEA”", ["TEA"]),
+        ("a board ＂HI＂ over 第3“欢迎”", ["HI", "欢迎"]),
+        ('blank "  ", "\u200b" and "x"', ["x"]),
+        ("no quotes", []),
+        ('half "open', []),
+    ],
+)
+def test_quoted_texts(prompt, texts):
+    assert quoted_texts(prompt) == texts
+    if texts:
+        assert wanted_text(prompt) == texts[0]
+        return
+    with pytest.raises(ValueError, match="double quotes"):
+        wanted_text(prompt)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"server": "http://127.0.0.1:9"}])
+def test_prompts_with_more_than_one_quoted_text_are_counted(kwargs, caplog):
+    prompts = ['"a" and “b”', '"c"', '"d", "e" and "f"']
+    items = [Item(number, prompt) for number, prompt in enumerate(prompts)]
+    build_rewards({"ocr": 1}, {"ocr": kwargs})["ocr"].check_items(items)
+    assert "ocr: 2 of 3 prompts" in caplog.text
 
 
 def rendered(text: str, blur: float = 0) -> Image.Image:

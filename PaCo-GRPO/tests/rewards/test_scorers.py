@@ -86,6 +86,25 @@ def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_ope
         )
 
 
+LONG = "one " * 75 + "two"  # 76 words, and a first and a last token
+GRIDS = ("1x2 grid. [LEFT]: a. [RIGHT]: {}.", "a cat, {}.", "1x2 grid. [LEFT]: {}. [RIGHT]: b.")
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clipscore", "subfig_clipT"])
+def test_prompts_that_clip_does_not_read_to_the_end_are_counted(
+    clip_folder, tiny_open_clip, name, caplog
+):
+    kwargs = {"model": clip_folder, "processor": clip_folder}
+    if name == "subfig_clipT":
+        kwargs = dict(zip(("model", "pretrained"), tiny_open_clip, strict=True))
+    (reward,) = build_rewards({name: 1.0}, {name: kwargs}).values()
+    fits = LONG.removeprefix("one one ")  # 76 tokens, and one for the panel's period
+    prompts = [GRIDS[0].format(fits), GRIDS[1].format(LONG), GRIDS[2].format(LONG), "a cat"]
+    reward.check_items([Item(number, prompt) for number, prompt in enumerate(prompts)])
+    longer = 2 if name == "subfig_clipT" else 3  # which reads each panel alone
+    assert f"{name}: {longer} of 4 prompts are longer than the 77 tokens" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["clipscore", "subfig_clipT"])
 def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, name):
     architecture, weights = tiny_open_clip
