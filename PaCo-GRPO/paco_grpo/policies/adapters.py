@@ -5,7 +5,6 @@ for any base. ``lora`` switches it.
 """
 
 import copy
-import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,6 @@ from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import TRAINED
-from paco_grpo.suggest import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,11 @@ _PEFT_PREFIX = "base_model.model."  # of weights in PEFT's files
 
 # Files of an adapter's folder in either format. Nothing else is read: peft alone would also take a
 # pickle.
-_DIFFUSERS = ("pytorch_lora_weights.safetensors",)
+_DIFFUSERS = "pytorch_lora_weights.safetensors"
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
+
+# Values of ``init_lora_weights`` with which peft leaves the base model's weights as they are.
+_KEEP_THE_BASE = ("true", "false", "gaussian", "orthogonal", "eva")
 
 
 def add_lora(
@@ -84,7 +85,7 @@ def add_lora(
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     """Names of the linear layers that ``targets`` of ``add_lora`` means.
 
-    peft alone would also take other modules.
+    peft alone would also take other modules, and not say that one of several targets has no layer.
     """
     modules = policy.transformer.named_modules()
     layers = [name for name, module in modules if isinstance(module, nn.Linear)]
@@ -95,29 +96,18 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     elif isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
     if isinstance(targets, str):
-        try:
-            matches = {targets: [name for name in layers if re.fullmatch(targets, name)]}
-        except re.error as error:
-            raise ConfigError(
-                f"config.train.lora_targets={targets!r} is no regular expression: {error}"
-            ) from error
+        patterns = {targets: targets}
     else:
-        matches = {}
-        for target in targets:
-            matches[target] = [name for name in layers if f".{name}".endswith(f".{target}")]
-    for target, matching in matches.items():
-        if matching:
-            continue
-        in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in layers]
-        kinds = dict.fromkeys(match[1] for match in in_blocks if match)
-        near = did_you_mean(
-            re.sub(r"[^\w.]", "", target).strip("."), ["default", "attention", *kinds]
-        )
-        raise ConfigError(
-            f"config.train.lora_targets: {target!r} matches no linear layer of the "
-            f"transformer.{near} The layers of its blocks: {', '.join(kinds)}"
-        )
-    return sorted(set(itertools.chain.from_iterable(matches.values())))
+        patterns = {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
+    names = set()
+    for target, pattern in patterns.items():
+        matching = [name for name in layers if re.fullmatch(pattern, name)]
+        if not matching:
+            raise ConfigError(
+                f"config.train.lora_targets: {target!r} matches no linear layer of the transformer"
+            )
+        names.update(matching)
+    return sorted(names)
 
 
 def remove_lora(policy: Policy) -> None:
@@ -132,6 +122,7 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(transformer.peft_config[TRAINED])
     config.inference_mode = True
+    config.init_lora_weights = True  # how A and B began matters to nobody who loads them
     config.save_pretrained(directory)
     weights = {_PEFT_PREFIX + name: tensor for name, tensor in _weights(transformer).items()}
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -153,6 +144,7 @@ def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
         "lora_alpha": config["r"],
         "alpha_pattern": config["rank_pattern"],
         "use_rslora": False,
+        "init_lora_weights": True,
     }
     metadata = {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
@@ -165,18 +157,32 @@ def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
 
 
 def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
-    """The folder of an adapter, downloaded if ``place`` is a hub name.
+    """An adapter: the folder of one in PEFT's format, or the file of one in diffusers'.
 
-    Raises a ``PolicyLoadError`` that names ``option`` if there is none.
+    Args:
+        place: A file, a folder, or a hub name, which is downloaded. A folder in diffusers' format
+            holds ``pytorch_lora_weights.safetensors``, or one .safetensors file of any name.
+        option: What the user wrote ``place`` into; errors begin with it.
+
+    Raises:
+        PolicyLoadError: There is no adapter.
     """
-    folder = local_folder(place, *_DIFFUSERS, *_PEFT, option=option)
-    for files in (_DIFFUSERS, _PEFT):
-        if all((folder / file).is_file() for file in files):
-            return folder
-    raise PolicyLoadError(
-        f"{option}: {place} has neither {_DIFFUSERS[0]} (diffusers) nor "
-        f"{' and '.join(_PEFT)} (PEFT)"
-    )
+    file = Path(place).expanduser()
+    if file.suffix == ".safetensors" and file.is_file():
+        return file
+    folder = local_folder(place, "*.safetensors", "adapter_config.json", option=option)
+    if all((folder / name).is_file() for name in _PEFT):
+        return folder
+    files = sorted(folder.glob("*.safetensors"))
+    if folder / _DIFFUSERS in files:
+        return folder / _DIFFUSERS
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "no .safetensors file"
+        raise PolicyLoadError(
+            f"{option}: {place} has {names}; name the file of the adapter, or a folder with "
+            f"{_DIFFUSERS} (diffusers) or {' and '.join(_PEFT)} (PEFT)"
+        )
+    return files[0]
 
 
 def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
@@ -187,47 +193,43 @@ def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of ``_state`` on the CPU."""
     state = _state(transformer)
-    if not state:
-        raise RuntimeError(
-            "peft returns no tensor of the trained LoRA, so there is nothing to save: install the "
-            "version of peft that constraints/ names"
-        )
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
-def _load(policy: Policy, folder: Path, option: str) -> None:
-    """Attach the adapter in ``folder``, and say how much of the model it changes.
+def _load(policy: Policy, place: Path, option: str) -> None:
+    """Attach the adapter at ``place``, and say how much of the model it changes.
 
     Errors begin with ``option``.
     """
     try:
-        if (folder / _DIFFUSERS[0]).is_file():
-            names = _load_diffusers(policy, folder)
+        if place.is_file():
+            names = _load_diffusers(policy, place)
         else:
-            names = _load_peft(policy.transformer, folder)
+            names = _load_peft(policy.transformer, place)
         _require_same_tensors(names, _state(policy.transformer))
-    except Exception as error:  # damaged files raise anything in peft and diffusers
+    except Exception as error:  # peft and diffusers raise anything for what does not fit
         raise PolicyLoadError(
-            f"{option}: the LoRA at {folder} is damaged, or made for another model than "
+            f"{option}: the LoRA at {place} is damaged, or made for another model than "
             f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
         ) from error
     weights = _weights(policy.transformer)
     if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise PolicyLoadError(
-            f"{option}: the LoRA at {folder} is not finite in {', '.join(broken[:3])}"
+            f"{option}: the LoRA at {place} is not finite in {', '.join(broken[:3])}"
         )
-    log_adapter(policy, str(folder))
+    log_adapter(policy, str(place))
 
 
 def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
-    """A ``ValueError`` that names tensors without a layer, or layers without tensors."""
-    unused = sorted(set(in_file) - set(in_model))
-    missing = sorted(set(in_model) - set(in_file))
+    """A ``ValueError`` that names tensors without a layer, or layers without tensors.
+
+    Tensors of other adapters (DoRA, LoKr, biases) would be trained and saved by half.
+    """
+    factors = {name for name in in_model if name.endswith((".lora_A.weight", ".lora_B.weight"))}
+    unused = sorted(set(in_file) - factors)
+    missing = sorted(factors - set(in_file))
     if unused:
-        raise ValueError(
-            f"no layer of the transformer takes {len(unused)} of its {len(set(in_file))} tensors: "
-            f"{', '.join(unused[:5])}"
-        )
+        raise ValueError(f"no layer takes {len(unused)} of its tensors: {', '.join(unused[:5])}")
     if missing:
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 
@@ -240,21 +242,10 @@ def log_adapter(policy: Policy, source: str) -> None:
     layers = lora.lora_layers(policy)
     ranks = {layer.r[TRAINED] for layer in layers}
     scales = {layer.scaling[TRAINED] for layer in layers}
-    logger.info(
-        "LoRA from %s: %d of %d layers, %d tensors, rank %s, scale %s",
-        source,
-        len(layers),
-        len(layers),
-        len(lora.lora_parameters(policy, TRAINED)),
-        _span(ranks),
-        _span(scales),
-    )
+    logger.info("LoRA from %s: %d layers", source, len(layers))
+    logger.info("rank %s, scale %s", _span(ranks), _span(scales))
     if not any(_changes_something(layer) for layer in layers):
-        logger.warning(
-            "the LoRA from %s changes nothing: A·B is zero in each of its %d layers",
-            source,
-            len(layers),
-        )
+        logger.warning("the LoRA from %s changes nothing: A·B is zero in each layer", source)
 
 
 def _changes_something(layer: BaseTunerLayer) -> bool:
@@ -272,26 +263,40 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
     config = LoraConfig.from_pretrained(str(folder))
     config.megatron_config = None  # peft would import a module that an adapter names
     config.inference_mode = False
+    _require_unchanged_base(config.init_lora_weights)
+    config.init_lora_weights = True
     weights = {
         name.removeprefix(_PEFT_PREFIX): tensor
         for name, tensor in load_peft_weights(str(folder), device="cpu").items()
     }
-    _require_plain_lora(weights)
     transformer.add_adapter(config, TRAINED)
     _require_same_tensors(weights, _state(transformer))
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
     return set(weights)
 
 
-def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
+def _require_unchanged_base(initialization: bool | str) -> None:
+    """A ``ValueError`` for an adapter that belongs to a changed base model.
+
+    PiSSA, OLoRA and others subtract their first product from the base's weights, when they are made
+    and when they are loaded: the reference, the export and other adapters would be wrong.
+    """
+    if str(initialization).lower() not in _KEEP_THE_BASE:
+        raise ValueError(
+            f"init_lora_weights={initialization!r} changes the base model; convert the adapter by "
+            "PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+
+
+def _load_diffusers(policy: Policy, file: Path) -> set[str]:
     """Returns the names of the file's tensors.
 
     diffusers converts names in the style of ComfyUI, kohya and others.
     """
     with _diffusers_warnings() as lost:
         weights, *alphas, metadata = policy.pipeline.lora_state_dict(
-            str(folder),
-            weight_name=_DIFFUSERS[0],
+            str(file.parent),
+            weight_name=file.name,
             use_safetensors=True,
             return_alphas=True,  # only FLUX.1's pipelines look at it
             return_lora_metadata=True,
@@ -299,17 +304,11 @@ def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
     if lost:  # it warns of tensors that it has no place for
         raise ValueError(lost[0])
     prefix = f"{policy.pipeline.transformer_name}."
-    others = [name for name in weights if not name.startswith(prefix)]
-    if others:
-        raise ValueError(
-            f"{len(others)} of its {len(weights)} tensors are not of the transformer: "
-            f"{', '.join(others[:5])}"
-        )
-    if not any(".lora_A." in name for name in weights):
-        weights = convert_unet_state_dict_to_peft(weights)
-    _require_plain_lora(weights)
     if metadata is not None:
         metadata.pop(f"{prefix}megatron_config", None)
+        _require_unchanged_base(metadata.pop(f"{prefix}init_lora_weights", True))
+    if not any(".lora_A." in name for name in weights):
+        weights = convert_unet_state_dict_to_peft(weights)
     policy.transformer.load_lora_adapter(
         weights,
         network_alphas=alphas[0] if alphas else None,
@@ -318,19 +317,6 @@ def _load_diffusers(policy: Policy, folder: Path) -> set[str]:
         low_cpu_mem_usage=True,
     )
     return {name.removeprefix(prefix) for name in weights}
-
-
-def _require_plain_lora(names: Iterable[str]) -> None:
-    """Adapters of other kinds (DoRA, LoKr, trained biases) would be trained and saved by half."""
-    names = list(names)
-    if not names:
-        raise ValueError("it has no tensors")
-    others = [name for name in names if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
-    if others:
-        raise ValueError(
-            f"{len(others)} of its {len(names)} tensors are no A or B of a LoRA: "
-            f"{', '.join(others[:5])}"
-        )
 
 
 @contextmanager

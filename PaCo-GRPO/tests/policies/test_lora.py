@@ -4,6 +4,7 @@ formats.
 
 import json
 import logging
+import re
 import shutil
 
 import numpy as np
@@ -135,16 +136,12 @@ def test_targets(tiny_folder, targets, kinds):
     assert {layer.split(".")[1] for layer in layers} == ({"1"} if "1" in targets else {"0", "1"})
 
 
-def test_a_target_without_a_layer_is_an_error(tiny_folder):
+@pytest.mark.parametrize("target", ["ff.net.2", "attenton", "attn.+q"])
+def test_a_target_without_a_layer_is_an_error(tiny_folder, target):
     policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
-    # FLUX's name, which the published training gave Qwen-Image-Edit
-    for targets, near in (
-        (["attn.to_q", "ff.net.2"], "img_mlp.net.2"),
-        ("attenton", "'attention'"),
-        ("attn.(", ""),
-    ):
-        with pytest.raises(ConfigError, match=rf"config\.train\.lora_targets.*{near}"):
-            add_lora(policy, targets=targets)
+    targets = ["attn.to_q", target]  # FLUX's names, which the published training gave Qwen
+    with pytest.raises(ConfigError, match=re.escape(target)):
+        add_lora(policy, targets=targets)
 
 
 @BY_FORMAT
@@ -214,10 +211,6 @@ def half_a_pair(weights, prefix):
     return weights
 
 
-def nothing(weights, prefix):
-    return {}
-
-
 @BY_FORMAT
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -227,7 +220,6 @@ def nothing(weights, prefix):
         (of_a_text_encoder, r"text_encoder\.text_model"),
         (dora, "lora_magnitude_vector"),
         (half_a_pair, r"transformer_blocks\.1\.attn\.to_k\.lora_B"),
-        (nothing, "no tensors|lacks"),
     ],
 )
 def test_tensors_without_a_layer_are_an_error_that_names_them(
@@ -274,7 +266,7 @@ def test_kohyas_names_are_converted_and_leftovers_named(tiny_flux_dir, tmp_path,
         )
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path / "kohya")
-    assert "2 of 2 layers, 4 tensors, rank 4, scale 1" in caplog.text
+    assert "2 layers" in caplog.text and "rank 4, scale 1" in caplog.text
     name = "transformer_blocks.1.attn.to_out.0"
     ours = updates(policy)[name]
     theirs = updates(again)[name]
@@ -318,8 +310,8 @@ def test_how_much_of_the_model_an_adapter_changes_is_logged(tiny_flux_dir, tmp_p
     save(policy, tmp_path)
     add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
     scale = "2.5" if save is save_peft else "1"
-    expected = f"{layers} of {layers} layers, {2 * layers} tensors, rank 4, scale {scale}"
-    assert expected in caplog.text and "changes nothing" not in caplog.text
+    assert f"{layers} layers" in caplog.text and f"rank 4, scale {scale}" in caplog.text
+    assert "changes nothing" not in caplog.text
 
     rewrite(
         tmp_path,
@@ -330,12 +322,67 @@ def test_how_much_of_the_model_an_adapter_changes_is_logged(tiny_flux_dir, tmp_p
     assert "changes nothing" in caplog.text
 
 
-def test_an_adapter_without_tensors_is_not_saved(tiny_flux_dir, tmp_path, monkeypatch):
-    policy = trained("flux", tiny_flux_dir)
-    monkeypatch.setattr(adapters, "get_peft_model_state_dict", lambda *_, **__: {})
-    for save in (save_peft, save_diffusers):
-        with pytest.raises(RuntimeError, match="nothing to save"):
-            save(policy, tmp_path)
+@pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "OLoRA", "corda"])
+@BY_FORMAT
+def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, tmp_path, save, initialization):
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    save(policy, tmp_path)
+    set_initialization(tmp_path, save, initialization)
+    policy = load("flux", tiny_flux_dir)
+    before = {name: weight.clone() for name, weight in policy.transformer.named_parameters()}
+    with pytest.raises(PolicyLoadError, match=initialization):
+        add_lora(policy, lora_path=tmp_path)
+    after = dict(policy.transformer.named_parameters())
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("initialization", [True, False, "gaussian", "eva", "orthogonal"])
+@BY_FORMAT
+def test_other_initializations_change_nothing(tiny_flux_dir, tmp_path, save, initialization):
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    save(policy, tmp_path)
+    set_initialization(tmp_path, save, initialization)
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path)
+    assert_same_updates(again, policy)
+    with reference(again):
+        assert torch.equal(latents_of(again), latents_of(load("flux", tiny_flux_dir)))
+    save(again, tmp_path / "again")
+    assert read_config(tmp_path / "again", save)["init_lora_weights"] is True
+
+
+def read_config(folder, save):
+    """``LoraConfig`` as the files of an adapter hold it."""
+    if save is save_peft:
+        return json.loads((folder / "adapter_config.json").read_text())
+    with safe_open(folder / DIFFUSERS_FILE, "pt") as opened:
+        config = json.loads(opened.metadata()["lora_adapter_metadata"])
+    return {name.removeprefix("transformer."): value for name, value in config.items()}
+
+
+def set_initialization(folder, save, value):
+    config = read_config(folder, save) | {"init_lora_weights": value}
+    if save is save_peft:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        return
+    file = folder / DIFFUSERS_FILE
+    weights = load_file(file)
+    text = json.dumps({f"transformer.{name}": setting for name, setting in config.items()})
+    save_file(weights, file, {"format": "pt", "lora_adapter_metadata": text})
+
+
+def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, tmp_path):
+    """As other trainers write it; two files in a folder are a question to the user."""
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    save_diffusers(policy, tmp_path)
+    file = (tmp_path / DIFFUSERS_FILE).rename(tmp_path / "my_style_000002500.safetensors")
+    for place in (file, tmp_path):
+        again = load("flux", tiny_flux_dir)
+        add_lora(again, lora_path=place)
+        assert_same_updates(again, policy)
+    shutil.copy(file, tmp_path / "my_style_000003000.safetensors")
+    with pytest.raises(PolicyLoadError, match="my_style_000003000"):
+        find_lora(tmp_path)
 
 
 def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):

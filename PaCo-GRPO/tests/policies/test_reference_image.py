@@ -102,6 +102,18 @@ def test_reference_size(policy, name):
     ] * 2 and conditioning.reference.shape == (2, 96, 16)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("flux2", (64, 192)), ("flux2_klein", (64, 192)), ("qwen_image_edit_plus", (160, 80))],
+)
+def test_which_of_several_references_gives_the_shape(tiny_folder, name, shape):
+    """The first or the last one, as in diffusers' pipelines without a height and a width."""
+    policy = load(name, tiny_folder(name))
+    pictures = (picture(1, 64, 192), picture(2, 96, 96), picture(3, 160, 80))
+    height, width = policy.size_like(Item(0, "x", references=pictures), 192)
+    assert height / width == pytest.approx(shape[0] / shape[1], rel=0.1)
+
+
 @pytest.mark.parametrize("name", [*EDITORS, "flux2_klein"])
 def test_references_of_different_size_or_number_do_not_share_a_forward(policy, name):
     chosen = [edit(64, 64, (64, 64)), edit(256, 64, (64, 64))]
