@@ -25,8 +25,8 @@ begin() {
     # Options are read before anything is computed or set aside.
     (
         cd "$repo/PaCo-GRPO" &&
-            "$PYTHON" -m paco_grpo.options.check --config "config/grpo.py:$configuration" \
-                "${overrides[@]}"
+            "$PYTHON" scripts/train.py --config "config/grpo.py:$configuration" \
+                "${overrides[@]}" --help >/dev/null
     ) || exit 2
 
     lock

@@ -365,17 +365,6 @@ def toy_kontext() -> ConfigDict:
     return config
 
 
-def toy_qwen_edit() -> ConfigDict:
-    """For small weights of your own, which ``pretrained.model`` names.
-
-    With true CFG, the toy base follows instructions less (oracle edit 0.65 at scale 1, 0.39 at 2).
-    """
-    config = qwen_editing_no_cfg()
-    toy_editing(config)
-    config.pretrained.image_positions = "stock"
-    return config
-
-
 # --- changes that several configurations share ---------------------------------------------------
 
 

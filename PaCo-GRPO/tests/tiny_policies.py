@@ -150,9 +150,7 @@ VARIANTS = {
     "flux2 without references": replace(_FLUX2, references=0),
     "flux2_klein without references": replace(_KLEIN, references=0),
     "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
-    "qwen_image_edit without guidance": replace(
-        FAMILIES["qwen_image_edit"], options={"image_positions": "stock"}
-    ),
+    "qwen_image_edit without guidance": replace(FAMILIES["qwen_image_edit"], options={}),
 }
 EDITORS = ("flux_kontext", "qwen_image_edit")
 NAMES = ("flux", *EDITORS)  # on which every test of policies runs

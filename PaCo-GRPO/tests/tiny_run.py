@@ -135,12 +135,10 @@ def tiny_options(flux: Path, folder: Path, **changes: str) -> RunOptions:
     )
 
 
-def tiny_edit_options(
-    name: str, model: Path, folder: Path, references: int = 1, **changes: str
-) -> RunOptions:
-    """toy_kontext or toy_qwen_edit, made tiny."""
+def tiny_edit_options(model: Path, folder: Path, references: int = 1, **changes: str) -> RunOptions:
+    """toy_kontext, made tiny."""
     overrides = overrides_for(model, folder, partial(write_edits, references=references), **changes)
-    return load_options(f"{ROOT / 'config' / 'grpo.py'}:{name}", overrides.items())
+    return load_options(f"{ROOT / 'config' / 'grpo.py'}:toy_kontext", overrides.items())
 
 
 # An epoch of four images in two steps.
@@ -158,7 +156,6 @@ SMALL = {
     "train__reward_fn_kwargs": "{}",
     "train__reward_fn": '{"tiny_run:redness": 1.0, "jpeg_compressibility": 0.1}',
 }
-CONFIGURATIONS = {"flux_kontext": "toy_kontext", "qwen_image_edit": "toy_qwen_edit"}
 
 
 def family_options(name: str, model: Path, folder: Path, **changes: Any) -> RunOptions:
@@ -171,8 +168,7 @@ def family_options(name: str, model: Path, folder: Path, **changes: Any) -> RunO
     changes = SMALL | guidance | changes
     if not family.references:
         return tiny_options(model, folder, **changes)
-    configuration = CONFIGURATIONS.get(name, "toy_kontext")
-    return tiny_edit_options(configuration, model, folder, family.references, **changes)
+    return tiny_edit_options(model, folder, family.references, **changes)
 
 
 def train(options: RunOptions) -> Trainer:

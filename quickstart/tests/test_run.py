@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 NOTE = 'echo "$(basename "$0") $*" >> "$STATE/calls"\n'
 PYTHON = r"""
 [ "$2" = paco_toy.progress ] && exec "$REAL" "$@"
-if [ "$2" = paco_grpo.options.check ]; then
+if [ "$1" = scripts/train.py ]; then
   case "$*" in *trian*) echo "error: no such option" >&2; exit 2 ;; esac
   exit 0
 fi

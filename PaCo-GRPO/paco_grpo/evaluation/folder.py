@@ -71,7 +71,6 @@ def _identity(
         "model": str(pretrained.model),
         "weights": _weights_identity(str(pretrained.model)),
         "quantize": pretrained.quantize,
-        "image_positions": pretrained.image_positions,
         "adapter": adapter,
         "adapter_sha256": _adapter_hash(adapter),
         "prompts": hash_value([_item_content(item, options.dataset) for item in items]),

@@ -3,6 +3,7 @@
 from paco_grpo.options.parse import (
     ConfigError,
     config_dict,
+    describe_options,
     load_options,
     make_options,
     options_to_yaml,
@@ -16,6 +17,7 @@ __all__ = [
     "RunOptions",
     "TrainOptions",
     "config_dict",
+    "describe_options",
     "load_options",
     "make_options",
     "options_to_yaml",

@@ -35,15 +35,11 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 Decay = Annotated[Float, Field(ge=0, lt=1)]
 
 
-def _default_for_none(default: int) -> BeforeValidator:
-    """Where older files say None, the default is meant."""
-    return BeforeValidator(lambda value: default if value is None else value)
-
-
 def _as_steps(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value  # which is no list of numbers
-    return [value] if isinstance(value, int) else value or ()
+    """``1,2``, ``(1, 2)`` and ``[1, 2]`` of a command line, or one number, are lists too."""
+    if isinstance(value, str):
+        return re.findall(r"[^\s,()\[\]]+", value)
+    return [value] if isinstance(value, int) else value
 
 
 def _as_names(value: Any) -> Any:
@@ -87,9 +83,6 @@ class PretrainedOptions:
     quantize: Literal["nf4"] | None = beyond_paper(
         None, "frozen transformer in 4 bits; changes the numbers"
     )
-    image_positions: Literal["mrope", "stock"] = beyond_paper(
-        "mrope", "token positions in Qwen-Image-Edit; stock: diffusers'"
-    )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -117,9 +110,7 @@ class SampleOptions:
     unique_sample_num_per_epoch: Amount = option(
         42, "m, prompts per epoch; raised until m·k divides evenly"
     )
-    reward_batch_size: Annotated[Amount, _default_for_none(8)] = option(
-        8, "images per call of a local reward"
-    )
+    reward_batch_size: Amount = option(8, "images per call of a local reward")
     tail_steps: Amount | None = beyond_paper(
         None, "second-order steps after the last noise step; None: the schedule's"
     )
@@ -165,9 +156,7 @@ class TrainOptions:
     adv_clip_max: Positive = option(5.0, "largest absolute advantage")
     beta: NonNegative = option(0.0, "weight of the KL term against the reference")
     nft_beta: Positive = option(1.0, "β of nft: distance of v⁺ and v⁻ from the old velocity")
-    decay_type: Annotated[
-        Literal[0, 1, 2], BeforeValidator(_no_truth_value), _default_for_none(1)
-    ] = option(1, "schedule of nft's old adapter")
+    decay_type: Annotated[Whole, Field(le=2)] = option(1, "schedule of nft's old adapter")
     awm_clip_range: NonNegative = beyond_paper(1.0, "clipping range of awm's ratio around 1")
     awm_slow_beta: NonNegative = beyond_paper(
         1.0, "weight of awm's distance to a slow copy of the adapter"

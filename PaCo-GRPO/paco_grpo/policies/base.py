@@ -33,8 +33,6 @@ class PolicySettings:
     guidance_scale: float = 3.5  # embedded guidance or scale of true CFG, depending on the model
     negative_prompt: str | None = None  # of true CFG
     quantize: str | None = None  # nf4: the frozen transformer in 4 bits
-    # ``mrope`` or ``stock``, for a text encoder that sees the reference image (Qwen-Image-Edit)
-    image_positions: str = "mrope"
 
 
 class Policy(ABC):
@@ -51,8 +49,6 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False  # an item must have a reference image
     several_images: ClassVar[bool] = False  # an item may have more than one
     has_true_cfg: ClassVar[bool] = False  # it can use a negative prompt
-    # Its text encoder reads the reference image (config.pretrained.image_positions).
-    text_sees_image: ClassVar[bool] = False
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts

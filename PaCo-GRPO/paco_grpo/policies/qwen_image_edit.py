@@ -46,7 +46,6 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
 
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
-    text_sees_image = True
     cuts_text = False  # the pipeline encodes all of an instruction
     card_reference = """\
 # The pipeline encodes the reference at about a megapixel; in training it had the size of the image.
@@ -57,9 +56,8 @@ pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (width, heigh
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         super().__init__(pipeline, settings)
         self.size_step = _ROUNDED_TO
-        if settings.image_positions == "mrope":
-            pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
-            self.card_setup = _MARK_IMAGE_TOKENS
+        pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
+        self.card_setup = _MARK_IMAGE_TOKENS
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline sizes reference images: to the nearest multiples of 32 pixels."""

@@ -351,7 +351,6 @@ def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySe
         guidance_scale=options.sample.guidance_scale,
         negative_prompt=options.sample.negative_prompt,
         quantize=options.pretrained.quantize,
-        image_positions=options.pretrained.image_positions,
     )
 
 

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _BOUND = (
     "seed",
     "pretrained.model",
-    "pretrained.image_positions",
     "use_lora",
     "train.loss_type",
     "train.loss_kwargs",

@@ -10,9 +10,7 @@ from paco_grpo.report import write_report
 
 def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
     run = train(
-        tiny_edit_options(
-            "toy_kontext", tiny_folder("flux_kontext"), tmp_path, num_epochs=1, eval_freq=1
-        )
+        tiny_edit_options(tiny_folder("flux_kontext"), tmp_path, num_epochs=1, eval_freq=1)
     ).run
     folder = run.folder / "eval" / "epoch_0001"
     for number, row in enumerate(read_rows(folder)):

@@ -59,7 +59,6 @@ def test_the_same_evaluation_is_complete(case):
         ("seed", 7),
         ("max_sequence_length", 17),
         ("pretrained.quantize", "nf4"),
-        ("pretrained.image_positions", "stock"),
         ("speed.attention", "native"),
         ("speed.compile", True),
         ("sample.guidance_scale", 1.25),

@@ -15,7 +15,7 @@ CONFIGS = {
     "flux": "toy_t2is",
     "flux2": "klein_editing",
     "flux_kontext": "toy_kontext",
-    "qwen_image_edit": "toy_qwen_edit",
+    "qwen_image_edit": "toy_kontext",
 }
 
 
@@ -33,10 +33,7 @@ def arguments(name, model, *more):
 @pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
 def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, name, capsys):
     guidance = {"flux": 3.5, "qwen_image_edit": 4.0}[name]
-    positions = {}
-    if name == "qwen_image_edit":  # as in toy_qwen_edit
-        positions["image_positions"] = "stock"
-    policy = load(name, tiny_folder(name), guidance_scale=guidance, **positions)
+    policy = load(name, tiny_folder(name), guidance_scale=guidance)
     add_lora(policy, rank=2, alpha=4)
     disturb(policy)
     save_peft(policy, tmp_path / "adapter")

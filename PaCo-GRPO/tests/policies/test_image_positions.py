@@ -1,6 +1,4 @@
-"""Positions of image tokens in Qwen-Image-Edit's text encoder: rows and columns (M-RoPE), or the
-installed pipeline's.
-"""
+"""Positions of image tokens in Qwen-Image-Edit's text encoder: rows and columns (M-RoPE)."""
 
 import re
 
@@ -14,9 +12,7 @@ NAME = "qwen_image_edit"
 
 
 def encoded(policy, item):
-    """Features of ``item``, the arguments of its text encoder and the position ids of the language
-    model.
-    """
+    """The arguments of the text encoder and the position ids of the language model for ``item``."""
     seen = {}
     encoder = policy.pipeline.text_encoder
     encoder.register_forward_pre_hook(
@@ -26,13 +22,14 @@ def encoded(policy, item):
         lambda module, args, kwargs: seen.update(position_ids=kwargs["position_ids"]),
         with_kwargs=True,
     )
-    return policy.encode([item]).prompt_embeds, seen
+    policy.encode([item])
+    return seen
 
 
 def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     policy = load(NAME, tiny_folder(NAME), negative_prompt=None, guidance_scale=1.0)
     (item,) = items(NAME, "make it blue", size=(32, 96))
-    features, seen = encoded(policy, item)
+    seen = encoded(policy, item)
     encoder = policy.pipeline.text_encoder
     own, _ = encoder.model.get_rope_index(
         seen["input_ids"],
@@ -49,13 +46,6 @@ def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     assert image == [
         [start, start + row, start + column] for row in range(rows) for column in range(columns)
     ]
-
-    stock = load(
-        NAME, tiny_folder(NAME), negative_prompt=None, guidance_scale=1.0, image_positions="stock"
-    )
-    without, seen = encoded(stock, item)
-    assert seen["position_ids"] is None and "mm_token_type_ids" not in seen  # one position a token
-    assert features.shape == without.shape and (features - without).abs().max() > 1e-3
 
 
 def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import rows_of, sampled, tiny_edit_options, tiny_options
+from tiny_run import rows_of, sampled, tiny_options
 
 from paco_grpo.objectives import Step
 from paco_grpo.options import ConfigError
@@ -433,13 +433,6 @@ def test_how_the_old_adapter_follows(decay_type, is_new, make):
 def test_lora_targets(make):
     names = make(train__lora_targets="attn.to_q,attn.to_k").state.parameters
     assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in names} == {"to_q", "to_k"}
-
-
-def test_image_positions(tiny_folder, tmp_path):
-    changes = {"pretrained__image_positions": "mrope", "health__probe_images": 0}
-    model = tiny_folder("qwen_image_edit")
-    run = build_run(tiny_edit_options("toy_qwen_edit", model, tmp_path, **changes))
-    assert run.state.policy.card_setup
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -181,10 +181,10 @@ def test_other_test_items_are_a_warning(folder, again, tmp_path, caplog):
 
 def test_other_reference_images_are_refused(tiny_folder, tmp_path):
     model = tiny_folder("flux_kontext")
-    train(tiny_edit_options("toy_kontext", model, tmp_path, num_epochs=1))
+    train(tiny_edit_options(model, tmp_path, num_epochs=1))
     picture(7, 48, 48).save(tmp_path / "prompts" / "train1.png")
     with pytest.raises(ConfigError, match="holds other items"):
-        build_run(tiny_edit_options("toy_kontext", model, tmp_path, resume_from="latest"))
+        build_run(tiny_edit_options(model, tmp_path, resume_from="latest"))
 
 
 def test_another_reference_image_of_as_many_bytes_is_refused(tiny_folder, tmp_path, caplog):
@@ -192,8 +192,8 @@ def test_another_reference_image_of_as_many_bytes_is_refused(tiny_folder, tmp_pa
     write_edits(tmp_path / "prompts")
     for name in ("train1", "test1"):
         picture(1, 48, 48).save(tmp_path / "prompts" / f"{name}.png", compress_level=0)
-    train(tiny_edit_options("toy_kontext", model, tmp_path, num_epochs=1))
-    again = tiny_edit_options("toy_kontext", model, tmp_path, resume_from="latest")
+    train(tiny_edit_options(model, tmp_path, num_epochs=1))
+    again = tiny_edit_options(model, tmp_path, resume_from="latest")
 
     picture(7, 48, 48).save(tmp_path / "prompts" / "test1.png", compress_level=0)
     build_run(again).close()
