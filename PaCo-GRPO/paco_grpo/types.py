@@ -32,6 +32,10 @@ class Batched:
         rows = {name: _select(value, index) for name, value in self._values().items()}
         return dataclasses.replace(self, **rows)
 
+    def split(self) -> list[Self]:
+        """The rows, each as an object of one row; tensors are views."""
+        return [self.select(slice(row, row + 1)) for row in range(len(self))]
+
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
         """Join along the batch. Raises ValueError where a shared value differs."""

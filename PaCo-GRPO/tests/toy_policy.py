@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.objectives import MicroBatch
-from paco_grpo.objectives.forward import Noised
+from paco_grpo.objectives.noised import Noised
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Conditioning, Item
@@ -123,11 +123,12 @@ def numpy_step(x, v, sigma, following, first, a, cps=False):
 def set_group_weights(objective, steps, policy):
     """What ``prepare`` of dgpo does, in the precision of the advantages."""
     micro_batch = MicroBatch(
+        samples=steps[0].rollout.split(),
         positions=np.arange(len(steps[0].rollout)),
-        item_ids=steps[0].rollout.item_ids.numpy(),
         advantages=steps[0].advantages.double().numpy(),
-        is_dummy=False,
-        make_steps=lambda: steps,
+        indices=[step.index for step in steps],
+        weight=1.0,
+        epoch_seed=steps[0].epoch_seed,
     )
     objective.prepare([micro_batch], policy)
     for step, weights in zip(steps, micro_batch.group_weights, strict=True):

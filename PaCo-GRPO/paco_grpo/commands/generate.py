@@ -24,7 +24,7 @@ from paco_grpo.policies.adapters import add_lora
 from paco_grpo.policies.loading import text_length
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
-from paco_grpo.sampling.images import Batch, Decoder
+from paco_grpo.sampling.images import decode
 from paco_grpo.training.build import apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import (
     check_items,
@@ -172,9 +172,12 @@ def _sample(
 ) -> list[Image.Image]:
     """Sample the images and write them to ``files``."""
     pictures: list = [None] * len(images)
-
-    def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
-        for number, picture in zip(batch.numbers, decoded, strict=True):
+    sampling = Sampling(options.test.num_steps)
+    items = [image.item for image in images]
+    for batch in evaluation_batches(policy, items, options):
+        in_batch = [images[number] for number in batch.numbers]
+        latents = evaluation_latents(policy, in_batch, batch, sampling)
+        for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):
             if picture is None:
                 raise ConfigError(
                     f"{files[number].name} is not finite: look at the weights and "
@@ -182,13 +185,6 @@ def _sample(
                 )
             picture.save(files[number], compress_level=1)
             pictures[number] = picture
-
-    sampling = Sampling(options.test.num_steps)
-    items = [image.item for image in images]
-    with Decoder(policy, deliver) as decoder:
-        for batch in evaluation_batches(policy, items, options):
-            in_batch = [images[number] for number in batch.numbers]
-            decoder.submit(evaluation_latents(policy, in_batch, batch, sampling), batch)
     return pictures
 
 

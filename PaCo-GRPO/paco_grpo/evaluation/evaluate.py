@@ -24,7 +24,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.sampling.images import Batch, Decoder, plan_batches
+from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.streams import Stream
 from paco_grpo.types import Item
 
@@ -174,15 +174,14 @@ class Evaluation:
         (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
         sampling = Sampling(self.options.test.num_steps, merge_lora=self.merge_lora)
         synced = self.strategy.synced_batches(batches, dummy, should_stop)
-        with Decoder(policy, deliver) as decoder:
-            for position, (batch, is_dummy) in enumerate(synced):
-                if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
-                    ahead = batches[position : position + _ENCODED_AHEAD]
-                    self._encode_ahead(images, ahead)
-                in_batch = [images[number] for number in batch.numbers]
-                latents = evaluation_latents(policy, in_batch, batch, sampling)
-                if not is_dummy:
-                    decoder.submit(latents, batch)
+        for position, (batch, is_dummy) in enumerate(synced):
+            if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
+                ahead = batches[position : position + _ENCODED_AHEAD]
+                self._encode_ahead(images, ahead)
+            in_batch = [images[number] for number in batch.numbers]
+            latents = evaluation_latents(policy, in_batch, batch, sampling)
+            if not is_dummy:
+                deliver(decode(policy, latents, batch), batch)
         pictures.write_sheet(accelerator.is_main_process)
         return sum(gather_object([num_finite]))
 

@@ -15,7 +15,7 @@ from PIL import Image
 from paco_grpo.distributed.processes import gather_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.policies.lora import reference
+from paco_grpo.policies.lora import reference_weights
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
 from paco_grpo.streams import Stream
@@ -73,7 +73,7 @@ class _State(NamedTuple):
 class BaseProbe:
     """How far the trained generator is from the reference, on a few test items with fixed noise.
 
-    The reference (``lora.reference``) denoises once up to the first noise step. A resumed run
+    The reference (``lora.reference_weights``) denoises once up to the first noise step. A resumed run
     computes the same states again.
     """
 
@@ -91,7 +91,7 @@ class BaseProbe:
         options = self.options
         policy = self.policy
         step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
-        with reference(policy):
+        with reference_weights(policy):
             for number, item in enumerate(self.items):
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width

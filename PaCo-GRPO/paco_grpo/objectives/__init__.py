@@ -10,6 +10,8 @@ from paco_grpo.objectives.base import (
     create_objective,
     get_objective,
 )
+from paco_grpo.objectives.ppo import reference_kl
+from paco_grpo.sampling.denoise import transition
 
 __all__ = [
     "OBJECTIVES",
@@ -20,4 +22,6 @@ __all__ = [
     "Step",
     "create_objective",
     "get_objective",
+    "reference_kl",
+    "transition",
 ]

@@ -12,7 +12,7 @@
 import torch
 
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
-from paco_grpo.objectives.forward import ForwardObjective, Noised
+from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.objectives.ppo import clipped_loss
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
@@ -22,7 +22,7 @@ _POWER = 0.25
 _TINY = 1e-10
 
 
-class Awm(ForwardObjective):
+class Awm(NoisedObjective):
     """max(−A'·ratio, −A'·clip(ratio, 1 ± ε)) + β·mean((v − v_ref)²) + β_slow·mean((v − v_slow)²).
 
     A' is A/adv_clip_max.

@@ -2,7 +2,9 @@
 
     class Reinforce(Objective):
         def loss(self, step, policy):
-            log_prob = step.transition(policy).log_prob(step.noise.next_latents)
+            noise = step.noise
+            trained = transition(policy, step.rollout, noise.latents, step.index)
+            log_prob = trained.log_prob(noise.next_latents)
             return LossOutput(-step.advantages * log_prob, {"log_prob_mean": log_prob})
 
 The trainer (``training/update.py``) calls ``loss`` for one step of the schedule at a time and
@@ -11,9 +13,8 @@ backpropagates at once, so only one step's activations exist at a time.
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,10 +22,8 @@ import numpy as np
 import torch
 
 from paco_grpo.options.schema import RunOptions, TrainOptions
-from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import transition_at
-from paco_grpo.sampling.sde import Transition
+from paco_grpo.sampling.denoise import transition
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import NoiseStep, Rollout, to_device
 
@@ -66,29 +65,19 @@ class Step:
         """The recorded step."""
         return self.rollout.noise_step(self.index)
 
-    def transition(self, policy: Policy) -> Transition:
-        """Distribution of x' at this noise step under the current weights."""
-        return transition_at(policy, self.rollout, self.noise.latents, self.index)
-
-    def reference_kl(self, policy: Policy, transition: Transition) -> torch.Tensor:
-        """KL (B,) to the reference policy at this noise step (Flow-GRPO, arXiv 2505.05470, eq. 13).
-
-        It is mean((μ − μ_ref)²)/(2s² + 1e-7), and costs a forward of the reference.
-        """
-        with torch.no_grad(), lora.reference(policy):
-            reference = self.transition(policy)
-        return mean_square(transition.mean - reference.mean) / (2 * transition.s.square() + 1e-7)
-
 
 @dataclass
 class MicroBatch:
     """Samples that share a forward. A dummy keeps processes in step and does not count."""
 
+    samples: Sequence[Rollout]  # B rollouts of batch size 1
     positions: np.ndarray  # (B,) positions of the samples in the epoch, over all processes
-    item_ids: np.ndarray  # (B,)
-    advantages: np.ndarray  # (B,) float64, not clipped
-    is_dummy: bool
-    make_steps: Callable[[], list[Step]]
+    advantages: np.ndarray  # (B,) float64, clipped to ±adv_clip_max
+    indices: Sequence[int]  # positions of the schedule to train on
+    weight: float  # of each sample in the update: 1 / kept samples, 0 for a dummy
+    epoch_seed: int = 0  # as in ``Step``
+    inner_epoch: int = 0  # as in ``Step``
+    is_dummy: bool = False
     group_weights: torch.Tensor | None = None  # (steps, B) float32, set by ``Objective.prepare``
 
     def build_steps(self) -> list[Step]:
@@ -97,10 +86,18 @@ class MicroBatch:
         This joins the samples in memory, which takes as much again. So steps are built when they
         are needed, and not kept.
         """
-        steps = self.make_steps()
-        if self.group_weights is not None:
-            for step, weights in zip(steps, self.group_weights, strict=True):
-                step.group_weights = to_device(weights, step.advantages.device)
+        rollout = Rollout.cat(self.samples)
+        device = rollout.clean_latents.device
+        advantages = torch.as_tensor(self.advantages, dtype=torch.float32)
+        weight = self.weight / len(self.indices)
+        steps = []
+        for row, index in enumerate(self.indices):
+            step = Step(rollout, index, to_device(advantages, device), weight)
+            step.epoch_seed = self.epoch_seed
+            step.inner_epoch = self.inner_epoch
+            if self.group_weights is not None:
+                step.group_weights = to_device(self.group_weights[row], device)
+            steps.append(step)
         return steps
 
 
@@ -112,7 +109,7 @@ class Snapshot:
     and 0 the one before the current epoch. ``lora.using_adapter(policy, name)`` switches to it.
     """
 
-    name: str  # of the adapter and of its file in a checkpoint, see ``checks.snapshot_problems``
+    name: str  # of the adapter and of its file in a checkpoint, and not one of ``lora.py``
     decay: Callable[[int], float]  # optimizer steps so far → decay in [0, 1]
     # Optimizer steps after which rollouts use it; None = never. An objective on noise steps then
     # needs ``train.old_log_prob='rollout'``, because log-probabilities are the snapshot's.
@@ -143,7 +140,7 @@ class Objective:
         self.snapshots: tuple[Snapshot, ...] = ()
 
     @classmethod
-    def check(cls, options: RunOptions) -> Iterable[str] | None:
+    def check(cls, options: RunOptions) -> Iterator[str]:
         """Problems, each beginning with the option to change; called before weights are loaded.
 
         This one is about noise steps. A check of your own adds to it:
@@ -197,8 +194,9 @@ class Objective:
         Above a mean of 1, ``train.old_log_prob='auto'`` recomputes old values. Here it is
         |ratio − 1| over a quarter of the clip range.
         """
-        log_prob = step.transition(policy).log_prob(step.noise.next_latents)
-        ratio = (log_prob - step.noise.log_prob).exp()
+        noise = step.noise
+        trained = transition(policy, step.rollout, noise.latents, step.index)
+        ratio = (trained.log_prob(noise.next_latents) - noise.log_prob).exp()
         return (ratio - 1).abs() / (self.train.clip_range / 4)
 
     def sampling_snapshot(self, step: int) -> str | None:
@@ -260,29 +258,20 @@ def create_objective(train: TrainOptions) -> Objective:
         ValueError: There is none of this name, or it takes other arguments.
     """
     objective_class = get_objective(train.loss_type)
-    signature = inspect.signature(objective_class)
     try:
-        signature.bind(train, **train.loss_kwargs)
+        return objective_class(train, **train.loss_kwargs)
     except TypeError as error:
-        arguments = ", ".join(list(signature.parameters)[1:])
-        raise ValueError(
-            f"config.train.loss_kwargs={train.loss_kwargs}: {train.loss_type} {error}. "
-            f"It takes: {arguments or 'nothing'}"
-        ) from error
-    return objective_class(train, **train.loss_kwargs)
+        raise ValueError(f"config.train.loss_kwargs={train.loss_kwargs}: {error}") from error
 
 
 def _objective_of(function: Callable[..., LossOutput]) -> type[Objective]:
     class FunctionObjective(Objective):
         def __init__(self, train: TrainOptions, **arguments: Any) -> None:
             super().__init__(train)
-            self.function = partial(function, **arguments)
+            inspect.signature(function).bind("step", "policy", train, **arguments)
+            self.arguments = arguments
 
         def loss(self, step: Step, policy: Policy) -> LossOutput:
-            return self.function(step, policy, self.train)
+            return function(step, policy, self.train, **self.arguments)
 
-    # It is made with what the function takes besides the step and the policy.
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[2:]
-    FunctionObjective.__signature__ = signature.replace(parameters=parameters)
     return FunctionObjective

@@ -4,7 +4,7 @@
 |------------------------|----------------------------------------------------------|
 | G⁺, G⁻ with weights    | sign and size of the advantages, ΣA = 0 in a group       |
 | β                      | train.dgpo_beta                                          |
-| reference of the group | ``lora.reference`` or ``slow`` (train.dgpo_reference)       |
+| reference of the group | reference weights or ``slow`` (train.dgpo_reference)       |
 | ratio, ε               | exp(e_slow − e), train.dgpo_clip_range                   |
 | KL weight              | train.beta                                               |
 
@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.base import LossOutput, MicroBatch, Snapshot, Step, mean_square
-from paco_grpo.objectives.forward import ForwardObjective, Noised
+from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 
@@ -36,7 +36,7 @@ class _SampleChange(NamedTuple):
     changes: list[float]  # e − e(ref) at each step
 
 
-class Dgpo(ForwardObjective):
+class Dgpo(NoisedObjective):
     """sigmoid(s)·A·e + β·mean((v − v_ref)²).
 
     e has no gradient where the ratio is already beyond ε in A's direction.
@@ -76,7 +76,7 @@ class Dgpo(ForwardObjective):
             if micro_batch.is_dummy:
                 continue
             positions = micro_batch.positions.tolist()
-            item_ids = micro_batch.item_ids.tolist()
+            item_ids = steps[0].rollout.item_ids.tolist()
             advantages = micro_batch.advantages.tolist()
             changes = map(list, zip(*columns, strict=True))
             rows = zip(positions, item_ids, advantages, changes, strict=True)
@@ -87,7 +87,7 @@ class Dgpo(ForwardObjective):
             np.array([sample.changes for sample in samples]),
             np.array([sample.item_id for sample in samples]),
             np.array([sample.advantage for sample in samples]),
-            self.train,
+            self.train.dgpo_beta,
         )
         row_of = {sample.position: row for row, sample in enumerate(samples)}
         for micro_batch in micro_batches:
@@ -132,21 +132,20 @@ class Dgpo(ForwardObjective):
 
 
 def group_weights(
-    changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, train: TrainOptions
+    changes: np.ndarray, item_ids: np.ndarray, advantages: np.ndarray, dgpo_beta: float
 ) -> np.ndarray:
     """sigmoid(s)·A_i (n, steps), A centered again, since clipping and left-out samples shift it.
 
     Args:
         changes: e − e(ref), (n, steps).
         item_ids: (n,) samples with equal ids are a group.
-        advantages: (n,) not clipped.
-        train: For ``dgpo_beta`` and ``adv_clip_max``.
+        advantages: (n,) clipped.
+        dgpo_beta: β.
     """
     weights = np.zeros_like(changes)
-    clipped = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
     for item_id in np.unique(item_ids):
         group = item_ids == item_id
-        centered = (clipped[group] - clipped[group].mean())[:, None]
-        total = train.dgpo_beta * (centered * changes[group]).mean(axis=0)
+        centered = (advantages[group] - advantages[group].mean())[:, None]
+        total = dgpo_beta * (centered * changes[group]).mean(axis=0)
         weights[group] = centered / 2 * (1 + np.tanh(total / 2))  # sigmoid, without overflow
     return weights

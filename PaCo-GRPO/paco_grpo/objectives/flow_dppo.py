@@ -5,7 +5,7 @@ Between Gaussians the divergence is known.
 | paper (eq. 14, 18) | here                                                 |
 |--------------------|------------------------------------------------------|
 | D                  | divergence (B,) = mean((μ − μ_old)²)/(2d²)           |
-| d                  | transition.std (B,)                                  |
+| d                  | trained.std (B,)                                  |
 | τ                  | train.dppo_divergence                                |
 | β                  | train.beta (KL weight)                               |
 """
@@ -15,9 +15,12 @@ from collections.abc import Iterator
 import torch
 
 from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
+from paco_grpo.objectives.ppo import reference_kl
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import transition
 from paco_grpo.sampling.sde import Transition
+from paco_grpo.types import NoiseStep
 
 
 class FlowDppo(Objective):
@@ -46,11 +49,11 @@ class FlowDppo(Objective):
         train = self.train
         noise = step.noise
         advantages = step.advantages
-        transition = step.transition(policy)
-        divergence = _divergence(transition.mean.detach(), noise.mean, transition)
+        trained = transition(policy, step.rollout, noise.latents, step.index)
+        divergence = _divergence(noise, trained).detach()
         distance_to_old = mean_square(noise.next_latents - noise.mean)
-        distance_to_new = mean_square(noise.next_latents - transition.mean)
-        log_ratio = (distance_to_old - distance_to_new) / (2 * transition.std.square())
+        distance_to_new = mean_square(noise.next_latents - trained.mean)
+        log_ratio = (distance_to_old - distance_to_new) / (2 * trained.std.square())
         ratio = log_ratio.exp()
         beyond = divergence >= train.dppo_divergence
         masked_positive = beyond & (ratio > 1) & (advantages > 0)
@@ -67,16 +70,15 @@ class FlowDppo(Objective):
             "policy_loss": loss,
         }
         if train.beta != 0:
-            metrics["kl"] = step.reference_kl(policy, transition)
+            metrics["kl"] = reference_kl(step, policy, trained)
             loss = loss + train.beta * metrics["kl"]
         return LossOutput(loss, metrics)
 
     def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
         """D (B,) before the first update, where it should be 0, in units of τ/10."""
-        transition = step.transition(policy)
-        divergence = _divergence(transition.mean, step.noise.mean, transition)
-        return divergence / (self.train.dppo_divergence / 10)
+        trained = transition(policy, step.rollout, step.noise.latents, step.index)
+        return _divergence(step.noise, trained) / (self.train.dppo_divergence / 10)
 
 
-def _divergence(mean: torch.Tensor, old_mean: torch.Tensor, transition: Transition) -> torch.Tensor:
-    return mean_square(mean - old_mean) / (2 * transition.std.square())
+def _divergence(noise: NoiseStep, trained: Transition) -> torch.Tensor:
+    return mean_square(trained.mean - noise.mean) / (2 * trained.std.square())

@@ -4,7 +4,7 @@ Clipping then acts equally at every noise level.
 
 | paper           | here                                |
 |-----------------|-------------------------------------|
-| d = sqrt(−dt)·s | transition.std (B,)                 |
+| d = sqrt(−dt)·s | trained.std (B,)                 |
 | b               | bias (B,) = mean((μ − μ_old)²)/(2d²) |
 | ratio           | exp((log p − log p_old + b)·d)      |
 """
@@ -12,9 +12,10 @@ Clipping then acts equally at every noise level.
 from collections.abc import Iterator
 
 from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
-from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
+from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics, reference_kl
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import transition
 
 
 class GuardGrpo(Objective):
@@ -35,16 +36,17 @@ class GuardGrpo(Objective):
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
-        transition = step.transition(policy)
-        log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
-        bias = mean_square(transition.mean - step.noise.mean) / (2 * transition.std.square())
-        guarded = (log_ratio + bias) * transition.std
+        noise = step.noise
+        trained = transition(policy, step.rollout, noise.latents, step.index)
+        log_ratio = trained.log_prob(noise.next_latents) - noise.log_prob
+        bias = mean_square(trained.mean - noise.mean) / (2 * trained.std.square())
+        guarded = (log_ratio + bias) * trained.std
         ratio = guarded.exp()
         loss = clipped_loss(ratio, step.advantages, train.clip_range) / step.minus_dt
         metrics = ratio_metrics(ratio, guarded, train.clip_range)
         metrics["policy_loss"] = loss
         metrics["guard_bias"] = bias
         if train.beta != 0:
-            metrics["kl"] = step.reference_kl(policy, transition)
+            metrics["kl"] = reference_kl(step, policy, trained)
             loss = loss + train.beta * metrics["kl"]
         return LossOutput(loss, metrics)

@@ -12,7 +12,7 @@
 import torch
 
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
-from paco_grpo.objectives.forward import ForwardObjective, Noised
+from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.base import Policy
 
@@ -20,7 +20,7 @@ from paco_grpo.policies.base import Policy
 _DECAYS = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 
 
-class Nft(ForwardObjective):
+class Nft(NoisedObjective):
     """adv_clip_max/β · (r·e⁺/w⁺ + (1 − r)·e⁻/w⁻) + KL weight · mean((v − v_ref)²) at one σ.
 
         v⁺ = β·v + (1 − β)·v_old;  v⁻ = (1 + β)·v_old − β·v

@@ -6,8 +6,8 @@
 | Â        | step.advantages (B,)                            |
 | ε        | train.clip_range                                |
 | β        | train.beta (KL weight)                          |
-| μ        | transition.mean with the trained weights        |
-| μ_ref    | the same mean under ``lora.reference``          |
+| log p    | of the recorded x', by the trained weights      |
+| μ, μ_ref | transition means, trained and reference weights |
 
 The log-ratio is a mean over tokens and channels and not their sum, hence a clip range near 1e-4.
 The reference is the base model, or with ``train.reference='start'`` the adapter of ``lora_path``.
@@ -15,8 +15,11 @@ The reference is the base model, or with ``train.reference='start'`` the adapter
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Objective, Step
+from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
+from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
+from paco_grpo.sampling.denoise import transition
+from paco_grpo.sampling.sde import Transition
 
 
 class Ppo(Objective):
@@ -28,16 +31,27 @@ class Ppo(Objective):
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
-        transition = step.transition(policy)
-        log_ratio = transition.log_prob(step.noise.next_latents) - step.noise.log_prob
+        noise = step.noise  # with the log-probability of the weights before the update
+        trained = transition(policy, step.rollout, noise.latents, step.index)
+        log_ratio = trained.log_prob(noise.next_latents) - noise.log_prob
         ratio = log_ratio.exp()
         loss = clipped_loss(ratio, step.advantages, train.clip_range)
         metrics = ratio_metrics(ratio, log_ratio, train.clip_range)
         metrics["policy_loss"] = loss
         if train.beta != 0:  # the KL term costs a forward of the reference
-            metrics["kl"] = step.reference_kl(policy, transition)
+            metrics["kl"] = reference_kl(step, policy, trained)
             loss = loss + train.beta * metrics["kl"]
         return LossOutput(loss, metrics)
+
+
+def reference_kl(step: Step, policy: Policy, trained: Transition) -> torch.Tensor:
+    """KL (B,) to the reference policy at this noise step (Flow-GRPO, eq. 13).
+
+    It is mean((μ − μ_ref)²)/(2s² + 1e-7), and costs a forward of the reference.
+    """
+    with torch.no_grad(), lora.reference_weights(policy):
+        reference = transition(policy, step.rollout, step.noise.latents, step.index)
+    return mean_square(trained.mean - reference.mean) / (2 * trained.s.square() + 1e-7)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

@@ -264,19 +264,17 @@ class DiffusersPolicy(Policy):
     ) -> torch.Tensor:
         """As in ``Policy``."""
         inputs = ForwardInputs(latents, sigma, conditioning, height, width)
-        conditional = self._predict(inputs)
-        if not (self.guided and guided):
-            return conditional
-        return self._combined(conditional, self._predict(replace(inputs, negative=True)))
+        generated = slice(latents.shape[1])  # tokens of reference images come after them
+        with self.autocast():
+            conditional = self._forward(inputs)[:, generated].float()
+            if not (self.guided and guided):
+                return conditional
+            negative = self._forward(replace(inputs, negative=True))[:, generated].float()
+        return self._combined(conditional, negative)
 
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u + scale·(c − u)."""
         return negative + self.guidance_scale * (conditional - negative)
-
-    def _predict(self, inputs: ForwardInputs) -> torch.Tensor:
-        """``_forward`` under autocast, of the generated tokens alone, in float32."""
-        with self.autocast():
-            return self._forward(inputs)[:, : inputs.latents.shape[1]].float()
 
     @abstractmethod
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:

@@ -21,7 +21,7 @@ SAVED = "saved"  # the adapter of a file, which is compared with the trained one
 NO_ADAPTER = None  # in place of a name: the base weights
 
 
-def reference(policy: Policy) -> AbstractContextManager[None]:
+def reference_weights(policy: Policy) -> AbstractContextManager[None]:
     """The reference inside the block: base weights, or ``lora_path``'s adapter as ``START``.
 
     ``START`` is there with ``train.reference='start'``. For forwards without gradient.

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -92,101 +91,86 @@ def rollout(
     """
     height = draws.height
     width = draws.width
-    sigmas = policy.sigmas(sampling.num_steps, height, width)
     noise_level = float(sampling.noise_level)
     noise_indices = list(sampling.noise_steps) if noise_level != 0 else []
-
-    velocity = partial(policy.velocity, conditioning=conditioning, height=height, width=width)
-
-    def denoise(
-        latents: torch.Tensor, velocity: Velocity, part: torch.Tensor, second_order: bool = False
-    ) -> torch.Tensor:
-        """Euler steps from the first to the last of ``part`` of the schedule, if it has a step."""
-        has_step = len(part) > 1
-        with merged(policy) if sampling.merge_lora and has_step else nullcontext():
-            return integrate(velocity, latents, part, second_order)
-
-    def denoise_shared_noise(part: torch.Tensor) -> torch.Tensor:
-        """As ``denoise``, but samples of one initial seed are computed once."""
-        seeds = list(draws.initial_seeds)
-        distinct = list(dict.fromkeys(seeds))
-        noise = policy.initial_latents(distinct, height, width)
-        owners = [seeds.index(seed) for seed in distinct]
-        of_owners = partial(velocity, conditioning=conditioning.select(owners))
-        latents = denoise(noise, of_owners, part)
-        rows = torch.tensor([distinct.index(seed) for seed in seeds])
-        return latents[to_device(rows, latents.device)]
-
-    noise_steps = []
-    # Around all forwards, so that the LoRA's weights are cast once for all of them.
-    with policy.autocast():
-        # From noise to the first noise step, or to the image where there is none.
-        first_index = noise_indices[0] if noise_indices else sampling.num_steps
-        first_part = sigmas[: first_index + 1]
-        if draws.initial_seeds is None:
-            noise = policy.initial_latents(draws.seeds, height, width)
-            x = denoise(noise, velocity, first_part)
-        else:
-            x = denoise_shared_noise(first_part)
-        # A step with noise, which is recorded, and then those without, up to the next one.
-        next_indices = [*noise_indices, sampling.num_steps][1:]
-        for index, next_index in zip(noise_indices, next_indices, strict=True):
-            transition = noise_transition(velocity, x, sigmas, index, noise_level, sampling.cps)
-            next_x = transition.sample(step_noise(draws.seeds, index, x))
-            log_prob = transition.log_prob(next_x)
-            noise_steps.append(NoiseStep(index, x, next_x, transition.mean, log_prob))
-            part = sigmas[index + 1 : next_index + 1]
-            if next_index == sampling.num_steps:
-                has_tail = sampling.tail_steps is not None
-                x = denoise(next_x, velocity, sampling.tail(part), second_order=has_tail)
-            else:
-                x = denoise(next_x, velocity, part)
-    return Rollout(
+    sigmas = policy.sigmas(sampling.num_steps, height, width)
+    x = policy.initial_latents(draws.initial_seeds or draws.seeds, height, width)
+    record = Rollout(
         item_ids=torch.as_tensor(draws.item_ids, dtype=torch.int64),
         seeds=torch.as_tensor(list(draws.seeds), dtype=torch.int64),
-        clean_latents=x,
+        clean_latents=x,  # noise, until the last line
         conditioning=conditioning,
-        noise_steps=noise_steps,
+        noise_steps=[],
         sigmas=sigmas,
         height=height,
         width=width,
         noise_level=noise_level,
         cps=sampling.cps,
     )
+    # Around all forwards, so that the LoRA's weights are cast once for all of them.
+    with policy.autocast():
+        # From noise to the first noise step, or to the image where there is none.
+        first_index = noise_indices[0] if noise_indices else sampling.num_steps
+        part = sigmas[: first_index + 1]
+        if draws.initial_seeds is None:
+            x = _denoise(policy, record, x, part, sampling)
+        else:  # samples of one initial seed are computed once
+            seeds = list(draws.initial_seeds)
+            distinct = list(dict.fromkeys(seeds))
+            owners = record.select([seeds.index(seed) for seed in distinct])
+            x = _denoise(policy, owners, owners.clean_latents, part, sampling)
+            x = x[to_device(torch.tensor([distinct.index(seed) for seed in seeds]), x.device)]
+        # A step with noise, which is recorded, and then those without, up to the next one.
+        next_indices = [*noise_indices, sampling.num_steps][1:]
+        for index, next_index in zip(noise_indices, next_indices, strict=True):
+            step = transition(policy, record, x, index)
+            next_x = step.sample(step_noise(draws.seeds, index, x))
+            log_prob = step.log_prob(next_x)
+            record.noise_steps.append(NoiseStep(index, x, next_x, step.mean, log_prob))
+            part = sigmas[index + 1 : next_index + 1]
+            in_tail = next_index == sampling.num_steps and sampling.tail_steps is not None
+            if in_tail:
+                part = sampling.tail(part)
+            x = _denoise(policy, record, next_x, part, sampling, second_order=in_tail)
+    record.clean_latents = x
+    return record
 
 
-def noise_transition(
-    velocity: Velocity,
+def _denoise(
+    policy: Policy,
+    record: Rollout,
     latents: torch.Tensor,
     sigmas: torch.Tensor,
-    index: int,
-    noise_level: float,
-    cps: bool,
-) -> Transition:
-    """Distribution of x' at step ``index`` of the schedule, where ``latents`` (B, L, C) are x_t.
+    sampling: Sampling,
+    second_order: bool = False,
+) -> torch.Tensor:
+    """Steps without noise from the first to the last of ``sigmas``; there may be none."""
+    if len(sigmas) == 1:
+        return latents
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return policy.velocity(x, sigma, record.conditioning, record.height, record.width)
+
+    with merged(policy) if sampling.merge_lora else nullcontext():
+        return integrate(velocity, latents, sigmas, second_order)
+
+
+def transition(policy: Policy, rollout: Rollout, latents: torch.Tensor, index: int) -> Transition:
+    """Distribution of x' after step ``index`` of the schedule under the current weights.
 
     Rollout and training both call it, which is why the first ratio is 1.
+
+    Args:
+        policy: With the weights in question.
+        rollout: Conditioning, schedule and noise level of the B samples.
+        latents: (B, L, C) float32, x_t before the step.
+        index: Position in ``rollout.sigmas``.
     """
-    sigma, sigma_next = _sigma_pair(sigmas, index, latents)
-    step_function = cps_step if cps else sde_step
-    return step_function(
-        latents, velocity(latents, sigma), sigma, sigma_next, float(sigmas[1]), noise_level
-    )
-
-
-def transition_at(
-    policy: Policy, rollout: Rollout, latents: torch.Tensor, index: int
-) -> Transition:
-    """``noise_transition`` of a rollout's samples under the current weights."""
-    velocity = partial(
-        policy.velocity,
-        conditioning=rollout.conditioning,
-        height=rollout.height,
-        width=rollout.width,
-    )
-    return noise_transition(
-        velocity, latents, rollout.sigmas, index, rollout.noise_level, rollout.cps
-    )
+    sigma, sigma_next = _sigma_pair(rollout.sigmas, index, latents)
+    velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
+    take_step = cps_step if rollout.cps else sde_step
+    sigma_first = float(rollout.sigmas[1])
+    return take_step(latents, velocity, sigma, sigma_next, sigma_first, rollout.noise_level)
 
 
 def with_current_log_probs(policy: Policy, rollout: Rollout, as_trained: bool = False) -> Rollout:
@@ -198,9 +182,9 @@ def with_current_log_probs(policy: Policy, rollout: Rollout, as_trained: bool = 
     steps = []
     for step in rollout.noise_steps:
         with torch.set_grad_enabled(as_trained):
-            transition = transition_at(policy, rollout, step.latents, step.index)
-        mean = transition.mean.detach()
-        log_prob = dataclasses.replace(transition, mean=mean).log_prob(step.next_latents)
+            current = transition(policy, rollout, step.latents, step.index)
+        mean = current.mean.detach()
+        log_prob = dataclasses.replace(current, mean=mean).log_prob(step.next_latents)
         steps.append(dataclasses.replace(step, mean=mean, log_prob=log_prob))
     return dataclasses.replace(rollout, noise_steps=steps)
 

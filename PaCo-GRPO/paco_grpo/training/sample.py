@@ -1,4 +1,16 @@
-"""The sampling half of an epoch: encode, roll out in batches, decode, and deliver the images."""
+"""The sampling half of an epoch: encode, roll out in batches, decode, and deliver the images.
+
+Images are counted in three ways. Three images of two prompts on two processes:
+
+    position   item id   process   number
+    0          7         0         0
+    1          4         1         0
+    2          7         0         1
+
+The *item id* says which prompt of the data set an image is of; the images of one item are a group.
+The *position* is the image's place in the epoch over all processes, the *number* that among the
+images of its process: number i of process r of P has the position r + i·P.
+"""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -6,30 +18,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
-from paco_grpo.sampling.images import Batch, Decoder, at_size, batches_by_key
+from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
 from paco_grpo.training.plan import Plan, merges_lora
 from paco_grpo.training.state import TrainState
-from paco_grpo.types import Item, Rollout
+from paco_grpo.types import Conditioning, Item, Rollout
 
 
 @dataclass
 class Rollouts:
-    """What one process sampled in an epoch of n images a process, N in all.
-
-    A sample's *number* is its index among those of this process, its *position* the one in the
-    epoch, over all processes.
-    """
+    """What one process sampled in an epoch of n images a process, N in all."""
 
     item_ids: np.ndarray  # (N,) by position
     positions: np.ndarray  # (n,) by number
     # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
     samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
+
+    def numbers_at(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers of this process's samples among those at ``positions``, in their order."""
+        number_of = {position: number for number, position in enumerate(self.positions.tolist())}
+        local = [number_of[position] for position in positions.tolist() if position in number_of]
+        return np.array(local, np.int64)
 
     def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
         """The samples ``numbers`` in micro-batches of one key, of at most ``size``, in order."""
@@ -51,34 +64,32 @@ def sample_epoch(
 ) -> Rollouts:
     """Sample this process's share of the current epoch.
 
-    ``deliver`` gets the images of each batch, their items and their numbers among this process's
-    samples, in another thread where decoding overlaps. ``should_stop`` is asked before each batch,
-    and then ``Stopped`` is raised on every process.
+    ``deliver`` gets the images of each batch, their items and their numbers. ``should_stop`` is
+    asked before each batch, and then ``Stopped`` is raised on every process.
     """
     sample = options.sample
     policy = state.policy
     accelerator = state.strategy.accelerator
 
     # The n samples of this process: which item each is of, and the seeds of its noise.
-    samples = state.sampler.samples(state.epoch)
-    positions = samples.positions_of(accelerator.process_index, accelerator.num_processes)
-    item_ids = samples.item_ids[positions]
-    seeds = samples.seeds[positions]
-    initial_seeds = samples.initial_seeds[positions]
+    epoch_samples = state.sampler.samples(state.epoch)
+    positions = epoch_samples.positions_of(accelerator.process_index, accelerator.num_processes)
+    item_ids = epoch_samples.item_ids[positions]
+    seeds = epoch_samples.seeds[positions]
+    initial_seeds = epoch_samples.initial_seeds[positions]
 
-    # Each item is encoded once, however many images it gets: sample i has row row_of[i]
-    # of the conditioning.
-    unique_ids, row_of = np.unique(item_ids, return_inverse=True)
+    # Each item is encoded once, however many images it gets.
+    unique_ids = np.unique(item_ids).tolist()
     resolution = options.train.resolution
     sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
-    conditioning = policy.encode(sized)
+    item_at_size = dict(zip(unique_ids, sized, strict=True))
+    conditioning_of = dict(zip(unique_ids, policy.encode(sized).split(), strict=True))
 
     # Samples of one size share a forward.
-    keys_of_items = [policy.batch_key(item) for item in sized]
-    keys = [keys_of_items[row] for row in row_of]
+    keys = [policy.batch_key(item_at_size[i]) for i in item_ids.tolist()]
     batches = []
     for numbers in batches_by_key(keys, plan.sample_batch_size):
-        first = sized[row_of[numbers[0]]]
+        first = item_at_size[item_ids[numbers[0]]]
         batches.append(Batch(numbers, first.height, first.width))
 
     sampling = Sampling(
@@ -92,29 +103,23 @@ def sample_epoch(
         tail_steps=sample.tail_steps,
     )
 
-    def deliver_batch(images: list[Image.Image | None], batch: Batch) -> None:
-        deliver(images, [items[i] for i in item_ids[batch.numbers]], batch.numbers)
-
-    records: list[Any] = [None] * len(positions)  # of each sample, batch size 1
-    with Decoder(policy, deliver_batch) as decoder:
-        for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
-            numbers = batch.numbers
-            draws = Draws(
-                item_ids=item_ids[numbers],
-                seeds=seeds[numbers].tolist(),
-                height=batch.height,
-                width=batch.width,
-                initial_seeds=initial_seeds[numbers].tolist() if sample.same_latent else None,
-            )
-            rows = torch.from_numpy(row_of[numbers])
-            record = rollout(policy, conditioning.select(rows), draws, sampling)
-            if is_dummy:
-                continue
-            decoder.submit(record.clean_latents, batch)
-            for place, number in enumerate(numbers):
-                row = row_of[number]
-                # Text features are kept once per item, not once per image.
-                of_item = conditioning.select(slice(row, row + 1))
-                of_sample = record.select(slice(place, place + 1))
-                records[number] = dataclasses.replace(of_sample, conditioning=of_item)
-    return Rollouts(samples.item_ids, positions, records, keys)
+    samples: list[Any] = [None] * len(positions)  # rollouts of batch size 1, by number
+    for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
+        numbers = batch.numbers
+        ids = item_ids[numbers].tolist()
+        draws = Draws(
+            item_ids=ids,
+            seeds=seeds[numbers].tolist(),
+            height=batch.height,
+            width=batch.width,
+            initial_seeds=initial_seeds[numbers].tolist() if sample.same_latent else None,
+        )
+        conditioning = Conditioning.cat([conditioning_of[i] for i in ids])
+        record = rollout(policy, conditioning, draws, sampling)
+        if is_dummy:
+            continue
+        deliver(decode(policy, record.clean_latents, batch), [items[i] for i in ids], numbers)
+        for number, item_id, part in zip(numbers, ids, record.split(), strict=True):
+            # Text features are kept once per item, not once per image.
+            samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
+    return Rollouts(epoch_samples.item_ids, positions, samples, keys)

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from paco_grpo.sampling.denoise import with_current_log_probs
 from paco_grpo.streams import Stream
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.state import TrainState
-from paco_grpo.types import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +63,6 @@ class Meter:
                 self.totals[name] = self.totals.get(name, 0.0) + values.sum() * weight
 
 
-@dataclass(frozen=True)
-class EpochPass:
-    """One pass over an epoch's samples."""
-
-    rollouts: Rollouts
-    advantages: np.ndarray  # (N,) over all processes, by position
-    epoch: int
-    inner_epoch: int = 0  # passes over these samples before this one
-
-
 @dataclass
 class Updater:
     """One process's part in the optimizer steps of an epoch."""
@@ -103,15 +91,18 @@ class Updater:
             should_stop: Asked before each micro-batch of the first optimizer step; later the epoch
                 is finished.
         """
+        train = self.options.train
         policy = self.state.policy
+        advantages = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
         records: list[dict[str, float]] = []  # of each optimizer step
-        for inner_epoch in range(self.options.train.num_inner_epochs):
-            epoch_pass = EpochPass(rollouts, advantages, epoch, inner_epoch)
+        for inner_epoch in range(train.num_inner_epochs):
             for chunk in self._chunks(rollouts.item_ids, epoch, inner_epoch):
                 kept_positions = chunk[kept[chunk]]  # samples with an advantage
                 if len(kept_positions) == 0:
                     continue
-                micro_batches = self._micro_batches(epoch_pass, kept_positions)
+                micro_batches = self._micro_batches(
+                    rollouts, advantages, kept_positions, epoch, inner_epoch
+                )
                 self.objective.prepare(micro_batches, policy)
                 meter = Meter()
                 # A run can stop before its first optimizer step; later the epoch is finished.
@@ -143,12 +134,9 @@ class Updater:
             recomputed = with_current_log_probs(policy, rollouts.stack(numbers), compiled)
             if is_dummy:
                 continue
-            for row, number in enumerate(numbers):
-                noise_steps = [
-                    noise_step.select(slice(row, row + 1)) for noise_step in recomputed.noise_steps
-                ]
+            for number, sample in zip(numbers, recomputed.split(), strict=True):
                 rollouts.samples[number] = dataclasses.replace(
-                    rollouts.samples[number], noise_steps=noise_steps
+                    rollouts.samples[number], noise_steps=sample.noise_steps
                 )
 
     def _must_recompute(self, rollouts: Rollouts) -> bool:
@@ -174,10 +162,12 @@ class Updater:
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
             return False
-        advantages = np.zeros(len(rollouts.item_ids))
-        steps = self._steps(EpochPass(rollouts, advantages, epoch=0), numbers, weight=1.0)
-        with torch.set_grad_enabled(compiled):  # as in ``with_current_log_probs``
-            deviations = [self.objective.first_deviation(step, policy).detach() for step in steps]
+        rollout = rollouts.stack(numbers)
+        deviations = []
+        for index in self._trained_indices(rollouts, epoch=0, inner_epoch=0):
+            step = Step(rollout, index, torch.zeros(len(numbers), device=policy.device))
+            with torch.set_grad_enabled(compiled):  # as in ``with_current_log_probs``
+                deviations.append(self.objective.first_deviation(step, policy).detach())
         deviation = torch.stack(deviations, dim=1).mean().item()
         too_large = deviation > 1 or not math.isfinite(deviation)
         too_large = any_process(self.state.strategy.accelerator, too_large)
@@ -205,63 +195,45 @@ class Updater:
         parts = np.array_split(items, self.gradient_steps)
         return [order[np.isin(item_ids[order], part)] for part in parts]
 
-    def _micro_batches(self, epoch_pass: EpochPass, kept_positions: np.ndarray) -> list[MicroBatch]:
+    def _micro_batches(
+        self,
+        rollouts: Rollouts,
+        advantages: np.ndarray,
+        kept_positions: np.ndarray,
+        epoch: int,
+        inner_epoch: int,
+    ) -> list[MicroBatch]:
         """This process's samples among those of a chunk, which are at ``kept_positions``.
 
-        Where a forward is a collective operation, dummies make the number of micro-batches the same
-        on every process.
+        Each inner epoch draws σ and noise again, as in DGPO. Where a forward is a collective
+        operation, dummies make the number of micro-batches the same on every process.
         """
-        rollouts = epoch_pass.rollouts
-        number_of = {
-            position: number for number, position in enumerate(rollouts.positions.tolist())
-        }
-        local = [
-            number_of[position] for position in kept_positions.tolist() if position in number_of
-        ]
-        batches = rollouts.batches(local, self.options.train.batch_size)
+        words = [Stream.SHARED_NOISE, self.options.seed, epoch, inner_epoch]
+        epoch_seed = int(np.random.default_rng(words).integers(2**63))
+        indices = self._trained_indices(rollouts, epoch, inner_epoch)
+        batches = rollouts.batches(
+            rollouts.numbers_at(kept_positions), self.options.train.batch_size
+        )
         micro_batches = []
         for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
-            batch_positions = rollouts.positions[numbers]
-            weight = 0.0 if is_dummy else 1 / len(kept_positions)
+            positions = rollouts.positions[numbers]
             micro_batch = MicroBatch(
-                positions=batch_positions,
-                item_ids=rollouts.item_ids[batch_positions],
-                advantages=epoch_pass.advantages[batch_positions],
+                samples=[rollouts.samples[number] for number in numbers],
+                positions=positions,
+                advantages=advantages[positions],
+                indices=indices,
+                weight=0.0 if is_dummy else 1 / len(kept_positions),
+                epoch_seed=epoch_seed,
+                inner_epoch=inner_epoch,
                 is_dummy=is_dummy,
-                make_steps=partial(self._steps, epoch_pass, numbers, weight),
             )
             micro_batches.append(micro_batch)
         return micro_batches
 
-    def _steps(self, epoch_pass: EpochPass, numbers: np.ndarray, weight: float) -> list[Step]:
-        """The training steps of the samples ``numbers``.
-
-        Each inner epoch draws σ and noise again, as in DGPO. The ``weight`` of a sample is divided
-        over its steps.
-        """
-        train = self.options.train
-        rollouts = epoch_pass.rollouts
-        rollout = rollouts.stack(numbers)
-        sample_advantages = epoch_pass.advantages[rollouts.positions[numbers]]
-        advantages = torch.as_tensor(sample_advantages, dtype=torch.float32)
-        advantages = to_device(advantages, rollout.clean_latents.device)
-        advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-        words = [self.options.seed, epoch_pass.epoch, epoch_pass.inner_epoch]
-        steps_rng = np.random.default_rng([Stream.TRAINED_STEPS, *words])
-        indices = self.objective.steps(rollout, steps_rng)
-        noise_rng = np.random.default_rng([Stream.SHARED_NOISE, *words])
-        epoch_seed = int(noise_rng.integers(2**63))
-        return [
-            Step(
-                rollout,
-                index,
-                advantages,
-                weight=weight / len(indices),
-                epoch_seed=epoch_seed,
-                inner_epoch=epoch_pass.inner_epoch,
-            )
-            for index in indices
-        ]
+    def _trained_indices(self, rollouts: Rollouts, epoch: int, inner_epoch: int) -> Sequence[int]:
+        """Positions of the schedule to train on, the same for all samples of a pass."""
+        words = [Stream.TRAINED_STEPS, self.options.seed, epoch, inner_epoch]
+        return self.objective.steps(rollouts.samples[0], np.random.default_rng(words))
 
     def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
         """Step, unless the gradient is not finite.

@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy, joint_dgpo, sample
 
-from paco_grpo.objectives import Step, get_objective
+from paco_grpo.objectives import Step, get_objective, transition
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.dgpo import group_weights
-from paco_grpo.objectives.forward import Noised, sample_sigmas
+from paco_grpo.objectives.noised import Noised, sample_sigmas
 from paco_grpo.options import TrainOptions
 
 f64 = torch.float64
@@ -105,7 +105,9 @@ def test_names_of_snapshots():
 def dgpo_loss(step, policy, train):
     objective = get_objective("dgpo")(train)
     changes = objective.error_change(step, policy)[:, None].numpy()
-    weights = group_weights(changes, step.rollout.item_ids.numpy(), step.advantages.numpy(), train)
+    weights = group_weights(
+        changes, step.rollout.item_ids.numpy(), step.advantages.numpy(), train.dgpo_beta
+    )
     step.group_weights = torch.from_numpy(weights[:, 0])
     return objective.loss(step, policy)
 
@@ -147,7 +149,7 @@ def test_dgpo_masks_what_moved_far_enough():
 def test_group_weights_are_finite_and_centered():
     changes = np.array([[1e6], [-1e6], [3.0], [4.0]])
     items = np.array([0, 0, 1, 1])
-    weights = group_weights(changes, items, np.array([9.0, -5.0, 2.0, 2.0]), TrainOptions())
+    weights = group_weights(changes, items, np.array([5.0, -5.0, 2.0, 2.0]), 100.0)
     assert (
         np.isfinite(weights).all()
         and weights[:2].sum() == pytest.approx(0)
@@ -169,9 +171,9 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
     policy = ToyPolicy(dtype=f64)
     train = TrainOptions()
     step = step_of(policy, (sign, -sign, sign))
-    transition = step.transition(policy)
-    mean = transition.mean.detach()
-    std = float(transition.std[0])
+    trained = transition(policy, step.rollout, step.noise.latents, step.index)
+    mean = trained.mean.detach()
+    std = float(trained.std[0])
     change = math.sqrt(2 * train.dppo_divergence) * std * (1.001 if beyond else 0.999)
     step.noise.mean = mean - change
     for towards in (1, -1):  # x' towards μ: the ratio is above 1
@@ -198,8 +200,7 @@ def test_flow_dppo_recomputes_beyond_a_tenth_of_tau():
         return objective.first_deviation(step, policy).mean().item()
 
     assert deviation() == 0
-    transition = step.transition(policy)
-    step.noise.mean = transition.mean.detach() + math.sqrt(2 * train.dppo_divergence / 10) * float(
-        transition.std[0]
-    )
+    trained = transition(policy, step.rollout, step.noise.latents, step.index)
+    distance = math.sqrt(2 * train.dppo_divergence / 10) * float(trained.std[0])
+    step.noise.mean = trained.mean.detach() + distance
     assert deviation() == pytest.approx(1)

@@ -19,7 +19,7 @@ from paco_grpo.sampling.denoise import (
     Draws,
     Sampling,
     rollout,
-    transition_at,
+    transition,
     with_current_log_probs,
 )
 from paco_grpo.sampling.images import batches_by_key
@@ -186,9 +186,9 @@ def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     for rows in ([0, 1, 2], [2, 0], [1]):
         part = result.select(rows)
         for step in part.noise_steps:
-            transition = transition_at(policy, part, step.latents, step.index)
-            assert transition.mean.requires_grad and not step.log_prob.requires_grad
-            ratio = (transition.log_prob(step.next_latents) - step.log_prob).exp()
+            current = transition(policy, part, step.latents, step.index)
+            assert current.mean.requires_grad and not step.log_prob.requires_grad
+            ratio = (current.log_prob(step.next_latents) - step.log_prob).exp()
             if len(rows) == 3:
                 assert torch.equal(ratio, torch.ones(3))
             # in a micro-batch of another size the last bit of a matrix product may differ

@@ -51,7 +51,7 @@ def one_epoch(policy, name):
         {},
         {"gradient": True},
         {"inside": partial(lora.using_adapter, policy, "old")},
-        {"inside": partial(lora.reference, policy)},
+        {"inside": partial(lora.reference_weights, policy)},
         {"inside": partial(lora.merged, policy)},
         {"batch": 3, "size": 64},
         {"batch": 3, "gradient": True},

@@ -9,7 +9,7 @@ from tiny_policies import NAMES, disturb, items, trained
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout, transition_at
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout, transition
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 BY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -55,7 +55,6 @@ def test_what_a_rollout_keeps_of_an_adapter_is_not_trained_on(tiny_folder, name)
     policy = trained(name, tiny_folder(name), dtype=torch.bfloat16)
     rolled_out = sample(policy, name, (1,))
     (step,) = rolled_out.noise_steps
-    log_prob = transition_at(policy, rolled_out, step.latents, step.index).log_prob(
-        step.next_latents
-    )
+    current = transition(policy, rolled_out, step.latents, step.index)
+    log_prob = current.log_prob(step.next_latents)
     assert log_prob.requires_grad and torch.equal(log_prob.detach(), step.log_prob)

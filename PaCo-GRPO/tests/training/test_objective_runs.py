@@ -12,7 +12,6 @@ from tiny_run import rows_of, sampled, tiny_options, train
 from toy_policy import joint_dgpo
 
 from paco_grpo.training.build import build_run
-from paco_grpo.training.update import EpochPass
 
 SIGMAS = {
     "sample__num_steps": 5,
@@ -115,7 +114,17 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
     )
     run.updater.update(rollouts, advantages, np.ones(8, bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
-    steps = run.updater._steps(EpochPass(rollouts, advantages, epoch=0), np.arange(8), weight=1.0)
+    micro_batches = run.updater._micro_batches(rollouts, advantages, np.arange(8), 0, 0)
+    assert len(micro_batches) > 1
+    whole = dataclasses.replace(
+        micro_batches[0],
+        samples=rollouts.samples,
+        positions=np.arange(8),
+        advantages=advantages,
+        weight=1.0,
+        group_weights=None,
+    )
+    steps = whole.build_steps()
     (sum(joint_dgpo(step, run.state.policy, run.options.train) for step in steps) / 16).backward()
     scale = max(float(p.grad.abs().max()) for p in run.state.parameters.values())
     assert scale > 0
@@ -127,17 +136,18 @@ def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_ru
     updater = dgpo_run.updater
     item_ids = np.array([0, 1, 2, 0, 1, 2, 2, 0])
     updater.gradient_steps = 2
-    for inner in (0, 1):
-        chunks = updater._chunks(item_ids, epoch=3, inner_epoch=inner)
-        assert sorted(np.concatenate(chunks)) == list(range(8))
-        assert not set(item_ids[chunks[0]]) & set(item_ids[chunks[1]])
-    updater.objective.whole_groups = False
-    assert [len(chunk) for chunk in updater._chunks(item_ids, 3, 0)] == [4, 4]
+    for whole_groups in (True, False):
+        updater.objective.whole_groups = whole_groups
+        for inner in (0, 1):
+            first, second = updater._chunks(item_ids, epoch=3, inner_epoch=inner)
+            assert sorted([*first, *second]) == list(range(8))
+            is_split = bool(set(item_ids[first]) & set(item_ids[second]))
+            assert is_split != whole_groups
     rollouts = sampled(dgpo_run)[0]
-    passes = [
-        updater._steps(EpochPass(rollouts, np.zeros(8), 0, inner), np.arange(2), weight=1.0)
-        for inner in range(16)
-    ]
-    assert len({step.epoch_seed for steps in passes for step in steps}) == 16
-    assert [steps[0].inner_epoch for steps in passes] == list(range(16))
-    assert len({tuple(step.index for step in steps) for steps in passes}) > 1
+    passes = []
+    for inner in range(16):
+        passes += updater._micro_batches(rollouts, np.zeros(8), np.arange(2), 0, inner)
+    assert len(passes) == 16
+    assert len({micro_batch.epoch_seed for micro_batch in passes}) == 16
+    assert [micro_batch.inner_epoch for micro_batch in passes] == list(range(16))
+    assert len({tuple(micro_batch.indices) for micro_batch in passes}) > 1

@@ -18,7 +18,7 @@ from paco_grpo.types import Rollout
 FRESH = 1 << 20
 
 
-class ForwardObjective(Objective):
+class NoisedObjective(Objective):
     """Trains on noised clean latents at sampled σ; sampling needs no noise steps.
 
     Attributes:
@@ -103,7 +103,7 @@ class Noised:
     @cached_property
     def reference(self) -> torch.Tensor:
         """v (B, L, C) of the reference policy, without gradient."""
-        with torch.no_grad(), lora.reference(self._policy):
+        with torch.no_grad(), lora.reference_weights(self._policy):
             return self._predict()
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
