@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by run.sh and editing.sh. They set `minutes`, `total` and `done_file` and define `cleanup`
-# before they call `begin`.
+# Sourced by run.sh and editing.sh. They set `minutes`, `total`, `out` and `training` (the folder of
+# the RL run in `out`), and define `cleanup`, before they call `begin`.
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="$repo/quickstart/out"
@@ -11,7 +11,7 @@ stages=0
 child=""
 
 # begin CONFIGURATION ARGUMENT …    Reads and checks the arguments, then prepares the environment
-# and the folder `out`. Results of the same settings are kept, other results are set aside.
+# and the folder `out`.
 begin() {
     local configuration="$1"
     shift
@@ -34,8 +34,6 @@ begin() {
     trap 'interrupted 143' TERM
     trap 'interrupted 129' HUP
     trap end EXIT
-    "$PYTHON" -m paco_toy.progress --wait-for-earlier "$repo"/quickstart/out/{,editing/}logs ||
-        exit 1
     cleanup # what a killed run left
     prepare_out
 }
@@ -70,12 +68,6 @@ read_arguments() {
         refuse "--seed must be a whole number of at most nine digits, not '$seed'"
     [[ "$minutes" =~ ^[0-9]{1,9}(\.[0-9]+)?$ ]] ||
         refuse "--minutes must be a number, not '$minutes'"
-    is_port "${VLLM_PORT:-1}" ||
-        refuse "VLLM_PORT must be a port from 1 to 65535, not '$VLLM_PORT'"
-}
-
-is_port() {
-    [[ "$1" =~ ^[0-9]{1,5}$ ]] && ((10#$1 >= 1 && 10#$1 <= 65535))
 }
 
 refuse() {
@@ -104,40 +96,63 @@ choose_device() {
     esac
 }
 
-# lock    Refuses a second quickstart in this clone.
+# lock    Refuses a second quickstart in this clone. The commands of a stage hold the lock, too:
+# what a killed quickstart left is named instead of being started a second time.
 lock() {
-    local file="$repo/quickstart/.quickstart.lock"
-    exec 9>>"$file"
+    lock_file="$repo/quickstart/.quickstart.lock"
+    exec 9>>"$lock_file"
     if ! flock -n 9; then
-        echo "another quickstart is running in this clone (process $(cat "$file"));" \
-            "wait for it or end it" >&2
+        echo "a quickstart in this clone has not ended: wait for it, or end process" \
+            "$(tail -n 1 "$lock_file")" >&2
         exit 1
     fi
-    echo $$ >"$file"
+    echo "$$ (bash)" >"$lock_file"
 }
 
-# prepare_out    Makes the folder `out`, and moves results of other settings out of it.
+# prepare_out    Makes the folder `out`. Stages are repeated if what they depend on has changed, and
+# their results are moved to quickstart/out/earlier: of another seed or another judge's
+# configuration all, of other options or configurations of RL the training. With other --minutes,
+# the training goes on.
 prepare_out() {
-    local settings aside
+    local data options
+    done_file="$out/done"
+    data="$({ echo "$seed" && cat "$repo"/PaCo-Reward/config/toy_*.yaml; } | sha256sum)"
+    options="$({ printf '%s\n' "${overrides[@]}" && cat "$repo"/PaCo-GRPO/config/*.py; } | sha256sum)"
     mkdir -p "$out"
-    settings="$(
-        {
-            printf '%s\n' "$seed" "$minutes" "${overrides[@]}"
-            cat "$repo"/PaCo-GRPO/config/*.py "$repo"/PaCo-Reward/config/toy_*.yaml
-        } | sha256sum
-    )"
+    touch "$done_file"
     if [[ -n "$fresh" ]]; then
         results | xargs -0 -r rm -rf
-    elif [[ "$(cat "$done_file.settings" 2>/dev/null)" != "$settings" && -s "$done_file" ]]; then
-        aside="$repo/quickstart/out/earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)"
-        echo "other settings or configurations than last time: starting over;" \
-            "the earlier results are in $aside"
-        mkdir -p "$aside"
-        results | xargs -0 -r mv -t "$aside"
+    elif has_changed data "$data"; then
+        results | set_aside
+    elif has_changed options "$options"; then
+        printf '%s\0' "$out/$training" | set_aside
+        repeat server rl report
+    elif has_changed minutes "$minutes"; then
+        repeat rl report
     fi
-    mkdir -p "$out"
-    echo "$settings" >"$done_file.settings"
     touch "$done_file"
+    printf '%s\n' "data $data" "options $options" "minutes $minutes" >"$out/settings"
+}
+
+# has_changed NAME VALUE    Whether the last run was with another value.
+has_changed() {
+    [[ -s "$done_file" ]] && ! grep -qsxF "$1 $2" "$out/settings"
+}
+
+# repeat STAGE …    Forgets that these stages are done.
+repeat() {
+    for name in "$@"; do
+        sed -i "/^$name /d" "$done_file"
+    done
+}
+
+# set_aside    Moves the files on standard input, each ended by a zero byte.
+set_aside() {
+    local aside
+    aside="$repo/quickstart/out/earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)"
+    mkdir -p "$aside"
+    xargs -0 -r mv -t "$aside"
+    echo "other settings or configurations than last time: the earlier results are in $aside"
 }
 
 # results    The files and folders of `out` that belong to this command, each ended by a zero byte.
@@ -155,8 +170,9 @@ interrupted() {
 end() {
     local status=$?
     trap '' INT TERM HUP
-    if [[ -n "$child" ]]; then
-        kill "$child" 2>/dev/null && wait "$child" 2>/dev/null || true
+    if [[ -n "$child" ]] && kill -TERM -- "-$child" 2>/dev/null; then
+        timeout 60 tail --pid "$child" -f /dev/null || true # a trainer finishes its batch and saves
+        kill -KILL -- "-$child" 2>/dev/null || true
     fi
     cleanup
     exit "$status"
@@ -180,16 +196,42 @@ finish() {
     echo "$name $((SECONDS - began))" >>"$done_file"
 }
 
-# run FOLDER LOG COMMAND …    Runs a command with a progress bar. A failure shows its last lines and
-# ends everything.
+# run FOLDER LOG COMMAND …    Runs a command with its output in a log, whose last line is shown. A
+# failure shows its last lines and ends everything.
 run() {
-    (
-        cd "$repo/$1" || exit
-        exec "$PYTHON" -m paco_toy.progress "$out/logs/$2.log" "${@:3}"
-    ) 9>&- &
+    local log="$out/logs/$2.log" start=$SECONDS status=0
+    mkdir -p "$out/logs"
+    # In a process group of its own, so that all of it can be ended.
+    (cd "$repo/$1" && exec setsid "${@:3}") </dev/null >"$log" 2>&1 &
     child=$!
-    wait "$child"
+    echo "$child ($2, log: $log)" >>"$lock_file"
+    while [[ -t 1 ]] && kill -0 "$child" 2>/dev/null; do
+        show "$2  $((SECONDS - start)) s  $(last_lines 1 "$log")"
+        sleep 0.5
+    done
+    wait "$child" || status=$?
     child=""
+    show "$2: $((SECONDS - start)) s"$'\n'
+    if [[ $status -ne 0 ]]; then
+        echo "$2 failed with status $status:" >&2
+        last_lines 12 "$log" | sed 's/^/  | /' >&2
+        echo "The whole log: $log" >&2
+        exit "$status"
+    fi
+}
+
+# last_lines NUMBER LOG    The last lines that are not blank. Progress bars write over their line.
+last_lines() {
+    tail -c 4000 "$2" | tr '\r' '\n' | grep -v '^[[:space:]]*$' | tail -n "$1" || true
+}
+
+# show TEXT    On a terminal, in place of the last line.
+show() {
+    local clear=""
+    if [[ -t 1 ]]; then
+        clear=$'\r\033[2K'
+    fi
+    printf '%s      %s' "$clear" "${1:0:$(($(tput cols 2>/dev/null || echo 100) - 8))}"
 }
 
 # report RUN TITLE OPTION …    The last stage: summary and report of the training in `out`/RUN, and

@@ -3,10 +3,10 @@
 # rewarded by the oracle.
 #   bash quickstart/editing.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
 # --seed N            of the edits and of RL (default 0)
-# --minutes M         most time for RL's epochs (default 5)
+# --minutes M         most time for RL's epochs (default 5); with more, RL goes on
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues, and
-#                     with other settings it sets the earlier results aside
+#                     repeats stages whose settings have changed
 # Everything is written to quickstart/out/editing. Installs on first use.
 # QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
 set -euo pipefail
@@ -14,7 +14,7 @@ minutes=5
 total=3
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 out="$out/editing"
-done_file="$out/done"
+training=run
 cleanup() { :; }
 begin toy_kontext "$@"
 
@@ -33,4 +33,4 @@ if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
         "${overrides[@]}"
     finish
 fi
-report run "RL of a toy editor"
+report "$training" "RL of a toy editor"

@@ -3,11 +3,10 @@
 # report.
 #   bash quickstart/run.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
 # --seed N            of data, judge and RL (default 0)
-# --minutes M         most time for RL's 16 epochs (default 6.5)
+# --minutes M         most time for RL's 16 epochs (default 6.5); with more, RL goes on
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues after
-#                     the last finished stage, and with other settings it sets the earlier results
-#                     aside
+#                     the last finished stage, and repeats stages whose settings have changed
 # Everything is written to quickstart/out, each command's output to quickstart/out/logs. Installs on
 # first use. The judge's server has a port of this clone's own; VLLM_PORT=N chooses another.
 # QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
@@ -15,7 +14,7 @@ set -euo pipefail
 minutes=6.5
 total=6
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-done_file="$out/done"
+training=runs/toy_t2is_nft
 # Another clone has another server, on another port.
 clone_id="$(cksum <<<"$repo" | cut -d' ' -f1)"
 label="paco-quickstart-$clone_id"
@@ -112,6 +111,6 @@ if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
 fi
 stop_server
 
-report runs/toy_t2is_nft "PaCo-RL quickstart" \
+report "$training" "PaCo-RL quickstart" \
     --judge "$out/judge_base.json" "$out/judge_lora.json" \
     --stage-seconds "$out/stage_seconds.json"
