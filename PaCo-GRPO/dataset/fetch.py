@@ -3,21 +3,20 @@
     python dataset/fetch.py NAME [--output FOLDER] [--source FOLDER] [--limit N] [--open_twins]
 
 NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as
-published, if it was downloaded before. Nothing outside it is read. The output is written completely
-or not at all.
+published, if it was downloaded before. The output is written completely or not at all.
 """
 
 import argparse
 import hashlib
 import json
 import re
-import shutil
 import sys
 import tarfile
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 
-from paco_grpo.data.prompts import DataError, json_lines, load_prompts, text_of
+from paco_grpo.data.prompts import load_prompts, text_of
+from paco_grpo.rewards.ocr import quoted_texts
+from paco_judge.errors import UserError, run_command
+from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt
-from paco_judge.images import UnreadableImage, open_image, read_image
+from paco_judge.images import read_image
 
-_QUOTED = re.compile(r'"[^"]*\w[^"]*"|“[^”]*\w[^”]*”')
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main"
 _PIECE = 64  # rows of a table in memory
 _TEST_SHARE = 0.1  # of sets without a test split
@@ -45,7 +46,7 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
     """
     folders = sorted({file.parent.name for file in source.rglob("train*.jsonl")})
     if len(folders) > 1:
-        raise DataError(
+        raise UserError(
             f"it holds {len(folders)} prompt sets; give one of them: {', '.join(folders)}"
         )
     splits: dict[str, list[dict]] = {"train": [], "test": []}
@@ -60,7 +61,7 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
         num_before = sum(map(len, splits.values()))
         splits = {split: _with_open_twins(rows) for split, rows in splits.items()}
         if sum(map(len, splits.values())) == num_before:
-            raise DataError("no prompt has an open twin: a theme that ends in a period, then text")
+            raise UserError("no prompt has an open twin: a theme that ends in a period, then text")
     for split, rows in splits.items():
         _write_rows(out / f"{split}_metadata.jsonl", rows[:limit])
 
@@ -113,7 +114,7 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
         name = f"images/{len(rows):05d}_{re.sub(r'[^A-Za-z0-9_-]', '_', key)[:80]}.png"
         image = row.get("input_image_raw") or row["input_image"]
         if not image.get("bytes"):
-            raise DataError(f"row {key!r} holds no image, only its path {image.get('path')!r}")
+            raise UserError(f"row {key!r} holds no image, only its path {image.get('path')!r}")
         read_image(image["bytes"]).save(out / name)
         rows.append(
             {
@@ -157,46 +158,21 @@ def _image_reader(folder: Path) -> Callable[[str], bytes]:
     """An image's name → its bytes."""
     members: dict[str, tuple[Path, tarfile.TarInfo]] = {}
     for archive in sorted(folder.rglob("*.tar")):
-        with tarfile.open(_inside(folder, archive)) as tar:
+        with tarfile.open(archive) as tar:
             for member in tar:
-                if member.isfile():
-                    members[member.name.removeprefix("./")] = (archive, member)
+                members[member.name.removeprefix("./")] = (archive, member)
 
-    def content(name: str) -> bytes:
+    def read(name: str) -> bytes:
         for candidate in (name, f"text_and_image_to_image/{name}", Path(name).name):
             if (folder / candidate).is_file():
-                return _inside(folder, folder / candidate).read_bytes()
+                return (folder / candidate).read_bytes()
             if candidate in members:
                 archive, member = members[candidate]
                 with tarfile.open(archive) as tar:
                     return tar.extractfile(member).read()
-        raise DataError(f"image {name!r} is neither a file of {folder} nor in its archives")
-
-    def read(name: str) -> bytes:
-        image = content(name)
-        try:
-            open_image(image).close()  # its header; decoding 46,000 images would take minutes
-        except UnreadableImage as error:
-            raise DataError(f"image {name!r} {error}") from error
-        return image
+        raise UserError(f"image {name!r} is neither a file of {folder} nor in its archives")
 
     return read
-
-
-def _inside(folder: Path, file: Path) -> Path:
-    """``file``, which must lie in ``folder`` when links and ``..`` are followed. Raises DataError.
-
-    The hub's cache is the one exception: the files of a snapshot are links into the ``blobs``
-    beside it.
-    """
-    allowed = [folder.resolve()]
-    if folder.parent.name == "snapshots":
-        allowed.append((folder.parents[1] / "blobs").resolve())
-    if not any(file.resolve().is_relative_to(place) for place in allowed):
-        raise DataError(
-            f"{file} lies outside the data set's folder {folder}; nothing there is read"
-        )
-    return file
 
 
 def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
@@ -220,9 +196,8 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
 def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
-        text = text_of(_inside(source, source / f"{split}.txt"))
-        lines = [" ".join(line.split()) for line in text.splitlines()]
-        quoted = dict.fromkeys(line for line in lines if _QUOTED.search(line))
+        lines = [" ".join(line.split()) for line in text_of(source / f"{split}.txt").split("\n")]
+        quoted = dict.fromkeys(line for line in lines if quoted_texts(line))
         _write_lines(out / f"{split}.txt", quoted, limit)
 
 
@@ -243,7 +218,7 @@ def _parquet_rows(
 def _json_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     rows = []
     for file in files:
-        rows += [row for _, row in json_lines(file)]
+        rows += read_json_lines(file)
     return rows
 
 
@@ -258,8 +233,8 @@ def _write_lines(file: Path, lines: Iterable[str], limit: int | None = None) -> 
 def _files(folder: Path, pattern: str) -> list[Path]:
     files = sorted(folder.rglob(pattern))
     if not files:
-        raise DataError(f"{folder} holds no {pattern}")
-    return [_inside(folder, file) for file in files]
+        raise UserError(f"{folder} holds no {pattern}")
+    return files
 
 
 @dataclass(frozen=True)
@@ -289,26 +264,25 @@ SETS = {
 
 
 def download(public: PublicSet, name: str) -> Path:
-    """Folder with the set as published. Raises DataError."""
+    """Folder with the set as published. Raises UserError."""
     urls = []
+    command = f"hf download {public.place} --repo-type dataset --local-dir FOLDER"
     if public.place.startswith("https:"):
         urls = [f"{public.place}/{file}" for file in public.files]
+        command = "; ".join(f"curl -O {url}" for url in urls)
     try:
         if not urls:
             patterns = list(public.files)
             snapshot = snapshot_download(public.place, repo_type="dataset", allow_patterns=patterns)
             return Path(snapshot)
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        for url, file in zip(urls, public.files, strict=True):
+        for url in urls:
             with urllib.request.urlopen(url, timeout=60) as answer:
-                (folder / file).write_bytes(answer.read())
+                (folder / Path(url).name).write_bytes(answer.read())
         return folder
-    except (OSError, ValueError, RuntimeError) as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        command = "; ".join(f"curl -O {url}" for url in urls)
-        raise DataError(
-            f"{name} cannot be downloaded from here: {cause}\nOn a machine that can: "
-            f"{command or f'hf download {public.place} --repo-type dataset --local-dir FOLDER'}\n"
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{name} cannot be downloaded from here: {error}\nOn a machine that can: {command}\n"
             f"then here: python dataset/fetch.py {name} --source FOLDER"
         ) from error
 
@@ -316,35 +290,32 @@ def download(public: PublicSet, name: str) -> Path:
 def convert(
     public: PublicSet, source: Path, output: Path, options: argparse.Namespace
 ) -> dict[str, int]:
-    """Number of items of each split, after reading them as a run would. Raises DataError."""
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {output.parent} ({error.strerror}); see --output"
-        ) from error
-    try:
-        public.convert(source, partial, limit=options.limit, open_twins=options.open_twins)
+    """Number of items of each split, after reading them as a run would."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        new = Path(folder, "set")
+        new.mkdir()
+        public.convert(source, new, limit=options.limit, open_twins=options.open_twins)
         counts = {}
         for split in ("train", "test"):
-            if any(partial.glob(f"{split}*")):
-                counts[split] = len(load_prompts(partial, split, public.kind))
-        partial.replace(output)  # an empty folder may be there
-        return counts
-    except Exception as error:  # damaged files, other columns
-        reason = f"{type(error).__name__}: {error}".replace(str(partial), str(output))
-        raise DataError(f"{source} cannot be converted ({reason})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            if any(new.glob(f"{split}*")):
+                counts[split] = len(load_prompts(new, split, public.kind))
+        new.replace(output)  # an empty folder may be there
+    return counts
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
-    return number
+def fetch(options: argparse.Namespace) -> None:
+    """Download, convert and say how the set is used. Raises UserError."""
+    public = SETS[options.name]
+    output = options.output or Path(__file__).with_name(f"public-{options.name}")
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"{output} is not empty; give another folder with --output, or remove it")
+    counts = convert(public, options.source or download(public, options.name), output, options)
+    listed = ", ".join(f"{count} {split}" for split, count in counts.items())
+    print(
+        f"{output}: {listed} items; "
+        f"use it with --config.dataset={output} --config.prompt_fn={public.kind}"
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -357,7 +328,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
     parser.add_argument(
         "--limit",
-        type=_positive,
+        type=int,
         help="at most so many items of a split (ShareGPT-4o-Image: of the set)",
     )
     parser.add_argument(
@@ -366,29 +337,7 @@ def main(arguments: list[str]) -> int:
         help="T2IS: prompts also without their shared description",
     )
     options = parser.parse_args(arguments)
-    if options.open_twins and options.name != "t2is":
-        parser.error("--open_twins is for t2is")
-    public = SETS[options.name]
-    output = options.output or Path(__file__).with_name(f"public-{options.name}")
-    try:
-        if options.source is not None and not options.source.is_dir():
-            raise DataError(f"--source {options.source} is not a folder")
-        if output.exists() and not output.is_dir():
-            raise DataError(f"{output} is not a folder; give another one with --output")
-        if output.is_dir() and any(output.iterdir()):
-            raise DataError(
-                f"{output} is not empty; give another folder with --output, or remove it"
-            )
-        counts = convert(public, options.source or download(public, options.name), output, options)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    listed = ", ".join(f"{count} {split}" for split, count in counts.items())
-    print(
-        f"{output}: {listed} items; "
-        f"use it with --config.dataset={output} --config.prompt_fn={public.kind}"
-    )
-    return 0
+    return run_command(partial(fetch, options))
 
 
 if __name__ == "__main__":

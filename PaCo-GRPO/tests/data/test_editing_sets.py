@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from paco_grpo.data import prompts
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
+from paco_judge.errors import UserError
 
 COLORS = ["red", "lime", "blue", "white", "black"]
 
@@ -77,7 +78,7 @@ def test_geneval_image(tmp_path, name):
         and corner(item.image) == (255, 0, 0)
     )
     write_jsonl(tmp_path, good, {"prompt": "x", "image": name})
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2: field 'image' .*{name}"):
+    with pytest.raises(UserError, match=rf"train_metadata.jsonl: row 2: field 'image' .*{name}"):
         _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
 
 
@@ -130,20 +131,20 @@ def test_turned_photographs_are_upright(tmp_path):
     ("columns", "named"),
     [
         ({"prompt": ["x"]}, "column 'image' is missing"),
-        ({"prompt": [1], "image": [b"x"]}, "row 0: field 'prompt'"),
-        ({"prompt": ["x", "y", "z"], "image": [RED, b"x", RED]}, "row 1: field 'image'"),
-        ({"prompt": ["x", "y"], "images": [[RED], [RED, None]]}, "row 1: field 'images'"),
+        ({"prompt": [1], "image": [b"x"]}, "row 1: field 'prompt'"),
+        ({"prompt": ["x", "y", "z"], "image": [RED, b"x", RED]}, "row 2: field 'image'"),
+        ({"prompt": ["x", "y"], "images": [[RED], [RED, None]]}, "row 2: field 'images'"),
     ],
 )
 @BY_FORMAT
 def test_arrow_errors_name_file_row_and_field(tmp_path, suffix, columns, named):
-    with pytest.raises(DataError, match="neither train.arrow nor train.parquet"):
+    with pytest.raises(UserError, match="neither train.arrow nor train.parquet"):
         load_prompts(tmp_path, "train", "arrow_editing")
     write(tmp_path / f"train.{suffix}", **columns)
-    with pytest.raises(DataError, match=rf"train.{suffix}: {named}"):
+    with pytest.raises(UserError, match=rf"train.{suffix}: {named}"):
         _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
     (tmp_path / f"train.{suffix}").write_bytes(b"no table")
-    with pytest.raises(DataError, match=f"train.{suffix} cannot be read"):
+    with pytest.raises(UserError, match=f"train.{suffix} cannot be read"):
         load_prompts(tmp_path, "train", "arrow_editing")
 
 

@@ -2,12 +2,16 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from paco_grpo.data.prompts import DataError, item_size, load_prompts, round_to_multiple
+from paco_grpo.data.prompts import item_size, load_prompts, round_to_multiple
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
 
 GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
 
@@ -24,37 +28,76 @@ def test_items_carry_their_row(tmp_path):
         "height": 64,
         "width": 128,
         "idx": "7",
-        "criteria": {"style": {"a": "same"}},
+        "open": True,
+        "category": "cats",
+        "criteria": {"style": {"a": "same", "b": None}},
     }
-    items = load_prompts(write(tmp_path, row, b"", {"prompt": "one picture"}), "train")
+    plain = {"prompt": "one picture of a red 4x4 truck", "open": None, "category": None}
+    items = load_prompts(write(tmp_path, row, b"", plain), "train")
     assert [(item.item_id, item.height, item.width) for item in items] == [
         (0, 64, 128),
         (1, None, None),
     ]
-    assert items[0].metadata == row
-    (tmp_path / "test.txt").write_bytes(
-        b"\xef\xbb\xbfa cat\r\n\n a dog \n"
-    )  # a byte order mark is accepted
-    assert [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")] == [
-        "a cat",
-        "a dog",
-    ]
+    assert [item.metadata for item in items] == [row, plain]
+
+
+def test_a_line_of_a_text_is_a_prompt(tmp_path):
+    text = "\ufeffa cat\r\n\n a\u2028dog\x0cand\x85more \n"  # only line feeds end a line
+    (tmp_path / "test.txt").write_bytes(text.encode())
+    prompts = [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")]
+    assert prompts == ["a cat", "a\u2028dog\x0cand\x85more"]
+    (tmp_path / "test.txt").write_text("a\nb\n\nc\0\n")
+    with pytest.raises(UserError, match="test.txt:4.*'prompt'"):
+        load_prompts(tmp_path, "test", "text")
 
 
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        (b"{not json", ""),
-        ({"prompt": "  "}, "field 'prompt'"),
+        ({"prompt": "  "}, "'prompt'"),
+        ({"prompt": ["x"]}, "'prompt'"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
         ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
-        ({"prompt": "x", "category": {"a": 1}}, "field 'category'"),
-        ({"prompt": "x", "criteria": {"style": "same"}}, "field 'criteria'"),
-        ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "item '0040'.*2x2"),
+        ({"prompt": "x", "height": 64, "width": 64.5}, "'width'.*64.5"),
+        ({"prompt": "x", "height": True, "width": 64}, "'height'"),
+        ({"prompt": "x", "category": {"a": 1}}, "'category'"),
+        ({"prompt": "x", "category": 3}, "'category'"),
+        ({"prompt": "x", "open": "false"}, "'open'.*'false'"),
+        ({"prompt": "x", "open": 0}, "'open'"),
+        ({"prompt": "x", "open": []}, "'open'"),
+        ({"prompt": "x", "criteria": {"style": "same"}}, "'criteria'"),
+        ({"prompt": "x", "criteria": [["style", {"a": "same"}]]}, "'criteria'"),
+        ({"prompt": "x", "criteria": {"style": {"a": 1}}}, "'criteria'"),
     ],
 )
-def test_errors_name_file_line_and_field(tmp_path, row, named):
-    with pytest.raises(DataError, match=rf"train_metadata.jsonl:2.*{named}"):
+@pytest.mark.parametrize("kind", ["geneval", "geneval_image", "arrow_editing"])
+def test_a_field_of_another_type_is_refused_in_every_kind(tmp_path, row, named, kind):
+    if kind == "arrow_editing" and any(isinstance(value, list | dict) for value in row.values()):
+        pytest.skip("such columns are not read")
+    image = tmp_path / "a.png"
+    Image.new("RGB", (4, 4), "red").save(image)
+    if kind == "arrow_editing":
+        table = pa.Table.from_pylist([row | {"image": image.read_bytes()}])
+        pq.write_table(table, tmp_path / "train.parquet")
+    rows = [{"prompt": GRID}, row]
+    if kind == "geneval_image":
+        rows = [fields | {"image": "a.png"} for fields in rows]
+    write(tmp_path, *rows)
+    place = "train.parquet: row 1" if kind == "arrow_editing" else "train_metadata.jsonl: row 2"
+    with pytest.raises(UserError, match=f"{place}.*field.*{named}"):
+        load_prompts(tmp_path, "train", kind)
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        (b"{not json", "line 2"),
+        (b"[1]", "line 2"),
+        ({"prompt": GRID.replace("1x2", "2x2"), "idx": "0040"}, "row 2 .*item '0040'.*2x2"),
+    ],
+)
+def test_other_errors_name_file_and_place(tmp_path, row, named):
+    with pytest.raises(UserError, match=f"train_metadata.jsonl.*{named}"):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
 
 
