@@ -92,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--gpu {given.gpu!r} is not known: {', '.join(GPUS)}")
         if not given.judge:
             return estimate_run(given, rest)
-        from paco_reward.errors import PacoRewardError
+        from paco_judge.errors import UserError
 
-        user_errors += (PacoRewardError,)
+        user_errors += (UserError,)
         return estimate_judge_training(given, rest)
     except user_errors as error:
         print(f"error: {error}", file=sys.stderr)

@@ -67,7 +67,16 @@ def world(tmp_path_factory) -> Path:
 
 
 def build(world: Path | None, output: Path, **more: object) -> dict:
-    """build-dataset with options by name, on the world's grids; None and False leave one out."""
+    """build-dataset with options by name, on the world's grids; None and False leave one out.
+
+    Returns the numbers of its only name.
+    """
+    (stats,) = build_all(world, output, **more).values()
+    return stats
+
+
+def build_all(world: Path | None, output: Path, **more: object) -> dict:
+    """``build`` that returns the numbers of every name."""
     options = {"output": output, "test_share": 0.25, "sets_per_prompt": SETS}
     if world is not None:
         options |= {"grids": world / "grids", "metadata": world / "metadata.jsonl"}

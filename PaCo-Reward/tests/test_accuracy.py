@@ -35,12 +35,6 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_counts_are_positive(arguments, capsys):
-    with pytest.raises(SystemExit):
-        main([*arguments, "--batch_size", "0"])
-    assert "--batch_size" in capsys.readouterr().err
-
-
 def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(
     arguments, data_dir, tmp_path, capsys, monkeypatch
 ):
@@ -57,16 +51,6 @@ def test_images_are_opened_late_and_a_damaged_one_is_a_missing_score(
     image.write_bytes(image.read_bytes()[:-40])
     assert main([*arguments, "--dataset_dir", str(copy)]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == 1
-
-
-def test_a_file_that_cannot_be_written_is_found_before_the_judge_is_asked(
-    arguments, tmp_path, capsys
-):
-    for place in (str(tmp_path), "/proc/judge.json", str(tmp_path / "file" / "judge.json")):
-        (tmp_path / "file").touch()
-        assert main([*arguments, "--output", place]) == 1
-        shown = capsys.readouterr()
-        assert not shown.out and shown.err.startswith("error: ")
 
 
 def test_a_data_set_that_is_named_twice_counts_once(arguments, capsys):

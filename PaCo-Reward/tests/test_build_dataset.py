@@ -1,5 +1,6 @@
 """`paco-reward build-dataset`, whole runs: from grids to training data, and after a kill."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from pairing_tools import (
     write_lines,
 )
 
+from paco_judge.errors import UserError
 from paco_judge.grid import split_prompt
 from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs, load_examples
-from paco_reward.errors import PacoRewardError
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
 
 
@@ -72,7 +73,7 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
     prompts = {row["messages"][0]["content"] for row in rows(tmp_path / "out", name)}
     pairs, _ = labeled_pairs(tmp_path / "out", name, form=RequestForm("<img{n}>: "))
     assert {prefix + pair.question for pair in pairs} == prompts
-    with pytest.raises(PacoRewardError, match="--image_labels"):
+    with pytest.raises(UserError, match="--image_labels"):
         labeled_pairs(tmp_path / "out", name)
 
 
@@ -169,7 +170,7 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
         build(world, output, **setting)
         assert len(server.requests) == done
         journal.write_bytes(b"[1]\n" + journal.read_bytes())
-        with pytest.raises(PacoRewardError, match=r"reasons\.jsonl"):
+        with pytest.raises(UserError, match=r"reasons\.jsonl"):
             build(world, output, **setting)
         for name, seed in (("again", 42), ("other", 1)):
             build(world, tmp_path / name, seed=seed, **setting)
@@ -199,5 +200,116 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
             assert main(command) == 1
             assert caplog.text.count("unloaded") == 1
         assert rows(tmp_path, "consistency_reward_train")
-        with pytest.raises(PacoRewardError, match="unloaded"):  # to every request for reasons
+        with pytest.raises(UserError, match="unloaded"):  # to every request for reasons
             build(world, tmp_path, server=server.url, reasons=True)
+
+
+# --- several inputs in one folder -----------------------------------------------------------------
+
+
+@pytest.fixture
+def own_pairs(tiny, tmp_path) -> Path:
+    """pairs.jsonl, with images that no other input has."""
+    lines = []
+    for number in range(12):
+        names = [f"own{number}{side}.png" for side in "ab"]
+        for side, name in enumerate(names):
+            tiny.picture(900 + 2 * number + side).save(tmp_path / name)
+        label = ("Yes", "No")[number % 2]
+        lines.append({"image1": names[0], "image2": names[1], "label": label})
+    return write_lines(tmp_path / "pairs.jsonl", lines)
+
+
+def contents(output: Path) -> dict[str, list]:
+    """The rows of every data set in the index, whose files are exactly those."""
+    index = json.loads((output / "dataset_info.json").read_text())
+    files = {file.stem for file in output.glob("*.json")} - {"dataset_info", "stats"}
+    assert files == set(index)
+    for name in index:
+        assert index[name]["file_name"] == f"{name}.json"
+    stats = json.loads((output / "stats.json").read_text())
+    counted = {name for of_name in stats.values() for name in of_name["datasets"]}
+    assert counted == set(index)
+    return {name: rows(output, name) for name in index}
+
+
+def test_each_input_keeps_the_data_sets_of_the_others(world, edits, own_pairs, tmp_path):
+    """Whatever the order; a repeated one replaces its own, also where it leaves no test set."""
+    build(world, tmp_path / "cut", sets_only=True)
+    ranked = rank_like_people(tmp_path / "cut")
+    metadata = {"metadata": world / "metadata.jsonl", "rankings": ranked}
+    inputs = {
+        "grids": {"grids": world / "grids"} | metadata,
+        "cut": {"sub_figures": tmp_path / "cut" / "images", "name": "cut"} | metadata,
+        "edits": {"editing": edits / "edits.jsonl", "duplicate_bits": 0},
+        "own": {"pairs": own_pairs, "sets_per_prompt": None, "name": "own"},
+    }
+    names = {"grids": "consistency_reward", "cut": "cut", "edits": "sharegpt_editing"}
+    for order in (["own", "edits", "grids"], ["cut", "edits", "own"]):
+        output = tmp_path / "-".join(order)
+        expected = {}
+        for kind in order:
+            alone = tmp_path / f"{output.name}-{kind}"
+            build(None, alone, **inputs[kind])
+            expected |= contents(alone)
+            build(None, output, **inputs[kind])
+            assert contents(output) == expected
+        for kind in order:
+            build(None, output, **inputs[kind] | {"test_share": 0.0})
+            name = names.get(kind, kind)
+            expected.pop(f"{name}_test")
+            found = contents(output)
+            trained = found.pop(f"{name}_train")
+            assert len(trained) > len(expected.pop(f"{name}_train"))
+            assert found == expected
+            expected = contents(output)
+
+
+def test_a_folder_is_not_built_from_other_inputs(world, edits, own_pairs, tmp_path):
+    """Labels may be corrected; other images, pairs, prompts or instructions are another data set."""
+    output = tmp_path / "out"
+    own = {"pairs": own_pairs, "sets_per_prompt": None, "test_share": 0.3}
+    build(None, output, **own)
+    build(None, output, editing=edits / "edits.jsonl", duplicate_bits=0)
+    before = contents(output)
+    lines = read_lines(own_pairs)
+    others = own_pairs.with_name("others.jsonl")
+    for changed in (lines[2:], [line | {"theme": "a fox"} for line in lines]):
+        write_lines(others, changed)
+        with pytest.raises(UserError, match="consistency_reward"):
+            build(None, output, **own | {"pairs": others})
+    with pytest.raises(UserError, match="consistency_reward"):  # sub-figures under the same name
+        build(world, output, sets_only=True)
+    edit_lines = read_lines(edits / "edits.jsonl")
+    edit_lines[0] |= {"instruction": "another"}
+    for line in edit_lines:
+        line |= {name: str(edits / line[name]) for name in ("source", "edited")}
+    write_lines(others, edit_lines)
+    with pytest.raises(UserError, match="sharegpt_editing"):
+        build(None, output, editing=others)
+    assert contents(output) == before
+    write_lines(others, [*lines[:1], *(line | {"reason": "seen in both"} for line in lines[1:])])
+    build(None, output, **own | {"pairs": others})
+    assert contents(output) != before
+    build(world, output, sets_only=True, name="grids")
+    with pytest.raises(UserError, match="images"):  # the sub-figures of p0 are others'
+        few = write_lines(tmp_path / "few.jsonl", read_lines(world / "metadata.jsonl")[1:])
+        build(world, output, sets_only=True, name="few", metadata=few)
+
+
+def test_data_sets_with_and_without_reasons_share_a_split(own_pairs, tmp_path):
+    """A new build removes the other ones, which would hold its training pairs for testing."""
+
+    def agrees(number, request):
+        text = request["messages"][0]["content"][-1]["text"]
+        verdict = "Yes" if "The verdict that was given is: Yes" in text else "No"
+        return 200, {"choices": [{"message": {"content": f"{verdict}. Seen in both images."}}]}, {}
+
+    own = {"pairs": own_pairs, "sets_per_prompt": None, "test_share": 0.3}
+    with fake_judge.FakeJudge(agrees) as server:
+        build(None, tmp_path / "out", **own, server=server.url, reasons=True)
+    with_reasons = {f"consistency_reward_cot_{part}" for part in ("train", "test")}
+    assert set(contents(tmp_path / "out")) == with_reasons
+    build(None, tmp_path / "out", **own, seed=5)
+    without = {f"consistency_reward_{part}" for part in ("train", "test")}
+    assert set(contents(tmp_path / "out")) == without

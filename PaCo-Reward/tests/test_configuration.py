@@ -5,21 +5,27 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+import tomllib
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from training_tools import train_config
+from packaging.requirements import Requirement
 
-from paco_reward import overlay
-from paco_reward.config import check_combinations, check_names, check_types, load_config
+from paco_judge.errors import UserError
+from paco_reward import launch, overlay
+from paco_reward.config import check_combinations, check_options, load_config
 from paco_reward.datasets import check_data
-from paco_reward.errors import PacoRewardError
-from paco_reward.launch import plan_processes, run, warn_of_slow_attention
+from paco_reward.launch import next_commands, plan_processes, run, warn_of_slow_attention
 
 ROOT = Path(__file__).parent.parent
+MINIMAL = {"model_name_or_path": "model", "output_dir": "out"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """Our options are known to LLaMA-Factory."""
+    overlay.install()
 
 
 @pytest.fixture
@@ -34,64 +40,54 @@ def config(data):
 
 
 def problem(config) -> str:
-    with pytest.raises(PacoRewardError) as caught:
+    with pytest.raises(UserError) as caught:
         check_data(config)
     return str(caught.value)
 
 
-def test_dataset_problems(config, data, tmp_path):
-    assert "held_out, pairs" in problem(config | {"dataset": "pair"})
-    assert "dataset_info.json does not exist" in problem(config | {"dataset_dir": str(tmp_path)})
-    assert "hf download X-GenGroup/PaCo-Dataset" in problem(
-        config | {"dataset_dir": "PaCo-Dataset"}
-    )
+def change_row(data: Path, number: int, **values) -> None:
+    """Change a row of the data set `pairs`."""
     rows = json.loads((data / "pairs.json").read_text())
-    turns = rows[0]["messages"]
-    for number, change, named in (
-        (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
-        (1, {"messages": turns[:1]}, "assistant"),
-        (
-            4,
-            {"messages": [turns[0], {"role": "assistant", "content": "Yes. <|image_pad|>"}]},
-            "<|image_pad|>",
-        ),
-    ):
-        (data / "pairs.json").write_text(
-            json.dumps([*rows[:number], rows[number] | change, *rows[number + 1 :]])
-        )
-        message = problem(config)
-        assert f"pairs row {number}" in message and named in message
-    (data / "pairs.json").write_text("{broken")
-    assert "pairs.json" in problem(config)
+    rows[number] |= values
+    (data / "pairs.json").write_text(json.dumps(rows))
+
+
+QUESTION = {"role": "user", "content": "<image><image>Same?"}
 
 
 @pytest.mark.parametrize(
-    ("index", "named"),
+    ("number", "change", "named"),
     [
-        ([], "not an object"),
-        ({"pairs": "pairs.json"}, "must be an object"),
-        ({"pairs": {"file_name": 3}}, "must be an object"),
-        ({"pairs": {"file_name": "pairs.json", "columns": ["a"]}}, "must be an object"),
+        (2, {"images": ["nowhere.png"] * 2}, "nowhere.png"),
+        (1, {"messages": [QUESTION]}, "assistant"),
+        (3, {"messages": [QUESTION, {"role": "assistant"}]}, "content"),
+        (
+            4,
+            {"messages": [QUESTION, {"role": "assistant", "content": "Yes. <|image_pad|>"}]},
+            "<|image_pad|>",
+        ),
+        (5, {"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],
 )
-def test_a_damaged_index_of_data_sets_is_a_message(config, data, index, named):
-    (data / "dataset_info.json").write_text(json.dumps(index))
-    assert named in problem(config)
-
-
-def test_images_and_their_tags_are_equally_many(config, data):
-    rows = json.loads((data / "pairs.json").read_text())
-    rows[2]["messages"][0]["content"] = "<image>" + rows[2]["messages"][0]["content"]
-    (data / "pairs.json").write_text(json.dumps(rows))
+def test_a_row_that_cannot_be_trained_on_is_named(config, data, number, change, named):
+    change_row(data, number, **change)
     message = problem(config)
-    assert "pairs row 2" in message and "3 times <image>" in message and "2 images" in message
+    assert f"pairs row {number}" in message and named in message
+
+
+def test_problems_of_a_data_set_are_named(config, data, tmp_path):
+    assert "held_out, pairs" in problem(config | {"dataset": "pair"})
+    message = problem(config | {"dataset_dir": "PaCo-Dataset"})
+    assert "hf download X-GenGroup/PaCo-Dataset" in message
+    assert "bash decompress.sh" in message
+    (data / "pairs.json").write_text("{broken")
+    assert "pairs.json" in problem(config)
 
 
 @pytest.mark.parametrize(
     ("file", "remedy"),
     [
         ("decompress.sh", "cd {data} && bash decompress.sh"),
-        ("images.tar.gz", "unpack the archives in {data}, such as images.tar.gz"),
         ("images/part_1.zip", "such as part_1.zip"),
         ("images.tar.gz.part_aa", "such as images.tar.gz.part_aa"),
         ("notes.txt", ""),
@@ -102,15 +98,13 @@ def test_packed_images_are_named_with_what_unpacks_them(config, data, file, reme
     (data / file).parent.mkdir(exist_ok=True)
     (data / file).touch()
     message = problem(config)
-    assert "images do not exist, first:" in message and remedy.format(data=data) in message
+    assert "images do not exist" in message and remedy.format(data=data) in message
     assert bool(remedy) == ("unpack" in message)
 
 
-@pytest.mark.parametrize("answer", ["Maybe.", "Not sure", "None of it", "Yesterday", "yes"])
+@pytest.mark.parametrize("answer", ["Maybe.", "Not sure", "Yesterday", "yes"])
 def test_other_labels_are_announced(config, data, caplog, answer):
-    rows = json.loads((data / "pairs.json").read_text())
-    rows[3]["messages"][1]["content"] = answer
-    (data / "pairs.json").write_text(json.dumps(rows))
+    change_row(data, 3, messages=[QUESTION, {"role": "assistant", "content": answer}])
     info = json.loads((data / "dataset_info.json").read_text())
     others = {"hub": {"hf_hub_url": "some/set"}, "alpaca": info["pairs"] | {"formatting": "alpaca"}}
     (data / "dataset_info.json").write_text(json.dumps(info | others))
@@ -120,96 +114,14 @@ def test_other_labels_are_announced(config, data, caplog, answer):
     assert "1 answers" in warning and "row 3" in warning and repr(answer) in warning
 
 
-# What the files of other bases change of paco_reward_lora.yaml (test_published.py has its values).
-CHANGES = {
-    "paco_reward_lora_16gb": {
-        "quantization_bit": 4,
-        "output_dir": "./checkpoints/paco-reward-7b_lora_sft_16gb",
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "preprocessing_num_workers": 16,
-        "dataloader_num_workers": 4,
-    },
-    "paco_reward_qwen3_vl_4b": {
-        "model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct",
-        "template": None,
-        "output_dir": "./checkpoints/paco_reward_qwen3_vl_4b",
-        "run_name": "Qwen3-VL-4B-Instruct-SFT-LoRA-CoT",
-    },
-    "paco_reward_qwen3_vl_8b": {
-        "model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct",
-        "template": None,
-        "output_dir": "./checkpoints/paco_reward_qwen3_vl_8b",
-        "run_name": "Qwen3-VL-8B-Instruct-SFT-LoRA-CoT",
-    },
-    "paco_reward_qwen3_5": {
-        "model_name_or_path": "Qwen/Qwen3.5-9B",
-        "template": None,
-        "enable_thinking": False,
-        "output_dir": "./checkpoints/paco_reward_qwen3_5",
-        "run_name": "Qwen3.5-9B-SFT-LoRA-CoT",
-    },
-}
-TOY = {
-    "model_name_or_path": "../quickstart/models/judge",
-    "flash_attn": "sdpa",
-    "stage": "sft",
-    "do_train": True,
-    "finetuning_type": "lora",
-    "lora_rank": 64,
-    "lora_alpha": 128,
-    "lora_target": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,"
-    "attn.qkv,attn.proj,mlp.0,mlp.2",
-    "freeze_vision_tower": False,
-    "freeze_multi_modal_projector": False,
-    "first_token_weight": 0.1,
-    "first_token_scheme": "sequence",
-    "dataset_dir": "../quickstart/out/world/reward_data",
-    "dataset": "toy_pairs_cot_train",
-    "template": "qwen2_vl",
-    "cutoff_len": 512,
-    "max_samples": 5000,
-    "preprocessing_num_workers": 2,
-    "dataloader_num_workers": 0,
-    "output_dir": "../quickstart/out/judge_lora",
-    "overwrite_output_dir": True,
-    "logging_steps": 50,
-    "save_strategy": "no",
-    "report_to": "none",
-    "plot_loss": True,
-    "per_device_train_batch_size": 8,
-    "global_batch_size": 16,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.05,
-    "num_train_epochs": 5.0,
-    "disable_gradient_checkpointing": True,
-    "use_cpu": True,
-}
-
-
-def test_every_configuration_file_has_its_values():
-    overlay.install()  # our options are known to LLaMA-Factory
-    base = load_config(ROOT / "config" / "paco_reward_lora.yaml")
-    expected = {name: base | changes for name, changes in CHANGES.items()}
-    expected |= {"paco_reward_lora": base, "toy_reward_lora": TOY}
-    assert {file.stem for file in (ROOT / "config").glob("*.yaml")} == set(expected)
-    for name, values in expected.items():
-        assert load_config(ROOT / "config" / f"{name}.yaml") == values
-        check_types(values)
+def test_every_configuration_file_can_be_trained_with():
+    files = list((ROOT / "config").glob("*.yaml"))
+    assert len(files) == 6
+    for file in files:
+        values = load_config(file)
+        assert values["first_token_weight"] == 0.1, file
+        check_options(values)
         check_combinations(values)
-        check_names(values)
-
-
-def test_the_deepspeed_file_of_the_readme_is_there():
-    from transformers.integrations import HfDeepSpeedConfig  # noqa: F401  (reads such files)
-
-    (file,) = (ROOT / "config" / "deepspeed").iterdir()
-    assert f"deepspeed=config/deepspeed/{file.name}" in (ROOT / "README.md").read_text()
-    settings = json.loads(file.read_text())["zero_optimization"]
-    assert settings["stage"] == 3 and settings["stage3_gather_16bit_weights_on_model_save"] is True
-    assert settings["offload_param"] == settings["offload_optimizer"]
-    assert settings["offload_param"] == {"device": "cpu", "pin_memory": True}
 
 
 def test_a_file_with_a_base_has_its_values_unless_it_replaces_them(tmp_path):
@@ -219,64 +131,53 @@ def test_a_file_with_a_base_has_its_values_unless_it_replaces_them(tmp_path):
     (tmp_path / "sub" / "c.yaml").write_text("base: ../b.yaml\ncutoff_len: null\n")
     config = load_config(tmp_path / "sub" / "c.yaml", ["learning_rate=2e-5"])
     assert config == {"lora_rank": 8, "learning_rate": 2e-5, "cutoff_len": None}
-    file = tmp_path / "wrong.yaml"
-    for text in ("- a list", "a: [", "base: wrong.yaml", "base: 3"):
-        file.write_text(text)
-        with pytest.raises((PacoRewardError, OSError), match=r"wrong\.yaml|'3'|/3"):
-            load_config(file)
-    with pytest.raises(PacoRewardError, match="'lr' is not key=value"):
+    with pytest.raises(UserError, match="'lr'"):
         load_config(tmp_path / "a.yaml", ["lr"])
-
-
-MINIMAL = {"model_name_or_path": "model", "output_dir": "out"}
+    (tmp_path / "wrong.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=r"wrong\.yaml"):
+        load_config(tmp_path / "wrong.yaml")
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    "change",
     [
-        ({"model_name_or_path": None}, "model_name_or_path is missing"),
-        ({"model_name_or_path": ["a"]}, "model_name_or_path"),
-        ({"output_dir": ""}, "output_dir is missing"),
-        ({"first_token_weight": "0.1"}, "first_token_weight must be a number.*'0.1'"),
-        ({"first_token_weight": True}, "first_token_weight"),
-        ({"first_token_weight": [0.1]}, "first_token_weight"),
-        ({"first_token_weight": float("nan")}, "first_token_weight"),
-        ({"first_token_weight": 1.5}, "first_token_weight"),
-        ({"first_token_scheme": None}, "first_token_scheme must be sequence or released, not None"),
-        ({"first_token_scheme": ["sequence"]}, "first_token_scheme"),
-        ({"first_token_scheme": "mean"}, "first_token_scheme"),
-        ({"first_token_accuracy": "yes"}, "first_token_accuracy must be true or false"),
-        ({"first_token_accuracy": None}, "first_token_accuracy must be true or false"),
-        ({"global_batch_size": "64"}, "global_batch_size must be a whole number"),
-        ({"global_batch_size": 0}, "global_batch_size"),
-        ({"global_batch_size": 6.5}, "global_batch_size"),
-        ({"per_device_train_batch_size": "8"}, "per_device_train_batch_size"),
-        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps"),
-        ({"dataset": 3}, "dataset must hold names"),
-        ({"eval_dataset": [3]}, "eval_dataset must hold names"),
-        ({"dataset_dir": 3}, "dataset_dir must be a text"),
-        ({"use_cpu": "true"}, "use_cpu must be true or false"),
+        {"model_name_or_path": None},
+        {"output_dir": ""},
+        {"learning_rte": 1e-4},
+        {"first_token_wieght": 0.1},
+        {"save_strategy": "sometimes"},
+        {"finetuning_type": "lorra"},
+        {"first_token_weight": "0.1"},
+        {"first_token_weight": True},
+        {"first_token_weight": float("nan")},
+        {"first_token_weight": 1.5},
+        {"first_token_scheme": "mean"},
+        {"first_token_accuracy": "yes"},
+        {"global_batch_size": 6.5},
+        {"per_device_train_batch_size": "8"},
+        {"gradient_accumulation_steps": -1},
+        {"dataset": 3},
+        {"eval_dataset": [3]},
+        {"use_cpu": "true"},
     ],
 )
-def test_an_option_of_ours_with_a_wrong_type_is_a_message(changes, named):
-    check_types(MINIMAL)
-    with pytest.raises(PacoRewardError, match=named):
-        check_types(MINIMAL | changes)
+def test_wrong_options_are_refused_before_anything_is_read(change, tmp_path):
+    """In the parent: neither model nor data exist."""
+    check_options(MINIMAL)
+    (name,) = change
+    file = tmp_path / "train.yaml"
+    file.write_text(json.dumps(MINIMAL | {"dataset_dir": "nowhere", "dataset": "none"} | change))
+    named = {"save_strategy": "sometimes", "finetuning_type": "fine-tuning"}.get(name, name)
+    with pytest.raises(UserError, match=named):
+        run(str(file), [], {"NPROC_PER_NODE": "2"})
 
 
-def test_a_misspelt_option_is_refused_with_the_nearest_one():
-    with pytest.raises(PacoRewardError, match="no option learning_rte; do you mean learning_rate"):
-        check_names(MINIMAL | {"learning_rte": 1e-4})
-
-
-def test_a_model_that_is_not_there_is_a_message(config, tmp_path, monkeypatch):
-    for name in ("nowhere/at/all", "some-organization/some-model"):
-        file = tmp_path / "train.yaml"
-        file.write_text(json.dumps(MINIMAL | config | {"model_name_or_path": name}))
-        started = time.monotonic()
-        with pytest.raises(OSError, match=name):
-            run(str(file), [], {})
-        assert time.monotonic() - started < 15
+def test_a_model_that_is_not_there_is_a_message(config, tmp_path):
+    file = tmp_path / "train.yaml"
+    name = "some-organization/some-model"
+    file.write_text(json.dumps(MINIMAL | config | {"model_name_or_path": name}))
+    with pytest.raises(OSError, match=name):
+        run(str(file), [], {})
 
 
 def arguments_of(config, **environment):
@@ -311,10 +212,42 @@ def test_nodes_find_each_other_by_the_usual_variables():
     defaults = ["--node_rank=0", "--master_addr=127.0.0.1", "--master_port=29500"]
     assert arguments_of({}, **two)[2:] == defaults
     assert arguments_of({}, NPROC_PER_NODE="4", MASTER_PORT="7")[-1] == "--master_port=7"
-    for name in ("NNODES", "NPROC_PER_NODE"):
-        for text in ("two", "0", "-1", "1:2"):
-            with pytest.raises(PacoRewardError, match=f"{name} is a number from 1"):
-                arguments_of({}, **{name: text})
+    with pytest.raises(UserError, match="NNODES"):
+        arguments_of({}, NNODES="two")
+
+
+def test_only_the_first_node_writes_into_the_output_folder(
+    config, judge_dir, tmp_path, monkeypatch, capsys
+):
+    """Each node trains with the options that it was given."""
+    trained = {}
+
+    def processes(arguments):
+        file = Path(arguments[-1])
+        trained[file.parent == output] = load_config(file)
+        return 0
+
+    monkeypatch.setattr(launch, "run_processes", processes)
+    output = tmp_path / "out"
+    file = tmp_path / "given.yaml"
+    options = {"model_name_or_path": str(judge_dir), "output_dir": str(output), "do_train": True}
+    file.write_text(json.dumps(config | options))
+    two = {"NNODES": "2", "NPROC_PER_NODE": "1"}
+    assert run(str(file), [], two | {"NODE_RANK": "1"}) == 0
+    assert not output.exists() and str(output) not in capsys.readouterr().out
+    assert run(str(file), [], two | {"NODE_RANK": "0"}) == 0
+    assert (output / "train.yaml").is_file()
+    assert trained[True] == trained[False] and trained[True]["template"] == "qwen2_vl"
+    assert f"saved in {output}" in capsys.readouterr().out
+
+
+def test_a_finished_training_names_the_next_commands():
+    config = MINIMAL | {"dataset_dir": "data", "eval_dataset": ["a_test", "b_test"]}
+    shown = next_commands(config)
+    measure = "accuracy --model model --adapter out --dataset_dir data --dataset 'a_test,b_test'"
+    assert measure in shown and "export --base model --adapter out" in shown
+    shown = next_commands(config | {"finetuning_type": "full"})
+    assert "accuracy --model out --dataset_dir" in shown and "export" not in shown
 
 
 def test_windows_that_are_computed_one_by_one_are_announced_on_a_gpu_alone(monkeypatch, caplog):
@@ -325,84 +258,59 @@ def test_windows_that_are_computed_one_by_one_are_announced_on_a_gpu_alone(monke
 
     assert not warnings({})  # without a GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for config in ({}, {"flash_attn": "auto"}, {"flash_attn": "sdpa"}):
-        (message,) = warnings(config)
-        assert "pip install flash-attn" in message and "flash_attn=fa2" in message
+    (message,) = warnings({"flash_attn": "sdpa"})
+    assert "flash_attn=fa2" in message
     assert not warnings({"flash_attn": "fa2"}) and not warnings({"use_cpu": True})
-    assert not warnings({}, "qwen3_vl") and not warnings({}, "qwen3_5") and not warnings({}, None)
+    assert not warnings({}, "qwen3_vl")
 
 
 def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
     file = tmp_path / "with=sign" / "my.yaml"
     file.parent.mkdir()
     file.write_text("dataset: mine\ndataset_dir: nowhere\nmodel_name_or_path: m\noutput_dir: out\n")
-    command = [
-        "env",
-        f"PYTHON={sys.executable}",
-        "bash",
-        str(ROOT / "train/paco_reward.sh"),
-        str(file),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    script = ["bash", str(ROOT / "train/paco_reward.sh"), str(file)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    options = {"capture_output": True, "text": True, "env": environment}
+    done = subprocess.run(script, timeout=300, check=False, **options)
     assert done.returncode == 1 and "nowhere/dataset_info.json" in done.stderr
 
 
-def test_the_script_says_what_it_takes():
-    script = ["bash", str(ROOT / "train/paco_reward.sh"), "--help"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
-    for word in ("key=value", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "MASTER_PORT", "PYTHON"):
-        assert word in done.stdout
-    assert not done.stderr and "#" not in done.stdout
-
-
 @pytest.mark.parametrize(
-    ("config", "named"),
+    "change",
     [
-        ({"stage": "dpo"}, "stage"),
-        ({"use_dft_loss": True}, "use_dft_loss"),
-        ({"use_mca": True}, "use_mca"),
-        ({"train_on_prompt": True}, "train_on_prompt"),
-        ({"enable_thinking": True}, "enable_thinking"),
-        ({"packing": True}, "neat_packing"),
-        ({"packing": True, "neat_packing": True}, "Qwen3.5"),
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        {"stage": "dpo"},
+        {"use_dft_loss": True},
+        {"use_mca": True},
+        {"train_on_prompt": True},
+        {"enable_thinking": True},
+        {"packing": True},
+        {"average_tokens_across_devices": False},
+        {"label_smoothing_factor": 0.1},
     ],
 )
-def test_combinations_invalid_for_qwen3_5_are_refused_before_processes_start(
-    config, named, data_dir, tmp_path
-):
-    check_combinations(config | {"first_token_weight": None})
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
-    options = {
-        "model_name_or_path": str(tmp_path),
-        "output_dir": str(tmp_path / "out"),
-        "dataset_dir": str(data_dir),
-        "dataset": "pairs",
-        "first_token_weight": 0.1,
-    }
-    file = tmp_path / "train.yaml"
-    file.write_text(json.dumps(options | config))
-    with pytest.raises(PacoRewardError, match=named):
-        run(str(file), [], {"NPROC_PER_NODE": "2"})
-    assert not (tmp_path / "out").exists()
-    check_combinations({"first_token_weight": 0.1, "packing": True, "neat_packing": True})
+def test_combinations_that_make_the_loss_wrong_are_refused(change):
+    check_combinations(change | {"first_token_weight": None})
+    (name,) = change
+    with pytest.raises(UserError, match=name):
+        check_combinations(change | {"first_token_weight": 0.1})
+    packed = {"first_token_weight": 0.1, "packing": True, "neat_packing": True}
+    check_combinations(packed)
+    with pytest.raises(UserError, match="packing"):
+        check_combinations(packed | {"template": "qwen3_5"})
 
 
-@pytest.mark.slow
-def test_a_signal_to_the_command_ends_its_processes(judge_dir, data_dir, tmp_path):
-    """As a scheduler's: nothing trains on, or keeps a GPU."""
-    (file := tmp_path / "train.yaml").write_text(
-        json.dumps(train_config(judge_dir, data_dir, tmp_path, max_steps=999))
-    )
-    command = [sys.executable, "-m", "paco_reward.cli", "train", str(file)]
-    training = psutil.Popen(
-        command, env=os.environ | {"NPROC_PER_NODE": "2"}, stderr=subprocess.DEVNULL
-    )
-    while (
-        len(workers := [p for p in training.children(recursive=True) if os.getsid(p.pid) == p.pid])
-        < 2
-    ):
-        time.sleep(0.1)
-    training.terminate()
-    assert not psutil.wait_procs([training, *workers], 20)[1]
+def test_both_subprojects_allow_the_same_torch():
+    """One environment may hold both; without our pins, the newest allowed release is installed."""
+    reward = tomllib.loads((ROOT / "LLaMA-Factory/pyproject.toml").read_text())["project"]
+    grpo = tomllib.loads((ROOT.parent / "PaCo-GRPO/pyproject.toml").read_text())["project"]
+    setup = (ROOT / "LLaMA-Factory/setup.py").read_text()
+    allowed = {}
+    for line in grpo["dependencies"]:
+        requirement = Requirement(line.replace("{root:parent:uri}", "file:///clone"))
+        allowed[requirement.name] = requirement
+    for line in reward["optional-dependencies"]["torch"]:
+        requirement = Requirement(line)
+        assert requirement == allowed[requirement.name]
+        assert f'"{line}"' in setup
+    assert not allowed["torch"].specifier.contains("2.15.0")
+    assert not allowed["transformers"].specifier.contains("5.6.0")

@@ -14,8 +14,7 @@ from paco_judge.images import load_image
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import Answer, Verdict
-from paco_reward.asking import ask, questions_about
-from paco_reward.sheet import sheet
+from paco_reward.asking import ask, questions_about, sheet
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 

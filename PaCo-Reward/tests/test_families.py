@@ -7,11 +7,11 @@ import pytest
 import torch
 from training_tools import adapter, train_config
 
+from paco_judge.errors import UserError
 from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_reward import launch, overlay
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
-from paco_reward.errors import PacoRewardError
 from paco_reward.families import with_template, write_limits
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
@@ -135,7 +135,7 @@ def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     file = model / "chat_template.jinja"
     file.write_text(file.read_text() + "<think>\n")
     with pytest.raises(
-        PacoRewardError,
+        UserError,
         match=r"is not the '.*<think>.*choose a model that answers without thinking",
     ):
         launch.train(config_of(model, data, tmp_path / "out"))

@@ -7,7 +7,7 @@ import pytest
 from pairing_tools import build, rank_like_people, read_lines, rows, write_lines
 
 from paco_judge.client import JudgeError
-from paco_reward.errors import PacoRewardError
+from paco_judge.errors import UserError
 from paco_reward.pairing.inputs import read_prompts
 
 
@@ -17,7 +17,7 @@ def lines(world) -> list[dict]:
 
 
 def problem(*arguments, **options) -> str:
-    with pytest.raises((PacoRewardError, JudgeError, OSError)) as caught:
+    with pytest.raises((UserError, JudgeError, OSError)) as caught:
         build(*arguments, **options)
     return str(caught.value)
 
@@ -52,7 +52,7 @@ def test_problems_of_a_ranking(world, tmp_path, change):
         "rank_images": ["00/1.png", "01/1.png"],
     } | change
     file = write_lines(tmp_path / "bad.jsonl", [row])
-    assert "bad.jsonl line 1" in problem(world, tmp_path / "out", rankings=file)
+    assert "bad.jsonl row 1" in problem(world, tmp_path / "out", rankings=file)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,11 @@ def test_problems_of_a_ranking(world, tmp_path, change):
         ({"sets_only": True, "reasons": True}, "--server"),
         ({"sets_only": True, "yes_ranks": 3, "no_ranks": 2}, "--candidates"),
         ({"server": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
-        ({"sets_only": True, "min_gap": "nan"}, "--min_gap nan"),
-        ({"sets_only": True, "min_gap": -0.1}, "--min_gap -0.1"),
-        ({"sets_only": True, "test_share": 2}, "--test_share 2"),
-        ({"sets_only": True, "test_share": "nan"}, "--test_share nan"),
-        ({"sets_only": True, "duplicate_bits": 99}, "--duplicate_bits 99"),
-        ({"sets_only": True, "name": "../x"}, "--name '../x'"),
+        ({"sets_only": True, "min_gap": "nan"}, "--min_gap"),
+        ({"sets_only": True, "test_share": 2}, "--test_share"),
+        ({"sets_only": True, "duplicate_bits": 99}, "--duplicate_bits"),
+        ({"sets_only": True, "name": "../x"}, "--name"),
+        ({"sets_only": True, "name": "x_cot"}, "--name"),
     ],
 )
 def test_problems_of_options(world, tmp_path, change, named):
@@ -83,8 +82,45 @@ def test_a_copy_of_the_images_continues_and_other_images_are_refused(world, tmp_
     build(copy, tmp_path / "out", sets_only=True)
     first, second, *_ = sorted((copy / "grids").iterdir())
     shutil.copyfile(second, first)
-    message = problem(copy, tmp_path / "out", sets_only=True)
-    assert "was built from other prompts or images" in message
+    assert "images/" in problem(copy, tmp_path / "out", sets_only=True)
+
+
+@pytest.mark.parametrize(
+    ("idx", "files"),
+    [
+        (("fox", "fox-red"), ["fox.png", "fox_2.png", "fox-red.png", "fox-red_2.png"]),
+        (("p1", "p1_b"), ["p1_1.png", "p1_2.png", "p1_b_1.png", "p1_b_2.png"]),
+        (("a", "a_1-x"), ["a_0.png", "a_1.png", "a_1-x.png"]),
+        (("cat", "cat-2"), ["cat.png", "cat-2.png"]),  # the second generation, or the second cat
+    ],
+)
+def test_a_name_that_fits_two_prompts_is_refused(world, tmp_path, lines, idx, files):
+    (tmp_path / "grids").mkdir()
+    for number, file in enumerate(files):
+        shutil.copyfile(
+            world / "grids" / f"p{number % 2}_{number % 3}.png", tmp_path / "grids" / file
+        )
+    rows = [lines[number] | {"idx": name} for number, name in enumerate(idx)]
+    file = write_lines(tmp_path / "lines.jsonl", rows)
+    sources = {"grids": tmp_path / "grids", "metadata": file}
+    message = problem(None, tmp_path / "out", **sources, sets_only=True)
+    assert all(name in message for name in idx) and ".png" in message
+    # In folders of their own, or named in the metadata, they are clear.
+    for name in idx:
+        (tmp_path / "grids" / name).mkdir()
+        shutil.copyfile(tmp_path / "grids" / files[0], tmp_path / "grids" / name / "1.png")
+        shutil.copyfile(tmp_path / "grids" / files[1], tmp_path / "grids" / name / "2.png")
+    for item, name in zip(read_prompts(file, tmp_path / "grids", True), idx, strict=True):
+        assert {source.parent.name for source, _ in item.sources.values()} == {name}
+
+
+@pytest.mark.parametrize("column", ["image", "file", "images"])
+def test_an_image_that_two_lines_name_is_refused(world, tmp_path, lines, column):
+    named = [["p0_0.png", "p0_1.png"], ["p1_0.png", "p0_1.png"]]
+    rows = [line | {column: files} for line, files in zip(lines[:2], named, strict=True)]
+    file = write_lines(tmp_path / "lines.jsonl", rows)
+    message = problem(world, tmp_path / "out", metadata=file, sets_only=True)
+    assert "p0_1.png" in message and "row 1" in message and "row 2" in message
 
 
 def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from paco_judge.grid import GridPrompt
 from paco_reward.pairing import select
-from paco_reward.pairing.answers import read_reason
+from paco_reward.pairing.answers import read_reason, split_verdict
 from paco_reward.pairing.inputs import PromptItem, Ranking, connected
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
@@ -107,17 +107,32 @@ def test_repeated_and_disputed_pairs_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("answer", "read"),
+    ("answer", "says_yes", "reasons"),
     [
-        ("**No**, the hair\n differs in colour.", ("No", "The hair differs in colour.")),
-        ('"yes" - the same fox in both.', ("Yes", "The same fox in both.")),
-        ("Yes", None),
-        ("Yesterday both were the same.", None),
-        ("No-one is the same in the two.", None),
-        ("Nothing of it is the same.", None),
-        ("> _NO_: the hat is missing here.", ("No", "The hat is missing here.")),
-        ("Yes. Look at <|image_pad|> and its colours.", None),
+        ("**No**, the hair\n differs in colour.", False, "The hair differs in colour."),
+        ("**Yes** both show it.", True, "Both show it."),
+        ('"yes" - the same fox in both.', True, "The same fox in both."),
+        ("Yes. because both are red", True, "Because both are red"),
+        ("NO: “Luna” is missing", False, "“Luna” is missing"),
+        ("no\nThe hat differs.", False, "The hat differs."),
+        ("Yes both are red", True, "Both are red"),
+        ("> _NO_: the hat is missing here.", False, "The hat is missing here."),
+        ("Yes", True, ""),
+        ("No.", False, ""),
+        ("No difference can be seen.", None, "No difference can be seen."),
+        ("no-one is the same in the two.", None, "No-one is the same in the two."),
+        ("Yesterday both were the same.", None, "Yesterday both were the same."),
+        ("nothing of it is the same.", None, "Nothing of it is the same."),
+        ("both are red", None, "Both are red"),
     ],
 )
-def test_reading_reasons(answer, read):
-    assert read_reason(answer) == read
+def test_verdict_and_reasons_of_a_written_answer(answer, says_yes, reasons):
+    assert split_verdict(answer) == (says_yes, reasons)
+    expected = None
+    if says_yes is not None and len(reasons) >= 12:
+        expected = ("Yes" if says_yes else "No", reasons)
+    assert read_reason(answer) == expected
+
+
+def test_reasons_that_stand_for_an_image_are_not_learned():
+    assert read_reason("Yes. Look at <|image_pad|> and its colours.") is None

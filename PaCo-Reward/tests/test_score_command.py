@@ -2,12 +2,10 @@
 
 import io
 import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from bench_tools import BrightnessJudge
 from fakes import fake_judge
 from PIL import Image
 
@@ -101,11 +99,6 @@ def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, caps
     assert "1 of 1 answers have no score" in shown.err
 
 
-def test_an_adapter_is_described(paths, judge_dir, adapter_dir, caplog):
-    score(*paths[:2], "--model", judge_dir, "--adapter", adapter_dir)
-    assert re.search(r"adapter .*: (\d+) of \1 layers, .* rank 4, scale 2", caplog.text)
-
-
 def answers(number: int, request: dict):
     if request.get("logprobs"):
         return 200, fake_judge.answer(0.8), {}
@@ -143,51 +136,19 @@ def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["score", "A", "B", "--server", "http://127.0.0.1:9"], "vllm_server/launch.sh"),
-        (
-            ["score", "A", "B", "--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"],
-            "NO_KEY",
-        ),
-        (["score", "A", "B"], "--model"),
-        (["score", "A", "--model", "x/y"], "two"),
-        (["score", "A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
-        (
-            ["score", "A", "B", "--theme", "<|image_pad|>", "--model", "JUDGE", "--reasons"],
-            "<|image_pad|>",
-        ),
-        (["score", "A", "THIN", "--model", "JUDGE", "--reasons"], "aspect ratio"),
-        (["export", "--base", "./no", "--adapter", "a", "--output", "o"], "./no"),
-        (["score", "A", "B", "--model", "./no"], "neither an existing folder nor a name"),
-        (["score", "A", "B", "--model", "org/no"], "hf download org/no"),
-        (["score", "A", "B", "--model", "JUDGE", "--adapter", "org/no"], "hf download org/no"),
-        (["score", "A", "B", "--model", "JUDGE", "--adapter", "./no"], "neither an existing"),
-        (
-            ["score", "A", "B", "--server", "http://127.0.0.1:9", "--html", "A/page.html"],
-            "0.png",  # found before the server is missed
-        ),
-        (
-            ["score", "A", "B", "--model", "JUDGE", "--instruction", "x"]
-            + ["--question", "editing_instruction", "editing_consistency"],
-            "in the place of",
-        ),
+        (["A", "B", "--server", "http://127.0.0.1:9"], "vllm_server/launch.sh"),
+        (["A", "B", "--server", "http://127.0.0.1:9", "--api_key_env", "NO_KEY"], "NO_KEY"),
+        (["A", "B"], "--model"),
+        (["A", "--model", "x/y"], "two"),
+        (["A", "nowhere.png", "--model", "x/y"], "nowhere.png"),
+        (["A", "B", "--theme", "<|image_pad|>", "--model", "JUDGE"], "1 of 1"),
+        (["A", "B", "--model", "org/no"], "hf download org/no"),
+        (["A", "B", "--model", "JUDGE", "--adapter", "./no"], "./no"),
     ],
 )
-def test_problems_are_one_line(paths, judge_dir, tmp_path, arguments, named, capsys):
-    Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
-    places = {
-        "A": paths[0],
-        "B": paths[1],
-        "THIN": str(tmp_path / "thin.png"),
-        "JUDGE": str(judge_dir),
-    }
-    places["A/page.html"] = f"{paths[0]}/page.html"
-    assert main([places.get(argument, argument) for argument in arguments]) == 1
+def test_problems_are_one_line(paths, judge_dir, arguments, named, capsys):
+    places = {"A": paths[0], "B": paths[1], "JUDGE": str(judge_dir)}
+    assert score(*(places.get(argument, argument) for argument in arguments)) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert named in error
-
-
-def test_ctrl_c_is_one_line(paths, capsys, monkeypatch):
-    monkeypatch.setattr("paco_reward.score.load_image", BrightnessJudge(stop_after=0))
-    assert score(*paths, "--model", "x/y") == 130
-    assert capsys.readouterr().err == "interrupted\n"

@@ -202,20 +202,27 @@ def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
 DEFAULT_FORM = RequestForm()
 
 
-def add_form_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options of ``form_of`` to a command."""
+def add_form_arguments(
+    parser: argparse._ActionsContainer, answer_tokens: str = DEFAULT_FORM.answer_tokens
+) -> None:
+    """Add the options of ``form_of`` to a command; ``answer_tokens`` is the default of its own."""
     text = 'text before each image, {n} = its number: "<img{n}>: "; default: none'
     parser.add_argument("--image_labels", metavar="TEXT", help=text)
     parser.add_argument(
         "--image_format", choices=IMAGE_FORMATS, help="how the judge gets images; default: png"
     )
     text = "exact: Yes and No; variants: also y and n, upper and lower case, after a space"
-    parser.add_argument("--answer_tokens", choices=tuple(ANSWER_TOKENS), help=text)
+    parser.add_argument(
+        "--answer_tokens",
+        choices=tuple(ANSWER_TOKENS),
+        default=answer_tokens,
+        help=f"{text} (default %(default)s)",
+    )
 
 
-def form_of(options: argparse.Namespace, **defaults: str) -> RequestForm:
-    """The form that a command line states; ``defaults`` replace ours. Raises ValueError."""
-    values = dict(defaults)
+def form_of(options: argparse.Namespace) -> RequestForm:
+    """The form that a command line states. Raises ValueError."""
+    values = {}
     for field in fields(RequestForm):
         stated = getattr(options, field.name)
         if stated is not None:

@@ -1,11 +1,15 @@
-"""Asking a judge about some images: all pairs of them, or edits of the first."""
+"""Asking a judge about some images, all pairs of them or edits of the first; a page of answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import jinja2
 from PIL import Image
 
+from paco_judge.errors import UserError
 from paco_judge.grid import index_pairs
+from paco_judge.images import data_url
 from paco_judge.judge import Judge
 from paco_judge.questions import (
     EDITING,
@@ -15,7 +19,10 @@ from paco_judge.questions import (
     load_question,
 )
 from paco_judge.verdict import Verdict, editing_score, mean_score
-from paco_reward.errors import PacoRewardError
+
+_SIDE = 192  # pixels of a picture on the page
+_NO = (240, 178, 122)  # orange to blue, both light enough for dark text
+_YES = (133, 193, 233)
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,38 @@ def questions_about(
     default = "theme" if theme else "pair"
     name, *others = templates or [default]
     if others:
-        raise PacoRewardError(
-            "--question: only edits (--instruction) are asked about with two questions"
-        )
+        raise UserError("--question: only edits (--instruction) are asked about with two questions")
     fields = ("theme",) if theme else ()
     return {None: load_question(name, fields).text(theme=theme)}
+
+
+def sheet(report: ScoreReport, whole_page: bool = False) -> str:
+    """HTML with the pictures inside, to put into a page or as a ``whole_page``.
+
+    Every text in it is escaped.
+    """
+    html = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
+    template = jinja2.Template(html, autoescape=True, undefined=jinja2.StrictUndefined)
+    scores = {(row.first, row.second, row.dimension): row.verdict for row in report.rows}
+    pictures = [_picture(image) for image in report.images]
+    are_small = [max(image.size) < _SIDE for image in report.images]
+    return template.render(
+        report=report,
+        rows=report.rows,
+        scores=scores,
+        whole_page=whole_page,
+        pictures=pictures,
+        small=are_small,
+        color=_color,
+    )
+
+
+def _picture(image: Image.Image) -> str:
+    thumbnail = image.copy()
+    thumbnail.thumbnail((_SIDE, _SIDE))
+    return data_url(thumbnail)
+
+
+def _color(p_yes: float) -> str:
+    channels = [no + (yes - no) * p_yes for no, yes in zip(_NO, _YES, strict=True)]
+    return "rgb({:.0f} {:.0f} {:.0f})".format(*channels)

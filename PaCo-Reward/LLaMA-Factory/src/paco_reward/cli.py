@@ -1,16 +1,20 @@
 """The `paco-reward` command: train, export, score, demo, accuracy, build-dataset."""
 
 import argparse
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from paco_judge.client import JudgeError
-from paco_reward import accuracy, demo, score
-from paco_reward.errors import TRAINING_ERRORS, cleaning_up_on_sigterm, report_errors
+from paco_judge.errors import run_command
+from paco_judge.questions import form_of
+from paco_reward import demo, score
+from paco_reward.options import add_judge_options, load_scorer
 from paco_reward.pairing import command as build_command
 
 
@@ -20,10 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_reward").setLevel(logging.INFO)
     logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
-    errors = (ValueError, OSError, SafetensorError, JudgeError)
-    if args.command is _train:
-        errors = TRAINING_ERRORS
-    return report_errors(lambda: args.command(args), errors)
+    # It warns of a kernel for CPUs that is not installed and not needed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    errors = (OSError, SafetensorError)
+    if args.command is not _train:  # where a ValueError comes from inside LLaMA-Factory
+        errors += (ValueError, JudgeError)
+    return run_command(lambda: args.command(args), *errors)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,9 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--output", required=True, help="new folder for the merged model")
     export.set_defaults(command=_export)
 
+    text = "accuracy, AUC and calibration on labeled pairs"
+    accuracy = commands.add_parser("accuracy", help=text, description=text)
+    add_judge_options(accuracy)
+    accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
+    accuracy.add_argument(
+        "--dataset",
+        required=True,
+        help="name in dataset_info.json; several, with commas, are also reported each",
+    )
+    accuracy.add_argument("--output", help="write the numbers as JSON to this file")
+    accuracy.set_defaults(command=_accuracy)
+
     score.add_parser(commands)
     demo.add_parser(commands)
-    accuracy.add_parser(commands)
     build_command.add_parser(commands)
     return parser
 
@@ -57,8 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     from paco_reward.launch import run
 
-    with cleaning_up_on_sigterm():
-        return run(args.config, args.overrides, dict(os.environ))
+    return run(args.config, args.overrides, dict(os.environ))
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -66,11 +82,35 @@ def _export(args: argparse.Namespace) -> int:
     from paco_reward.export import export
 
     silence_transformers()
-    with cleaning_up_on_sigterm():
-        largest = export(args.base, args.adapter, args.output)
+    largest = export(args.base, args.adapter, args.output)
     print(f"merged model: {args.output}")
     print(f"largest score difference before/after on 100 pairs of images: {largest:.2e}")
     return 0
+
+
+def _accuracy(args: argparse.Namespace) -> int:
+    """Measure and print; the exit status is 0 only if every pair has a score."""
+    from paco_reward.datasets import FilePairs, labeled_pairs
+    from paco_reward.metrics import measure
+
+    if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    rows: list = []
+    labels: list[bool] = []
+    kinds: list[str] = []
+    names = [name.strip() for name in args.dataset.split(",")]
+    for name in dict.fromkeys(names):  # each once
+        pairs, pair_labels = labeled_pairs(args.dataset_dir, name, form_of(args))
+        rows += pairs.rows
+        labels += pair_labels
+        kinds += [name] * len(pair_labels)
+    report = {"model": args.model, "adapter": args.adapter, "dataset": args.dataset}
+    report |= measure(load_scorer(args), FilePairs(rows), labels, kinds)
+    text = json.dumps(report, indent=2)
+    print(text, flush=True)
+    if args.output:
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    return 0 if report["missing"] == 0 else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """A training configuration: a YAML file and key=value arguments, as LLaMA-Factory merges them."""
 
-import difflib
 import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paco_reward.errors import PacoRewardError
-from paco_reward.loss import SCHEMES
+import pydantic
+from pydantic import Field, PositiveInt
+
+from paco_judge.errors import UserError
 
 OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
 BASE = "base"  # key of a file whose other keys replace those of the file that it names
@@ -23,7 +24,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     for the keys that it lacks.
 
     Raises:
-        PacoRewardError: A file or an override cannot be read.
+        UserError: A file or an override cannot be read.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -31,24 +32,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
     for override in overrides:
         if "=" not in override:
-            raise PacoRewardError(
-                f"{override!r} is not key=value; write for example learning_rate=1e-4"
-            )
+            raise UserError(f"{override!r} is not key=value; write for example learning_rate=1e-4")
     try:
         config = OmegaConf.merge(_load_file(Path(path)), OmegaConf.from_cli(list(overrides)))
         return OmegaConf.to_container(config, resolve=True)
-    except RecursionError as error:
-        raise PacoRewardError(f"configuration {path} is its own {BASE}") from error
     except (YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
-        raise PacoRewardError(f"configuration {path} cannot be read: {error}") from error
+        raise UserError(f"configuration {path} cannot be read: {error}") from error
 
 
 def _load_file(path: Path) -> Any:
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
     config = OmegaConf.load(path)
-    if not isinstance(config, DictConfig):
-        raise PacoRewardError(f"configuration {path} has no key: value lines")
     base = config.pop(BASE, None)
     return config if base is None else OmegaConf.merge(_load_file(path.parent / base), config)
 
@@ -77,51 +72,53 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
     return config | {"gradient_accumulation_steps": steps}
 
 
-def check_types(config: dict[str, Any]) -> None:
-    """Refuse missing options, and those that we read with a value of another type."""
-    for key in ("model_name_or_path", "output_dir"):
-        if not isinstance(config.get(key), str) or not config[key]:
-            raise PacoRewardError(f"{key} is missing: add it to the configuration, or {key}=…")
-    for key in ("dataset_dir", "media_dir", "template"):
-        value = config.get(key)
-        if value is not None and not isinstance(value, str):
-            raise PacoRewardError(f"{key} must be a text, not {value!r}")
-    for key in ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"):
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise PacoRewardError(f"{key} must be a whole number from 1, not {value!r}")
-    for key in ("do_train", "use_cpu", "overwrite_output_dir", "first_token_accuracy"):
-        if not isinstance(config.get(key, False), bool):
-            raise PacoRewardError(f"{key} must be true or false, not {config[key]!r}")
-    for key in ("dataset", "eval_dataset"):
-        names = config.get(key) or []
-        texts = names if isinstance(names, list) else [names]
-        if not all(isinstance(name, str) for name in texts):
-            raise PacoRewardError(f"{key} must hold names of data sets, not {names!r}")
-    weight = config.get("first_token_weight")
-    if weight is not None:
-        is_number = type(weight) in (int, float)
-        if not is_number or not 0 <= weight <= 1:
-            raise PacoRewardError(
-                f"first_token_weight must be a number from 0 to 1, or null, not {weight!r}"
-            )
-    scheme = config.get("first_token_scheme", "sequence")
-    if scheme not in SCHEMES:
-        raise PacoRewardError(f"first_token_scheme must be {' or '.join(SCHEMES)}, not {scheme!r}")
+class _Options(pydantic.BaseModel):
+    """The options that this package reads itself; the others are LLaMA-Factory's."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    model_name_or_path: str = Field(min_length=1)
+    output_dir: str = Field(min_length=1)
+    dataset_dir: str | None = None
+    media_dir: str | None = None
+    template: str | None = None
+    dataset: str | list[str] | None = None
+    eval_dataset: str | list[str] | None = None
+    global_batch_size: PositiveInt | None = None
+    per_device_train_batch_size: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    do_train: bool = False
+    use_cpu: bool = False
+    overwrite_output_dir: bool = False
+    first_token_weight: float | None = Field(None, ge=0, le=1)
+    first_token_scheme: Literal["sequence", "released"] = "sequence"
+    first_token_accuracy: bool = False
 
 
-def check_names(config: dict[str, Any]) -> None:
-    """Refuse a key that neither LLaMA-Factory nor this package has, naming the nearest one."""
+def check_options(config: dict[str, Any]) -> None:
+    """Let pydantic and LLaMA-Factory's parser read the options, before anything else is read.
+
+    The overlay must be installed.
+
+    Raises:
+        UserError: An option is misspelt, missing, or has a value of another type.
+    """
     from llamafactory.hparams import parser
+    from transformers import HfArgumentParser
 
-    known = {"global_batch_size"}
-    for arguments in parser._TRAIN_ARGS:
-        known |= set(arguments.__dataclass_fields__)
-    for key in config:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; do you mean {nearest[0]}?" if nearest else ""
-            raise PacoRewardError(f"there is no option {key}{hint}")
+    try:
+        _Options(**config)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(f"option {problem['loc'][0]}: {problem['msg']}") from error
+    options = dict(config)
+    options.pop("global_batch_size", None)  # ours alone
+    # GPUs and DeepSpeed belong to the processes that train.
+    options |= {"use_cpu": True, "deepspeed": None}
+    try:
+        HfArgumentParser(parser._TRAIN_ARGS).parse_dict(options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"options of LLaMA-Factory: {error}") from error
 
 
 def check_combinations(config: dict[str, Any]) -> None:
@@ -129,29 +126,27 @@ def check_combinations(config: dict[str, Any]) -> None:
     if config.get("first_token_weight") is None:
         return
     if config.get("stage", "sft") != "sft":
-        raise PacoRewardError("first_token_weight needs stage: sft")
-    for name in OTHER_LOSSES:
+        raise UserError("first_token_weight needs stage: sft")
+    needed_values: dict[str, Any] = dict.fromkeys(OTHER_LOSSES, False)
+    needed_values |= {
+        "train_on_prompt": False,
+        "enable_thinking": False,  # so that answers begin with Yes or No
+        "label_smoothing_factor": 0,
+    }
+    for name, value in needed_values.items():
         if config.get(name):
-            raise PacoRewardError(f"first_token_weight needs {name}: false, which is another loss")
-    if config.get("train_on_prompt"):
-        raise PacoRewardError("first_token_weight needs train_on_prompt: false")
-    if config.get("enable_thinking"):
-        raise PacoRewardError(
-            "first_token_weight needs enable_thinking: false, so that answers begin with Yes or No"
-        )
+            raise UserError(f"first_token_weight needs {name}: {value}")
+    if config.get("average_tokens_across_devices") is False:
+        raise UserError("first_token_weight needs average_tokens_across_devices: true")
     if config.get("packing"):
         if not config.get("neat_packing"):
-            raise PacoRewardError(
+            raise UserError(
                 "first_token_weight with packing: true needs neat_packing: true too, so that no "
                 "answer sees the other pairs of its row"
             )
         # LLaMA-Factory separates the pairs of a row in Qwen3.5's linear attention only under
         # flash attention.
         if config.get("template") == "qwen3_5" and config.get("flash_attn") != "fa2":
-            raise PacoRewardError(
+            raise UserError(
                 "Qwen3.5 needs packing: false, or flash_attn: fa2: pairs of a row must not mix"
             )
-    if config.get("average_tokens_across_devices") is False:
-        raise PacoRewardError("first_token_weight needs average_tokens_across_devices: true")
-    if config.get("label_smoothing_factor"):
-        raise PacoRewardError("first_token_weight needs label_smoothing_factor: 0")

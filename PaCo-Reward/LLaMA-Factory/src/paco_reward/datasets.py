@@ -1,16 +1,17 @@
 """Local ShareGPT data sets, read as LLaMA-Factory reads them."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_lines
 from paco_judge.images import load_image
-from paco_judge.json_io import DamagedJson, lines, parse
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
 from paco_judge.verdict import verdict_of
-from paco_reward.errors import PacoRewardError
 
 TAG = "<image>"
 # They stand for images in the models; in a text they would end the training.
@@ -46,7 +47,7 @@ def load_examples(
     else used as they are.
 
     Raises:
-        PacoRewardError: Names a file or a row that training could not use.
+        UserError: Names a file or a row that training could not use.
     """
     folder = Path(dataset_dir)
     info = _read_info(folder, name)
@@ -60,9 +61,9 @@ def load_examples(
         try:
             examples.append(_example(row, place, info, media))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PacoRewardError(f"dataset {place}: {type(error).__name__}: {error}") from error
+            raise UserError(f"dataset {place}: {type(error).__name__}: {error}") from error
     if not examples:
-        raise PacoRewardError(f"dataset {name}: {file} holds no rows")
+        raise UserError(f"dataset {name}: {file} holds no rows")
     return examples
 
 
@@ -70,32 +71,24 @@ def _read_info(folder: Path, name: str) -> dict[str, Any]:
     """What ``dataset_info.json`` says about a data set."""
     index = folder / "dataset_info.json"
     if not index.is_file():
-        hint = f"; download it: {DOWNLOAD}" if folder.name == "PaCo-Dataset" else ""
-        raise PacoRewardError(f"{index} does not exist{hint}")
+        hint = ""
+        if folder.name == "PaCo-Dataset":
+            hint = f"; download it and unpack its images: {DOWNLOAD} && {_unpack(folder)}"
+        raise UserError(f"{index} does not exist{hint}")
     infos = _read_json(index)
-    if not isinstance(infos, dict):
-        raise PacoRewardError(f"{index} is not an object of data sets by name")
     if name not in infos:
         known = ", ".join(sorted(infos))
-        raise PacoRewardError(f"dataset {name} is not in {index}; known: {known}")
-    info = infos[name]
-    are_objects = isinstance(info, dict) and all(
-        isinstance(info.get(key, {}), dict) for key in ("columns", "tags")
-    )
-    if not are_objects or not isinstance(info.get("file_name", ""), str):
-        raise PacoRewardError(
-            f"dataset {name} in {index} must be an object with file_name, columns and tags"
-        )
-    return info
+        raise UserError(f"dataset {name} is not in {index}; known: {known}")
+    return infos[name]
 
 
 def _read_json(file: Path) -> Any:
+    if file.suffix == ".jsonl":
+        return read_json_lines(file)
     try:
-        if file.suffix == ".jsonl":
-            return [parse(line) for _, line in lines(file)]
-        return parse(file.read_bytes())
-    except DamagedJson as error:
-        raise PacoRewardError(f"{file} cannot be read: {error}") from error
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON: {error}") from error
 
 
 def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example:
@@ -138,7 +131,7 @@ def check_data(config: dict[str, Any]) -> None:
     Warns of answers that are no labels.
 
     Raises:
-        PacoRewardError: A data set is unusable, or images are missing.
+        UserError: A data set is unusable, or images are missing.
     """
     folder = config.get("dataset_dir", "data")
     media = config.get("media_dir") or folder
@@ -168,7 +161,7 @@ def _check_images(examples: Sequence[Example], folder: Path) -> None:
     if not missing:
         return
     file, place = missing[0]
-    raise PacoRewardError(
+    raise UserError(
         f"{len(missing)} images do not exist, first: {file} ({place}){_unpack_hint(folder)}"
     )
 
@@ -176,9 +169,13 @@ def _check_images(examples: Sequence[Example], folder: Path) -> None:
 def _unpack_hint(folder: Path) -> str:
     """What to do if the images of a data set lie in archives in its folder."""
     if (folder / UNPACK).is_file():
-        return f"; unpack the images once: cd {folder} && bash {UNPACK}"
+        return f"; unpack the images once: {_unpack(folder)}"
     archives = [file for file in sorted(folder.glob("**/*")) if set(file.suffixes) & set(ARCHIVES)]
     return f"; unpack the archives in {folder}, such as {archives[0].name}" if archives else ""
+
+
+def _unpack(folder: Path) -> str:
+    return f"(cd {folder} && bash {UNPACK})"
 
 
 def pair_prefix(form: RequestForm) -> str:
@@ -206,11 +203,11 @@ def labeled_pairs(
     """Pairs of a local data set, and whether their answer begins with Yes.
 
     Raises:
-        PacoRewardError: It is no local ShareGPT file, or a row is no labeled pair.
+        UserError: It is no local ShareGPT file, or a row is no labeled pair.
     """
     examples = load_examples(dataset_dir, dataset)
     if examples is None:
-        raise PacoRewardError(
+        raise UserError(
             f"dataset {dataset} is not a local ShareGPT file; download it and set file_name"
         )
     prefix = pair_prefix(form)
@@ -219,7 +216,7 @@ def labeled_pairs(
     for example in examples:
         is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
         if not is_pair or example.label is None:
-            raise PacoRewardError(
+            raise UserError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
                 "(see --image_labels), and its answer begins with Yes or No"
             )

@@ -9,13 +9,12 @@ from typing import Any
 from PIL import Image
 
 from paco_judge.client import JudgeError
+from paco_judge.errors import UserError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
 from paco_judge.judge import Judge
-from paco_reward.asking import ask, questions_about
-from paco_reward.errors import PacoRewardError
+from paco_reward.asking import ask, questions_about, sheet
 from paco_reward.options import add_asking_options, judge_of
-from paco_reward.sheet import sheet
 
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"
@@ -105,7 +104,7 @@ def panels_of(
         else:
             names += [f"{Path(path).name} {number}" for number in range(1, len(panels) + 1)]
     if not 2 <= len(images) <= MOST_IMAGES:
-        raise PacoRewardError(
+        raise UserError(
             f"give 2 to {MOST_IMAGES} images, or one grid with its rows and columns, "
             f"not {len(images)}"
         )
@@ -115,5 +114,5 @@ def panels_of(
 def questions_on_page(theme: str, instruction: str) -> dict[str | None, str]:
     """``questions_about`` the two text fields, of which one may be filled in."""
     if instruction and theme:
-        raise PacoRewardError("give a theme or an editing instruction, not both")
+        raise UserError("give a theme or an editing instruction, not both")
     return questions_about(theme or None, instruction or None)

@@ -8,13 +8,12 @@ import torch
 from PIL import Image
 
 from paco_judge.adapters import load_adapter, local_folder
+from paco_judge.errors import UserError
 from paco_judge.hub import hub_options
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_judge.weights import from_pretrained_strict, save_model
-from paco_reward.errors import PacoRewardError
 from paco_reward.families import write_limits
-from paco_reward.output import check_free, is_disk_full, locked
 
 # The merged model writes these itself.
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}
@@ -33,37 +32,25 @@ def export(base: str, adapter: str, output: str | Path) -> float:
         The largest difference of P(Yes), in [0, 1].
 
     Raises:
-        PacoRewardError: ``output`` is in use or has files, the disk is full, or the merged model
-            has other scores.
+        UserError: ``output`` has files, or the merged model has other scores.
     """
     output = Path(output).resolve()
-    # Renamed at the end, so that an interrupted or wrong export never looks complete. The next
-    # export to the same place takes over what a kill left.
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"output folder {output} is not empty; name another one")
+    # Renamed at the end, so that an interrupted or wrong export never looks complete.
     work = output.with_name(f".{output.name}.export")
-    work.mkdir(parents=True, exist_ok=True)
-    with locked(work):
-        try:
-            if output.exists() and any(output.iterdir()):
-                raise PacoRewardError(f"output folder {output} is not empty; name another one")
-            merged = work / "merged"
-            shutil.rmtree(merged, ignore_errors=True)
-            save_merged(base, adapter, merged)
-            difference = largest_difference(base, adapter, merged)
-            if difference > LARGEST_DIFFERENCE:
-                raise PacoRewardError(
-                    f"the merged model changes P(Yes) by up to {difference:.3f}; nothing is "
-                    f"written. Does the adapter {adapter} belong to the base {base}?"
-                )
-            merged.rename(output)
-        except Exception as error:
-            if is_disk_full(error):
-                raise PacoRewardError(
-                    f"there is no room in {output.parent} ({error}); free some space, or name an "
-                    "--output on another disk"
-                ) from error
-            raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)  # what a kill left
+    try:
+        save_merged(base, adapter, work)
+        difference = largest_difference(base, adapter, work)
+        if difference > LARGEST_DIFFERENCE:
+            raise UserError(
+                f"the merged model changes P(Yes) by up to {difference:.3f}; nothing is written. "
+                f"Does the adapter {adapter} belong to the base {base}?"
+            )
+        work.rename(output)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return difference
 
 
@@ -75,7 +62,6 @@ def save_merged(base: str, adapter: str, folder: Path) -> None:
     stored_dtype = getattr(AutoConfig.from_pretrained(base, **on_hub), "dtype", None)
     dtype = stored_dtype or torch.float32
     model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32, **on_hub)
-    check_free(folder.parent, model.num_parameters() * dtype.itemsize)
     model = load_adapter(model, adapter).merge_and_unload().to(dtype)
     save_model(model, folder)
     patterns = tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)
@@ -93,7 +79,7 @@ def largest_difference(base: str, adapter: str, merged: Path) -> float:
     for judge in ((base, adapter), (merged,)):
         verdicts = JudgeScorer.from_pretrained(*judge).score(pairs)
         if not all(verdict.ok for verdict in verdicts):
-            raise PacoRewardError(
+            raise UserError(
                 "a pair has no score (logits not finite); the merged model is not usable"
             )
         scores.append([verdict.p_yes for verdict in verdicts])

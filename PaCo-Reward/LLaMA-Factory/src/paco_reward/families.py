@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paco_judge.errors import UserError
 from paco_judge.hub import hub_options
 from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
-from paco_reward.errors import PacoRewardError
 
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat
 # template renders.
@@ -44,7 +44,7 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
         return config
     model_type = model_type_of(config)
     if model_type not in TEMPLATES:
-        raise PacoRewardError(
+        raise UserError(
             f"model {config['model_name_or_path']} is of type {model_type}, not "
             f"{', '.join(TEMPLATES)}; set template: (LLaMA-Factory's)"
         )
@@ -62,7 +62,7 @@ def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> No
     options = {"chat_template": chat_template, "tokenize": False, "add_generation_prompt": True}
     served = tokenizer.apply_chat_template([question], **options, **CHAT_OPTIONS)
     if trained != served:
-        raise PacoRewardError(
+        raise UserError(
             f"the training template's prompt {trained!r} is not the {served!r} of the model's chat "
             "template; set another template:, or choose a model that answers without thinking "
             "(-Instruct)"

@@ -1,30 +1,33 @@
 """`paco-reward train`: checks a configuration, then trains here or in several processes."""
 
-import ctypes
+import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors import SafetensorError
 
+from paco_judge.errors import UserError, end_with_parent, run_command
+from paco_judge.files import locked, write_atomically
 from paco_reward import overlay
-from paco_reward.config import (
-    check_combinations,
-    check_names,
-    check_types,
-    load_config,
-    with_accumulation,
-)
+from paco_reward.config import check_combinations, check_options, load_config, with_accumulation
 from paco_reward.datasets import check_data
-from paco_reward.environment import check_torchaudio
-from paco_reward.errors import TRAINING_ERRORS, PacoRewardError, report_errors
 from paco_reward.families import model_type_of, with_template
-from paco_reward.output import is_disk_full, locked, with_resume, write_config
+
+CONFIG_FILE = "train.yaml"  # the options that a training was started with
+STATE_FILE = "trainer_state.json"  # the last file that transformers writes into a checkpoint
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+# Without a traceback. Other errors come from inside LLaMA-Factory, where it helps.
+TRAINING_ERRORS = (OSError, SafetensorError)
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,8 @@ logger = logging.getLogger(__name__)
 def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) -> int:
     """Check a training configuration, then run it; returns the exit status."""
     config = load_config(config_path, overrides)
-    check_types(config)
-    check_torchaudio()
+    overlay.install()
+    check_options(config)
     check_data(config)
     model_type = model_type_of(config)
     config = with_template(config)
@@ -43,15 +46,24 @@ def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) 
     describe(config)
 
     folder = Path(config["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    # Nodes that share the folder are one training.
     is_first_node = environment.get("NODE_RANK", "0") == "0"
-    with locked(folder) if is_first_node else nullcontext():
+    with ExitStack() as stack:
+        if is_first_node:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            config_folder = folder
+        else:  # nodes that share the output folder are one training: the first one writes
+            config_folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = with_resume(config)
-        file = write_config(folder, config)
+        file = config_folder / CONFIG_FILE
+        write_atomically(file, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         if torchrun_arguments is None:
-            return train(config)
-        return run_processes([*torchrun_arguments, "-m", "paco_reward.launch", str(file)])
+            status = train(config)
+        else:
+            status = run_processes([*torchrun_arguments, "-m", "paco_reward.launch", str(file)])
+    if status == 0 and is_first_node and config.get("do_train"):
+        print(next_commands(config), flush=True)
+    return status
 
 
 def describe(config: dict[str, Any]) -> None:
@@ -63,6 +75,22 @@ def describe(config: dict[str, Any]) -> None:
         scheme = config.get("first_token_scheme", "sequence")
         loss = f"first-token weight {weight}, scheme {scheme}"
     print(f"template: {config['template']}\nloss: {loss}", flush=True)
+
+
+def next_commands(config: dict[str, Any]) -> str:
+    """Where a finished training is, and how to measure and merge it."""
+    output = config["output_dir"]
+    names = config.get("eval_dataset") or "DATASET"
+    dataset = names if isinstance(names, str) else ",".join(names)
+    judge = f"--model {output}"
+    lines = [f"saved in {output}; next:"]
+    if config.get("finetuning_type", "lora") == "lora":
+        base = config["model_name_or_path"]
+        judge = f"--model {base} --adapter {output}"
+        lines.append(f"  paco-reward export --base {base} --adapter {output} --output FOLDER")
+    folder = config.get("dataset_dir") or "data"  # LLaMA-Factory's default
+    measure = f"  paco-reward accuracy {judge} --dataset_dir {folder} --dataset '{dataset}'"
+    return "\n".join([lines[0], measure, *lines[1:]])
 
 
 def warn_of_slow_attention(config: dict[str, Any], model_type: str | None) -> None:
@@ -78,25 +106,17 @@ def warn_of_slow_attention(config: dict[str, Any], model_type: str | None) -> No
 
 
 def train(config: dict[str, Any]) -> int:
-    """Train in this process: the only one, or one of torchrun's. Returns exit status 0.
-
-    Raises:
-        PacoRewardError: Among others, the disk is full.
-    """
+    """Train in this process: the only one, or one of torchrun's. Returns exit status 0."""
     from llamafactory.train.tuner import run_exp
 
+    # What `datasets` forks to tokenize would outlive a killed training.
+    os.register_at_fork(after_in_child=partial(end_with_parent, signal.SIGKILL))
     overlay.install()
-    check_names(config)
+    # The backward pass of cuDNN's attention, PyTorch's choice on H100 and newer, can return NaN for
+    # padded batches (pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        run_exp(with_accumulation(with_template(config), num_processes))
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        raise PacoRewardError(
-            f"there is no room in {config['output_dir']} ({error}); free some space and repeat the "
-            "command, which resumes from the last checkpoint"
-        ) from error
+    run_exp(with_accumulation(with_template(config), num_processes))
     return 0
 
 
@@ -125,8 +145,65 @@ def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> li
 def _positive(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdecimal() or int(text) == 0:
-        raise PacoRewardError(f"the variable {name} is a number from 1, not {text!r}")
+        raise UserError(f"the variable {name} is a number from 1, not {text!r}")
     return int(text)
+
+
+def with_resume(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the checkpoint that a repeated command continues; says which and why.
+
+    LLaMA-Factory alone silently takes the newest folder, even one that a kill cut off.
+
+    Raises:
+        UserError: The folder has a finished training without checkpoints.
+    """
+    folder = Path(config["output_dir"])
+    chosen = config.get("resume_from_checkpoint")
+    if chosen or config.get("overwrite_output_dir") or not config.get("do_train"):
+        return config
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=_step_of)
+    if not checkpoints:
+        if any((folder / name).is_file() for name in WEIGHTS):
+            raise UserError(
+                f"{folder} has trained weights and no checkpoints; set another output_dir, or "
+                "overwrite_output_dir=true"
+            )
+        return config
+    whole = []
+    for checkpoint in checkpoints:
+        if (checkpoint / STATE_FILE).is_file():
+            whole.append(checkpoint)
+        else:
+            logger.warning("%s is incomplete and is not used", checkpoint)
+    if not whole:
+        return config | {"overwrite_output_dir": True}
+    newest = whole[-1]
+    state = json.loads((newest / STATE_FILE).read_bytes())
+    logger.info("resuming from %s, step %s of %s", newest, state["global_step"], state["max_steps"])
+    has_optimizer = any(newest.glob("optimizer.*")) or any(newest.glob("global_step*"))
+    if not has_optimizer:
+        logger.warning("it has no optimizer state (save_only_model): the moments start at zero")
+    for change in changes(folder, config):
+        logger.warning("differs from the training that is resumed: %s", change)
+    return config | {"resume_from_checkpoint": str(newest)}
+
+
+def changes(folder: Path, config: dict[str, Any]) -> list[str]:
+    """What a configuration changes of the one that ``folder`` was trained with, one by one."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return []
+    before = yaml.safe_load(file.read_bytes())
+    differences = []
+    for key in {**before, **config}:
+        if key != "resume_from_checkpoint" and config.get(key) != before.get(key):
+            differences.append(f"{key} {config.get(key)!r}, before {before.get(key)!r}")
+    return differences
+
+
+def _step_of(checkpoint: Path) -> int:
+    step = checkpoint.name.removeprefix("checkpoint-")
+    return int(step) if step.isdecimal() else -1
 
 
 def run_processes(arguments: list[str]) -> int:
@@ -150,9 +227,8 @@ def main(config_path: str) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("paco_reward").setLevel(logging.INFO)
-    parent_death_signal = 1  # PR_SET_PDEATHSIG: nothing trains on when torchrun was killed
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-    return report_errors(lambda: train(load_config(config_path)), TRAINING_ERRORS)
+    end_with_parent(signal.SIGKILL)  # nothing trains on when torchrun was killed
+    return run_command(lambda: train(load_config(config_path)), *TRAINING_ERRORS)
 
 
 if __name__ == "__main__":

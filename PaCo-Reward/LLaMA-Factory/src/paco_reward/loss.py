@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 IGNORE_INDEX = -100
-SCHEMES = ("sequence", "released")
 
 
 @dataclass(frozen=True)

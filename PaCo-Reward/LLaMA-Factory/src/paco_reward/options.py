@@ -5,10 +5,10 @@ import os
 from typing import Any
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.errors import UserError
 from paco_judge.hub import hub_options
 from paco_judge.judge import LONGEST_ANSWER, Judge
 from paco_judge.questions import RequestForm, add_form_arguments, form_of
-from paco_reward.errors import PacoRewardError
 
 MAX_CONCURRENCY = 16  # requests in flight at a server that others may use too
 
@@ -81,7 +81,7 @@ def judge_of(args: argparse.Namespace) -> Judge:
             args.model, args.adapter, batch_size=args.batch_size, form=form
         )
     if args.adapter:
-        raise PacoRewardError(
+        raise UserError(
             "--adapter needs a local model: merge it with `paco-reward export`, serve the result, "
             "and name that with --model"
         )
@@ -107,7 +107,7 @@ def client_of(args: argparse.Namespace, form: RequestForm) -> JudgeClient:
 
 def _prepare_loading(args: argparse.Namespace) -> None:
     if not args.model:
-        raise PacoRewardError(
+        raise UserError(
             "name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL"
         )
     # Missing weights are reported before torch is imported, which takes seconds.
@@ -125,7 +125,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
         return os.environ.get("VLLM_API_KEY") or None
     key = os.environ.get(args.api_key_env)
     if not key:
-        raise PacoRewardError(
+        raise UserError(
             f"--api_key_env {args.api_key_env}: this environment variable is not set; export it"
         )
     return key

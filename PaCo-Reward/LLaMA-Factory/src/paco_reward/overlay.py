@@ -8,48 +8,56 @@
 | ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
 | ``workflow.get_dataset`` | ``_get_dataset`` | refuses examples above ``cutoff_len`` |
 | ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | cuts nothing |
-| ``MMPluginMixin._preprocess_image`` | ``_preprocess_image`` | EXIF, transparency, damaged files |
+| ``MMPluginMixin._regularize_images`` | ``_regularize_images`` | formats, EXIF, transparency |
 
 In a training of ours, the output layer computes logits of the answers only (``loss.py``), and a
-frozen vision tower computes no gradients (``memory.py``).
+frozen vision tower computes no gradients.
 """
 
 import copy
 import importlib.metadata
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from PIL import Image
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
 
-from paco_judge.images import to_rgb
+from paco_judge.errors import UserError
+from paco_judge.images import load_image, read_image
 from paco_judge.scorer import option_ids
-from paco_reward.errors import PacoRewardError
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
-from paco_reward.memory import compute_frozen_towers_without_gradients
 from paco_reward.metrics import answer_statistics, judge_metrics
-from paco_reward.output import check_space
 
 TESTED_VERSION = "0.9.5"
 _NO_CUTOFF = 1 << 40
 _LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
+# Their warnings are harmless: curves without points, and a faster kernel that is not installed.
+_HARMLESS_LOGGERS = ("llamafactory.extras.ploting", "bitsandbytes.backends.cpu.ops")
+
+logger = logging.getLogger(__name__)
 
 
 def install() -> None:
     """Install the overlay in this process; idempotent.
 
     Raises:
-        PacoRewardError: Another version of LLaMA-Factory is installed.
+        UserError: Another version of LLaMA-Factory is installed.
     """
     version = importlib.metadata.version("llamafactory")
     if version != TESTED_VERSION:
-        raise PacoRewardError(
+        raise UserError(
             f"LLaMA-Factory {version} was not tested here; "
             f"run: pip install llamafactory=={TESTED_VERSION}"
         )
+    for name in _HARMLESS_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     from llamafactory.data.mm_plugin import MMPluginMixin
     from llamafactory.data.processor import SupervisedDatasetProcessor
     from llamafactory.hparams import parser
@@ -69,7 +77,7 @@ def install() -> None:
     )
     workflow.get_dataset = partial(_get_dataset, workflow.get_dataset)
     _replace_method(SupervisedDatasetProcessor, "_encode_data_example", _encode_whole)
-    _replace_method(MMPluginMixin, "_preprocess_image", _preprocess_image)
+    _replace_method(MMPluginMixin, "_regularize_images", _regularize_images)
 
 
 def _replace_method(owner: type, name: str, replacement: Callable) -> None:
@@ -98,14 +106,23 @@ def _get_template(original: Callable, tokenizer: Any, data_args: Any) -> Any:
     return template
 
 
-def _preprocess_image(original: Callable, plugin: Any, image: Any, **kwargs: Any) -> Any:
-    """LLaMA-Factory's, on the picture that every other program of ours sees."""
+def _regularize_images(original: Callable, plugin: Any, images: list, **kwargs: Any) -> Any:
+    """LLaMA-Factory's, on the pictures that every other program of ours sees."""
+    return original(plugin, [_picture(image) for image in images], **kwargs)
+
+
+def _picture(image: Any) -> Image.Image:
+    """An image of a data set: its file, its content, both as ``datasets`` stores them, or itself.
+
+    Raises:
+        UserError: It cannot be decoded, or has a format that the judge's servers refuse.
+    """
+    if isinstance(image, dict):
+        image = image["bytes"] or image["path"]
     try:
-        image = to_rgb(image)
-    except (OSError, SyntaxError, ValueError) as error:
-        name = getattr(image, "filename", "")
-        raise OSError(f"image {name} cannot be read: {error}") from error
-    return original(plugin, image, **kwargs)
+        return read_image(image) if isinstance(image, bytes) else load_image(image)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _encode_whole(original: Callable, processor: Any, **example: Any) -> tuple[list, list]:
@@ -148,7 +165,7 @@ def _check_lengths(lengths: list[int], cutoff: int) -> None:
         examples = f"{len(too_long)} of {len(lengths)} examples are"
         if len(lengths) == 1:
             examples = "an example is"
-        raise PacoRewardError(
+        raise UserError(
             f"{examples} longer than the {cutoff} tokens of cutoff_len, up to {max(too_long)}. "
             "A judge must see the whole question and answer: raise cutoff_len, lower "
             "image_max_pixels, or remove what is too long"
@@ -173,6 +190,19 @@ def _arguments_class(base: type) -> type:
     return FirstTokenArguments
 
 
+def compute_frozen_towers_without_gradients(model: nn.Module) -> None:
+    """Keep no activations of a frozen vision tower: 14 GiB for two images of a megapixel at 7B.
+
+    Gradient checkpointing makes transformers 5 give every tower inputs that require gradients, and
+    autograd would then store what a frozen tower never uses.
+    """
+    for name, module in model.named_modules():
+        is_tower = name.rpartition(".")[2] == "visual"
+        if is_tower and not any(parameter.requires_grad for parameter in module.parameters()):
+            module.forward = torch.no_grad()(module.forward)
+            logger.info("the vision tower is frozen: it is computed without gradients")
+
+
 def _trainer_class(base: type, upstream_metric: type) -> type:
     """LLaMA-Factory's SFT trainer with our metrics, and our loss where its ``dft`` loss goes."""
 
@@ -188,8 +218,6 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 )
             super().__init__(finetuning_args, processor, *args, **kwargs)
             compute_frozen_towers_without_gradients(self.model)
-            if self.args.do_train and self.is_world_process_zero():
-                check_space(Path(self.args.output_dir), self.model, self.args)
             if finetuning_args.first_token_weight is not None:
                 self.compute_loss_func = partial(
                     first_token_loss_func,
@@ -229,5 +257,30 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             else:
                 count = sum(len(find_answers(batch["labels"]).lengths) for batch in batch_samples)
             return self.accelerator.gather(torch.tensor(count, device=device)).sum()
+
+        def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+            """LLaMA-Factory's own, before each optimizer step, which needs it to be finite."""
+            grad_norm = super()._get_grad_norm(*args, **kwargs)
+            if grad_norm is not None and not self.args.fp16:  # which skips such steps itself
+                self._require_finite(math.isfinite(grad_norm), "gradient norm")
+            return grad_norm
+
+        def save_model(self, *args: Any, **kwargs: Any) -> None:
+            """LLaMA-Factory's own, of finite weights."""
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    self._require_finite(bool(parameter.isfinite().all()), name)
+            super().save_model(*args, **kwargs)
+
+        def _require_finite(self, is_finite: bool, what: str) -> None:
+            if is_finite:
+                return
+            saved = get_last_checkpoint(self.args.output_dir)
+            checkpoint = f"the last good checkpoint is {saved}" if saved else "nothing is saved yet"
+            raise UserError(
+                f"training stopped at step {self.state.global_step}: {what} is not finite; "
+                f"{checkpoint}. Lower learning_rate, or look for damaged pairs, and repeat the "
+                "command"
+            )
 
     return FirstTokenTrainer

@@ -3,12 +3,10 @@
 import argparse
 from pathlib import Path
 
+from paco_judge.errors import UserError
 from paco_judge.images import load_image
-from paco_reward.asking import ScoreReport, ask, questions_about
-from paco_reward.errors import PacoRewardError
+from paco_reward.asking import ScoreReport, ask, questions_about, sheet
 from paco_reward.options import add_asking_options, judge_of
-from paco_reward.output import check_writable
-from paco_reward.sheet import sheet
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,18 +47,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Ask and print; the exit status is 0 only if every pair has a score."""
     if len(args.images) < 2:
-        raise PacoRewardError("give at least two images")
+        raise UserError("give at least two images")
     questions = questions_about(args.theme, args.instruction, args.question)
     images = [load_image(source) for source in args.images]
     if args.html:
-        check_writable(Path(args.html))
+        Path(args.html).parent.mkdir(parents=True, exist_ok=True)
     reason_tokens = args.reason_tokens if args.reasons else None
     report = ask(judge_of(args), images, args.images, questions, reason_tokens)
     print_rows(report)
     if args.html:
         Path(args.html).write_text(sheet(report, whole_page=True), encoding="utf-8")
     if report.missing:
-        raise PacoRewardError(
+        raise UserError(
             f"{report.missing} of {len(report.answers)} answers have no score, so there is no mean"
         )
     if not report.about_edits:

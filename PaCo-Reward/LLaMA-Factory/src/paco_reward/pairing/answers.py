@@ -7,25 +7,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
 from paco_judge.client import JudgeClient
+from paco_judge.errors import UserError
+from paco_judge.files import Journal
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
-from paco_judge.verdict import verdict_of
 from paco_reward.datasets import RESERVED, TAG
-from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
 
 REASON = "reason"  # the template of a request for reasons
 REASON_TOKENS = 256
 _PAIRS_AT_ONCE = 64
-# What a model may put around the first word of an answer, and after it.
-_VERDICT = re.compile(r"[\s\"'“”*_#>\-]*(yes|no)", re.IGNORECASE)
-_MARKS_AFTER = " \t\n\r\"'“”*_.,:;!-–—"
+# A verdict at the start of an answer, and the marks that people and models put around it.
+_VERDICT = re.compile(
+    r"""[\s"'“”*_#>-]*(yes|no)
+    (?:["'”*_]+ | (?=\s*[.,:;!–—\n]) | (?=\s+-\s) | (?=\s*$) | (?<=yes)(?=\s))
+    \s*[.,:;!–—]*(?:-\s)?["'”*_]*\s*""",
+    re.IGNORECASE | re.VERBOSE,
+)
 _FEWEST_REASON_CHARACTERS = 12
 
 logger = logging.getLogger(__name__)
@@ -34,49 +38,12 @@ PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the q
 ValueOrError = tuple[Any, str | None]
 
 
-class Journal:
-    """Answers of a server in a file, so that a killed run repeats no question.
-
-    Args:
-        file: JSON lines with ``key`` and ``value``; made if it does not exist.
-
-    Raises:
-        PacoRewardError: The file is damaged. A last line that a kill cut off is dropped.
-    """
-
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file.open("a+b")
-        whole, line_feed, _ = file.read_bytes().rpartition(b"\n")
-        self._file.truncate(len(whole) + len(line_feed))
-        try:
-            rows = [json.loads(line) for line in whole.splitlines()]
-            self.values: dict[str, Any] = {row["key"]: row["value"] for row in rows}
-        except (ValueError, LookupError, TypeError) as error:
-            self._file.close()
-            raise PacoRewardError(
-                f"{file} has a damaged line ({error}); remove that line to ask again"
-            ) from error
-
-    def append(self, key: str, value: Any) -> None:
-        """Keep an answer; it is in the file when this returns."""
-        self.values[key] = value
-        self._file.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
-        self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-
 def scores(
     questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
 ) -> dict[PairQuestion, float]:
     """P(Yes) to each question that was answered.
 
-    Raises PacoRewardError: The server answers nothing.
+    Raises UserError: The server answers nothing.
     """
 
     def ask(pairs: list[Pair]) -> list[ValueOrError]:
@@ -85,8 +52,7 @@ def scores(
     model = judge.check()
     form = astuple(judge.form)
     keys = {question: json.dumps([model, *question, *form]) for question in questions}
-    with Journal(output / "work" / "scores.jsonl") as journal:
-        return _ask(keys, journal, output, ask, what)
+    return _ask(keys, output / "work" / "scores.jsonl", output, ask, what)
 
 
 def texts(
@@ -94,7 +60,7 @@ def texts(
 ) -> dict[PairQuestion, str]:
     """The whole answer to each question that was answered.
 
-    Raises PacoRewardError: The server answers nothing.
+    Raises UserError: The server answers nothing.
     """
 
     def ask(pairs: list[Pair]) -> list[ValueOrError]:
@@ -102,40 +68,51 @@ def texts(
 
     model = judge.check()
     keys = {question: json.dumps([model, *question]) for question in questions}
-    with Journal(output / "work" / "reasons.jsonl") as journal:
-        return _ask(keys, journal, output, ask, what)
+    return _ask(keys, output / "work" / "reasons.jsonl", output, ask, what)
 
 
 def _ask(
     keys: Mapping[PairQuestion, str],
-    journal: Journal,
+    file: Path,
     output: Path,
     ask: Callable[[list[Pair]], list[ValueOrError]],
     what: str,
 ) -> dict[PairQuestion, Any]:
-    """Ask what the journal does not hold; returns what it holds then."""
-    open_questions = [question for question, key in keys.items() if key not in journal.values]
-    errors: list[str] = []
-    starts = range(0, len(open_questions), _PAIRS_AT_ONCE)
-    for start in tqdm(starts, desc=what, unit_scale=_PAIRS_AT_ONCE):
-        batch = open_questions[start : start + _PAIRS_AT_ONCE]
-        pairs = [
-            Pair(load_image(output / first), load_image(output / second), text)
-            for first, second, text in batch
-        ]
-        batch_errors = []
-        for question, (value, error) in zip(batch, ask(pairs), strict=True):
-            if error is None:
-                journal.append(keys[question], value)
-            else:
-                batch_errors.append(error)
-        errors += batch_errors
-        # A whole batch without an answer, or nothing answered ever: then it is the server.
-        is_evidence = len(batch) == _PAIRS_AT_ONCE or not journal.values
-        if len(batch_errors) == len(batch) and is_evidence:
-            raise PacoRewardError(
-                f"no answer to {len(batch)} {what}, first: {batch_errors[0]}; run again to continue"
-            )
+    """Ask what the journal ``file`` does not hold; returns what it holds then.
+
+    Args:
+        keys: The name of each question in the journal, which tells its answer from all others.
+        file: Where answers are kept, so that a killed run repeats no question.
+        output: The folder of the images.
+        ask: Returns an answer or an error for each pair.
+        what: The questions, for messages.
+    """
+    with Journal(file) as journal:
+        values = {row["key"]: row["value"] for row in journal.rows}
+        open_questions = [question for question, key in keys.items() if key not in values]
+        errors: list[str] = []
+        starts = range(0, len(open_questions), _PAIRS_AT_ONCE)
+        for start in tqdm(starts, desc=what, unit_scale=_PAIRS_AT_ONCE):
+            batch = open_questions[start : start + _PAIRS_AT_ONCE]
+            pairs = [
+                Pair(load_image(output / first), load_image(output / second), text)
+                for first, second, text in batch
+            ]
+            batch_errors = []
+            for question, (value, error) in zip(batch, ask(pairs), strict=True):
+                if error is None:
+                    values[keys[question]] = value
+                    journal.append({"key": keys[question], "value": value})
+                else:
+                    batch_errors.append(error)
+            errors += batch_errors
+            # A whole batch without an answer, or nothing answered ever: then it is the server.
+            is_evidence = len(batch) == _PAIRS_AT_ONCE or not values
+            if len(batch_errors) == len(batch) and is_evidence:
+                raise UserError(
+                    f"no answer to {len(batch)} {what}, first: {batch_errors[0]}; run again to "
+                    "continue"
+                )
     if errors:
         logger.warning(
             "no answer to %d of %d %s, first: %s; run again",
@@ -144,9 +121,7 @@ def _ask(
             what,
             errors[0],
         )
-    return {
-        question: journal.values[key] for question, key in keys.items() if key in journal.values
-    }
+    return {question: values[key] for question, key in keys.items() if key in values}
 
 
 def rank_by_scores(
@@ -250,19 +225,23 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 
 
 def read_reason(answer: str) -> tuple[str, str] | None:
-    """``("Yes", "Both show …")`` of a written answer; None without a verdict or without reasons.
-
-    Models write the verdict in bold, in quotation marks or in capitals, too.
-    """
-    word = _VERDICT.match(answer)
-    if word is None:
-        return None
-    rest = answer[word.end() :].lstrip("_*")
-    says_yes = verdict_of(word[1].capitalize() + rest)
-    if says_yes is None:  # "Nothing", "Not sure"
-        return None
-    reasons = " ".join(rest.lstrip(_MARKS_AFTER).split()).strip("*_ ")
+    """``("Yes", "Both show …")`` of a model's answer; None without a verdict or without reasons."""
+    says_yes, reasons = split_verdict(answer)
     is_reserved = any(token in reasons for token in (TAG, *RESERVED))
-    if len(reasons) < _FEWEST_REASON_CHARACTERS or is_reserved:
+    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or is_reserved:
         return None
-    return "Yes" if says_yes else "No", reasons[0].upper() + reasons[1:]
+    return "Yes" if says_yes else "No", reasons
+
+
+def split_verdict(answer: str) -> tuple[bool | None, str]:
+    """Whether a written answer begins with Yes, and the sentences after that word.
+
+    People and models write the verdict in bold, in quotation marks or in capitals, too. None, and
+    the whole answer, where it begins with neither: "Nothing", "No-one". "No difference can be
+    seen" is no verdict either: a mark or the line's end follows one.
+    """
+    match = _VERDICT.match(answer)
+    reasons = answer if match is None else answer[match.end() :]
+    reasons = " ".join(reasons.split()).strip("*_ ")
+    says_yes = None if match is None else match[1].lower() == "yes"
+    return says_yes, reasons[:1].upper() + reasons[1:]

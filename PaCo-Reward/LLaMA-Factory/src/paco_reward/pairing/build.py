@@ -6,10 +6,11 @@ OUTPUT/
   prompt_data.jsonl, sets.jsonl           what was paired
   consistency_full_rank.jsonl             the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
-  stats.json                              numbers
+  stats.json                              numbers by NAME
   work/                                   answers of the server: delete to ask again
 """
 
+import json
 import logging
 from argparse import Namespace
 from collections import Counter
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.client import JudgeClient
+from paco_judge.errors import UserError
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -29,16 +31,15 @@ from paco_judge.questions import (
     record,
 )
 from paco_reward.datasets import pair_prefix
-from paco_reward.errors import PacoRewardError
 from paco_reward.options import client_of
 from paco_reward.pairing import answers, files, inputs, own_pairs, select
+from paco_reward.pairing.files import COT, PARTS, TEST, TRAIN
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
 from paco_reward.pairing.own_pairs import OwnPairs
 from paco_reward.pairing.select import LabeledPair
 
 EDITING_NAME = "sharegpt_editing"
-TRAIN = "train"
-TEST = "test"
+STATS = "stats.json"
 
 logger = logging.getLogger(__name__)
 
@@ -64,42 +65,97 @@ class Inputs:
         return {item.folder: self.question.text(theme=item.grid.theme) for item in self.items}
 
 
-def build(options: Namespace) -> dict[str, Any]:
-    """Build the data set; returns the content of stats.json.
+def build(options: Namespace) -> dict[str, dict[str, Any]]:
+    """Build the data sets; returns what stats.json then holds about each of this call's names.
 
     Problems of options, inputs and server are raised before anything is cut or asked (ValueError,
     OSError, JudgeError).
     """
-    counts: Counter[str] = Counter()
-    read = read_inputs(options, counts)
-    files.claim(options.output, read.items)
-    counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
-    datasets: Parts = {}
+    read = read_inputs(options)
+    output = options.output
+    files.claim(output, _identity(options, read))
+    stats = {}
     if read.items:
-        datasets |= theme_datasets(options, read, counts)
+        counts = Counter(prompts=len(read.items))
+        counts["sub_figures"] = files.write_sub_figures(read.items, output)
+        parts = theme_parts(options, read, counts)
+        stats[options.name] = _finish(options, read, options.name, parts, counts)
     if read.edits and not options.sets_only:
-        datasets |= editing_datasets(options, read, counts)
+        counts = Counter(edits=len(read.edits))
+        parts = editing_parts(options, read, counts)
+        stats[EDITING_NAME] = _finish(options, read, EDITING_NAME, parts, counts)
     if read.user_pairs:
-        datasets |= user_datasets(options, read, counts)
-    counts = Counter({name: count for name, count in counts.items() if count})
-    if options.sets_only and not counts["sets"]:
-        raise PacoRewardError(_nothing_left("sets", counts))
-    if not options.sets_only and not datasets:
-        raise PacoRewardError(_nothing_left("balanced pairs", counts))
-    numbers = files.write_datasets(options.output, datasets, pair_prefix(read.form))
-    stats = {
-        "seed": options.seed,
-        "asked": _record(options, read),
-        "counts": dict(counts),
-        "datasets": numbers,
-    }
-    files.write_json(options.output / "stats.json", stats)
+        counts = Counter(read.user_pairs.counts)
+        parts = user_parts(options, read, counts)
+        stats[options.name] = _finish(options, read, options.name, parts, counts)
+    file = output / STATS
+    before = json.loads(file.read_bytes()) if file.exists() else {}
+    files.write_json(file, before | stats)
     return stats
 
 
-def read_inputs(options: Namespace, counts: Counter) -> Inputs:
+def _identity(options: Namespace, read: Inputs) -> dict[str, Any]:
+    """What each part of the output is made from, without labels: those may be corrected."""
+    identity = {}
+    if read.items:
+        images = []
+        digests: dict[Path, str] = {}
+        for item in read.items:
+            for name, (file, _) in item.sources.items():
+                if file not in digests:
+                    digests[file] = files.content_hash(file)
+                images.append([item.folder, item.prompt, name, file.name, digests[file]])
+        identity["images/"] = identity[options.name] = images
+    if read.edits:
+        edits = []
+        for edit in read.edits:
+            shown = [files.content_hash(Path(file)) for file in (edit.source, edit.edited)]
+            edits.append([*shown, edit.instruction])
+        identity[EDITING_NAME] = edits
+    if read.user_pairs:
+        identity[options.name] = read.user_pairs.shown
+    return identity
+
+
+def _finish(
+    options: Namespace, read: Inputs, name: str, parts: Parts, counts: Counter
+) -> dict[str, Any]:
+    """Write the data sets of a name; returns their numbers."""
+    counts = Counter({reason: count for reason, count in counts.items() if count})
+    if options.sets_only:
+        if not counts["sets"]:
+            raise UserError(_nothing_left("sets", counts))
+        return _stats(options, read, name, counts, {})
+    if not any(parts.values()):
+        raise UserError(_nothing_left("balanced pairs", counts))
+    has_reasons = options.reasons or (name != EDITING_NAME and read.reasons is not None)
+    full_name = f"{name}{COT}" if has_reasons else name
+    datasets = {f"{full_name}_{part}": pairs for part, pairs in parts.items() if pairs}
+    numbers = files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
+    return _stats(options, read, name, counts, numbers)
+
+
+def _stats(
+    options: Namespace, read: Inputs, name: str, counts: Counter, numbers: dict[str, Any]
+) -> dict[str, Any]:
+    questions: tuple[Question, ...] = (read.question,)
+    if name == EDITING_NAME:
+        questions = read.editing_questions
+    elif read.user_pairs:
+        questions = read.user_pairs.questions
+    if options.reasons:
+        questions += (load_question(answers.REASON),)
+    return {
+        "seed": options.seed,
+        "asked": record(questions, read.form),
+        "counts": dict(counts),
+        "datasets": numbers,
+    }
+
+
+def read_inputs(options: Namespace) -> Inputs:
     """Read all files, and ask the server for its model. Raises ValueError, OSError, JudgeError."""
-    form = form_of(options, answer_tokens="variants")
+    form = form_of(options)
     question = load_question(options.question or "theme", ("theme",))
     editing_questions = load_editing_questions(options.editing_question)
     items = []
@@ -121,8 +177,7 @@ def read_inputs(options: Namespace, counts: Counter) -> Inputs:
         judge.check()
     user_pairs = None
     if options.pairs:
-        user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap, counts)
-    counts.update(prompts=len(items), edits=len(edits))
+        user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap)
     return Inputs(
         items=items,
         edits=edits,
@@ -136,11 +191,8 @@ def read_inputs(options: Namespace, counts: Counter) -> Inputs:
     )
 
 
-def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
-    """Data sets of sub-figures: sets, rankings, labels.
-
-    Empty if only sets for people are wanted.
-    """
+def theme_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
+    """Pairs of sub-figures: sets, rankings, labels. Empty if only sets for people are wanted."""
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
     files.write_lines(options.output / "prompt_data.jsonl", prompts)
     rankings = read.rankings
@@ -160,16 +212,14 @@ def theme_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     # Balanced before reasons are written, so that none is asked for a pair that is dropped, and
     # after, because pairs whose reason contradicts their label are dropped, too.
     parts = split(kept, testing, options.seed, counts)
-    name = options.name
     if options.reasons or read.reasons is not None:
         pairs = with_reasons([*parts[TRAIN], *parts[TEST]], options, read, counts)
         parts = split(pairs, testing, options.seed, counts)
-        name = f"{name}_cot"
-    return _named(name, parts)
+    return parts
 
 
-def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
-    """Data sets of edits with their labels, or a judge's."""
+def editing_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
+    """Pairs of edits with their labels, or a judge's."""
     pairs, unlabeled = _editing_pairs(read.edits, options.output, read.editing_questions)
     if read.judge and unlabeled:
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
@@ -177,16 +227,15 @@ def editing_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts
     kept = _connected_groups(kept, leader)
     testing = testing_groups(kept, {}, options)
     parts = split(kept, testing, options.seed, counts)
-    name = EDITING_NAME
     if options.reasons:
-        pairs = with_reasons([*parts[TRAIN], *parts[TEST]], options, read, counts)
+        pairs = [*parts[TRAIN], *parts[TEST]]
+        pairs = answers.write_reasons(pairs, options.output, read.judge, counts)
         parts = split(pairs, testing, options.seed, counts)
-        name = f"{name}_cot"
-    return _named(name, parts)
+    return parts
 
 
-def user_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
-    """Data sets of a user's own pairs, with all of them that have a usable label.
+def user_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
+    """A user's own pairs, all of them that have a usable label.
 
     Unlike generated pairs, similar images may have labels of their own: what makes them differ may
     be what the judge is to learn. They only stay on one side of the split.
@@ -202,15 +251,13 @@ def user_datasets(options: Namespace, read: Inputs, counts: Counter) -> Parts:
             "label is too rare; bring pairs of other images, or measure on another data set"
         )
     parts = split(pairs, testing, options.seed, counts)
-    name = options.name
     if options.reasons:
         pairs = [*parts[TRAIN], *parts[TEST]]
         explained = [pair for pair in pairs if pair.reason is not None]
         bare = [pair for pair in pairs if pair.reason is None]
         explained += answers.write_reasons(bare, options.output, read.judge, counts)
         parts = split(select.shuffled(explained, options.seed), testing, options.seed, counts)
-        name = f"{name}_cot"
-    return _named(name, parts)
+    return parts
 
 
 def _connected_groups(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
@@ -278,7 +325,7 @@ def testing_groups(
 def split(pairs: Sequence[LabeledPair], testing: set[str], seed: int, counts: Counter) -> Parts:
     """The pairs of TRAIN and of TEST, as many Yes as No of each kind."""
     parts: Parts = {}
-    for part in (TRAIN, TEST):
+    for part in PARTS:
         of_part = [pair for pair in pairs if (pair.group in testing) == (part == TEST)]
         parts[part] = select.balanced(of_part, seed)
         counts["unbalanced"] += len(of_part) - len(parts[part])
@@ -292,24 +339,6 @@ def with_reasons(
     if read.reasons is not None:
         return answers.given_reasons(pairs, read.reasons, counts)
     return answers.write_reasons(pairs, options.output, read.judge, counts)
-
-
-def _named(name: str, parts: Parts) -> Parts:
-    return {f"{name}_{part}": pairs for part, pairs in parts.items() if pairs}
-
-
-def _record(options: Namespace, read: Inputs) -> dict[str, Any]:
-    """The questions that labels and reasons are answers to."""
-    questions: tuple[Question, ...] = ()
-    if read.items:
-        questions += (read.question,)
-    if read.edits:
-        questions += read.editing_questions
-    if read.user_pairs:
-        questions += read.user_pairs.questions
-    if options.reasons:
-        questions += (load_question(answers.REASON),)
-    return record(questions, read.form)
 
 
 def _nothing_left(what: str, counts: Mapping[str, int]) -> str:

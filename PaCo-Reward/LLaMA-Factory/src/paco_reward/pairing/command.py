@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
+from paco_judge.errors import UserError
 from paco_judge.questions import EDITING, add_form_arguments
-from paco_reward.errors import PacoRewardError
 from paco_reward.options import positive
 
 DESCRIPTION = """Builds labeled pairs for training the judge: from your own pairs (--pairs), or from
@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME|FILE",
         help=template + "%(default)s)",
     )
-    add_form_arguments(parser)
+    add_form_arguments(parser, answer_tokens="variants")
 
     add(
         "--candidates",
@@ -137,43 +137,39 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check what argparse does not, before anything is read or cut. Raises PacoRewardError."""
+    """Check what argparse does not, before anything is read or cut. Raises UserError."""
     has_images = options.grids is not None or options.sub_figures is not None
     if options.pairs is not None:
         others = ("grids", "sub_figures", "metadata", "rankings", "editing", "reasons_file")
         for name in (*others, "sets_only"):
             if getattr(options, name):
-                raise PacoRewardError(
-                    f"--pairs and --{name} make data sets of their own: run each alone"
-                )
+                raise UserError(f"--pairs and --{name} make data sets of their own: run each alone")
         if options.server and not options.reasons:
-            raise PacoRewardError("--pairs have labels: --server is only for --reasons")
+            raise UserError("--pairs have labels: --server is only for --reasons")
     elif not has_images and options.editing is None:
-        raise PacoRewardError(
-            "nothing to build from: give --pairs, --grids, --sub_figures or --editing"
-        )
+        raise UserError("nothing to build from: give --pairs, --grids, --sub_figures or --editing")
     if has_images != (options.metadata is not None):
-        raise PacoRewardError("images (--grids, --sub_figures) need --metadata, and it them")
+        raise UserError("images (--grids, --sub_figures) need --metadata, and it them")
     if has_images and not (options.rankings or options.server or options.sets_only):
-        raise PacoRewardError(
+        raise UserError(
             "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"
         )
     if options.reasons and not options.server:
-        raise PacoRewardError("--reasons are written by a model: give --server URL")
+        raise UserError("--reasons are written by a model: give --server URL")
     if not options.rankings and options.yes_ranks + options.no_ranks > options.candidates:
-        raise PacoRewardError("--yes_ranks and --no_ranks exceed --candidates")
+        raise UserError("--yes_ranks and --no_ranks exceed --candidates")
     if not 0 <= options.min_gap < 1:  # not true of NaN
-        raise PacoRewardError(f"--min_gap {options.min_gap} must be at least 0 and less than 1")
+        raise UserError(f"--min_gap {options.min_gap} must be at least 0 and less than 1")
     if not 0 <= options.test_share < 1:
-        raise PacoRewardError(
-            f"--test_share {options.test_share} must be at least 0 and less than 1"
-        )
+        raise UserError(f"--test_share {options.test_share} must be at least 0 and less than 1")
     if not 0 <= options.duplicate_bits <= 64:
-        raise PacoRewardError(f"--duplicate_bits {options.duplicate_bits} must be 0 to 64")
+        raise UserError(f"--duplicate_bits {options.duplicate_bits} must be 0 to 64")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", options.name):
-        raise PacoRewardError(
+        raise UserError(
             f"--name {options.name!r} becomes a file name: use letters, digits, _, . and -"
         )
+    if options.name.endswith("_cot"):
+        raise UserError("--name must not end with _cot, the names of data sets with reasons do")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -181,14 +177,17 @@ def run(args: argparse.Namespace) -> int:
     from paco_reward.pairing.build import build
 
     check(args)
-    stats = build(args)
-    for name, value in stats["counts"].items():
-        print(f"{value:>9}  {name.replace('_', ' ')}")
-    for name, numbers in stats["datasets"].items():
-        print(f"{name}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
+    is_complete = True
+    for name, stats in build(args).items():
+        print(f"{name}:")
+        for reason, count in stats["counts"].items():
+            print(f"{count:>9}  {reason.replace('_', ' ')}")
+            is_complete = is_complete and not reason.endswith("_without_answer")
+        for dataset, numbers in stats["datasets"].items():
+            print(f"{dataset}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
     if args.sets_only:
         sets = args.output / "sets.jsonl"
         print(f"add rank_images (best first) to the lines of {sets}; pass the file to --rankings")
     else:
         print(f"written to {args.output}; stats.json holds these numbers")
-    return int(any(name.endswith("_without_answer") for name in stats["counts"]))
+    return 0 if is_complete else 1

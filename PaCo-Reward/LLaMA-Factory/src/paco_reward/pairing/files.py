@@ -9,11 +9,18 @@ from typing import Any
 
 from PIL import Image
 
+from paco_judge.errors import UserError
+from paco_judge.files import hash_value, write_atomically
 from paco_judge.grid import split_image
 from paco_judge.images import encode, load_image
-from paco_reward.errors import PacoRewardError
 from paco_reward.pairing.inputs import PromptItem
 from paco_reward.pairing.select import LabeledPair
+
+INDEX = "dataset_info.json"
+TRAIN = "train"
+TEST = "test"
+PARTS = (TRAIN, TEST)
+COT = "_cot"  # of data sets whose answers hold reasons
 
 _TAGS = {
     "role_tag": "role",
@@ -28,7 +35,7 @@ def stored(file: Path, output: Path) -> str:
     content = file.read_bytes()
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     name = f"editing_images/{digest}{file.suffix.lower()}"
-    _write(output / name, content)
+    _write_image(output / name, content)
     return name
 
 
@@ -36,33 +43,40 @@ def write_images(images: Mapping[str, Path], output: Path) -> None:
     """Copy images, by their names in OUTPUT, that are not there yet. The names tell the content."""
     for name, file in images.items():
         if not (output / name).exists():
-            _write(output / name, file.read_bytes())
+            _write_image(output / name, file.read_bytes())
 
 
-def claim(output: Path, items: Sequence[PromptItem]) -> None:
-    """Record the inputs of the output folder: nothing that was made of others is reused.
+def claim(output: Path, inputs: Mapping[str, Any]) -> None:
+    """Record what a folder's parts are made from: nothing that was made of others is reused.
 
-    Images count by name and content: a copy of them continues a run.
+    Args:
+        output: The folder.
+        inputs: By the names of parts, values that JSON can hold. Images count by content.
+
+    Raises:
+        UserError: A part was made from something else, or the folder is somebody else's data set.
     """
-    digests: dict[Path, str] = {}
-    stated = []
-    for item in items:
-        for name, (file, _) in item.sources.items():
-            if file not in digests:
-                digests[file] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-            stated.append([item.folder, item.prompt, name, file.name, digests[file]])
-    digest = hashlib.blake2b(json.dumps(stated).encode(), digest_size=16).hexdigest()
-    note = output / "work" / "inputs.txt"
-    if not note.is_file() and (output / "dataset_info.json").exists():
-        raise PacoRewardError(
+    note = output / "work" / "inputs.json"
+    known: dict[str, str] = {}
+    if note.is_file():
+        known = json.loads(note.read_bytes())
+    elif (output / INDEX).exists():
+        raise UserError(
             f"{output} holds a data set that was not built here; choose another --output"
         )
-    if note.is_file() and note.read_text() != digest:
-        raise PacoRewardError(
-            f"{output} was built from other prompts or images; choose another --output, "
-            "or delete it"
-        )
-    _write(note, digest)
+    stated = {part: hash_value(value) for part, value in inputs.items()}
+    for part, digest in stated.items():
+        if known.get(part, digest) != digest:
+            raise UserError(
+                f"{part} in {output} was built from other prompts or images; choose another "
+                "--output or --name, or delete it"
+            )
+    write_json(note, known | stated)
+
+
+def content_hash(file: Path) -> str:
+    """A hash of a file's content."""
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
@@ -86,58 +100,72 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
                 else:
                     content = encode(cut(file, item.grid.rows, item.grid.cols)[panel])
             except ValueError as error:
-                raise PacoRewardError(f"{item.place}: {file}: {error}") from error
-            _write(target, content)
+                raise UserError(f"{item.place}: {file}: {error}") from error
+            _write_image(target, content)
     return sum(len(item.sources) for item in items)
 
 
-def write_datasets(
-    output: Path, datasets: Mapping[str, Sequence[LabeledPair]], images: str
-) -> dict[str, dict[str, int]]:
-    """NAME.json for each data set (ShareGPT), and dataset_info.json.
+def _write_image(file: Path, content: bytes) -> None:
+    """Write a file that is complete or absent, without waiting for the disk for each of many."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(file)
 
-    ``images`` stands before each question.
+
+def write_datasets(
+    output: Path, name: str, parts: Mapping[str, Sequence[LabeledPair]], images: str
+) -> dict[str, dict[str, int]]:
+    """NAME_PART.json for each part (ShareGPT), and their entries in dataset_info.json.
+
+    Data sets that an earlier call made from the same inputs, with or without reasons, are removed:
+    they were split otherwise. Those of other names stay.
+
+    Args:
+        output: The folder.
+        name: Without ``_cot``.
+        parts: Pairs by the part's name.
+        images: Stands before each question.
+
+    Returns:
+        Counts of each data set.
     """
-    info = {}
+    index = output / INDEX
+    info = json.loads(index.read_bytes()) if index.exists() else {}
+    for old_name in (f"{name}{cot}_{part}" for cot in ("", COT) for part in PARTS):
+        info.pop(old_name, None)
+        (output / f"{old_name}.json").unlink(missing_ok=True)
     numbers = {}
-    for name, pairs in datasets.items():
+    for part_name, pairs in parts.items():
         rows = []
         for pair in pairs:
             question = {"role": "user", "content": f"{images}{pair.question}"}
             answer = {"role": "assistant", "content": pair.reason or pair.verdict}
             rows.append({"messages": [question, answer], "images": [pair.first, pair.second]})
-        write_json(output / f"{name}.json", rows)
-        info[name] = {
-            "file_name": f"{name}.json",
+        write_json(output / f"{part_name}.json", rows)
+        info[part_name] = {
+            "file_name": f"{part_name}.json",
             "formatting": "sharegpt",
             "columns": {"messages": "messages", "images": "images"},
             "tags": _TAGS,
         }
         yes = sum(pair.label for pair in pairs)
-        numbers[name] = {
+        numbers[part_name] = {
             "pairs": len(pairs),
             "yes": yes,
             "no": len(pairs) - yes,
             "groups": len({pair.group for pair in pairs}),
         }
-    if info:
-        write_json(output / "dataset_info.json", info)
+    write_json(index, info)
     return numbers
-
-
-def _write(file: Path, content: str | bytes) -> None:
-    """Write a file that is complete or absent, however the process ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    partial.replace(file)
 
 
 def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write JSON lines."""
-    _write(file, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_json(file: Path, content: Any) -> None:
     """Write a JSON file for people, too."""
-    _write(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

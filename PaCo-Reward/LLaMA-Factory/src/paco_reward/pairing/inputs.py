@@ -1,6 +1,6 @@
 """Reading the inputs: prompts with their images, rankings, edits, written reasons.
 
-Every problem names its line.
+Every problem names its row.
 Images of a prompt, the first of these that exists (``idx``: of its line in the metadata):
 
   grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*,
@@ -8,9 +8,8 @@ Images of a prompt, the first of these that exists (``idx``: of its line in the 
   sub-figures   FOLDER/<idx>/<generation>/* in the order of their names
 """
 
-import codecs
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -21,11 +20,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_lines
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
-from paco_judge.json_io import lines
 from paco_reward.datasets import RESERVED, TAG
-from paco_reward.errors import PacoRewardError
 
 _SUFFIXES = (".jpg", *(f".{name.lower()}" for name in FORMATS))
 
@@ -52,7 +51,7 @@ class Row(pydantic.BaseModel):
     """A line of an input file; other keys are ignored."""
 
     model_config = pydantic.ConfigDict(coerce_numbers_to_str=True)
-    place: str = ""  # FILE line N
+    place: str = ""  # FILE row N
 
 
 class PromptRow(Row):
@@ -131,7 +130,7 @@ class PromptItem:
     folder: str  # its idx
     prompt: str
     grid: GridPrompt
-    place: str  # the line it was read from
+    place: str  # the row it was read from
     group: str  # of prompts that share a theme; train and test are split by it
     split: str | None  # train or test, where the metadata decides
     # By name: the file and the panel of it to be cut out (None: all of it).
@@ -140,52 +139,69 @@ class PromptItem:
 
 
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Every line that is not empty. Raises PacoRewardError."""
+    """All rows of a JSON-lines file. Raises UserError."""
     rows = []
-    for number, line in lines(file):
-        place = f"{file} line {number}"
+    for number, values in enumerate(read_json_lines(file), start=1):
+        place = f"{file} row {number}"
         try:
-            rows.append(kind.model_validate_json(line.removeprefix(codecs.BOM_UTF8)))
+            rows.append(kind.model_validate(values | {"place": place}))
         except pydantic.ValidationError as error:
             problem = error.errors()[0]
             field = ".".join(str(part) for part in problem["loc"])
-            raise PacoRewardError(f"{place}: {field} {problem['msg']}") from error
-        rows[-1].place = place
+            raise UserError(f"{place}: {field} {problem['msg']}") from error
     if not rows:
-        raise PacoRewardError(f"{file} holds no lines")
+        raise UserError(f"{file} holds no lines")
     return rows
 
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
     """All prompts with their images; ``grids``: the folder holds grids, not sub-figures.
 
-    Raises PacoRewardError.
+    Raises UserError.
     """
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
     for row in read_rows(metadata, PromptRow):
         prompts.setdefault(row.idx, []).append(row)
         first = prompts[row.idx][0]
         if (row.prompt, row.split) != (first.prompt, first.split):
-            raise PacoRewardError(
+            raise UserError(
                 f"{row.place}: idx {row.idx} has another prompt or split than {first.place}"
             )
     items: list[PromptItem] = []
     themes: dict[str, PromptRow] = {}
-    for idx, (row, *more) in prompts.items():
+    fitting = _fitting_prompts(folder, prompts) if grids else {}
+    for idx, rows in prompts.items():
+        row = rows[0]
         grid = split_prompt(row.prompt)
         first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
         if row.split != first.split:
-            raise PacoRewardError(
+            raise UserError(
                 f"{row.place}: split {row.split!r}, but {first.split!r} for its theme "
                 f"({first.place})"
             )
-        sources, generations = (_grids if grids else _sub_figures)(
-            [row, *more], folder, len(grid.panels)
-        )
+        if grids:
+            files = _grid_files(rows, folder, fitting)
+            sources, generations = _cut(files, len(grid.panels))
+        else:
+            sources, generations = _sub_figures(row, folder, len(grid.panels))
         items.append(
             PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, sources, generations)
         )
+    _check_each_has_one_prompt(items)
     return items
+
+
+def _check_each_has_one_prompt(items: Sequence[PromptItem]) -> None:
+    """Refuse an image of two prompts: it would be labeled under a theme that is not its own."""
+    prompt_of: dict[Path, PromptItem] = {}
+    for item in items:
+        for file, _ in item.sources.values():
+            other = prompt_of.setdefault(file.resolve(), item)
+            if other is not item:
+                raise UserError(
+                    f"{file} is an image of idx {other.folder} ({other.place}) and of idx "
+                    f"{item.folder} ({item.place}); each prompt needs images of its own"
+                )
 
 
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
@@ -211,17 +227,40 @@ def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
 Found = tuple[dict[str, tuple[Path, int | None]], list[list[str]]]
 
 
-def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
+def _grid_files(
+    rows: Sequence[PromptRow], folder: Path, fitting: Mapping[Path, Sequence[str]]
+) -> list[Path]:
+    """The grids of a prompt, one for each generation. Raises UserError."""
     idx = rows[0].idx
+    place = rows[0].place
     named = [_existing(folder, file, row.place) for row in rows for file in row.files]
     files = list(dict.fromkeys(named)) or _images(folder / idx)
+    if files:
+        return files
+    for file, prompts in fitting.items():
+        if idx in prompts:
+            files.append(file)
+            if len(prompts) > 1:
+                raise UserError(
+                    f"{place}: the name of {file} fits the prompts {' and '.join(prompts)}; put "
+                    f"their images into {folder}/<idx>/, or name them in the metadata"
+                )
     if not files:
-        name = re.compile(re.escape(idx) + r"([_-].*)?")
-        files = [file for file in _images(folder) if name.fullmatch(file.stem)]
-    if not files:
-        raise PacoRewardError(
-            f"{rows[0].place}: no image in {folder} is named in the line, {idx}/* or {idx}_*"
-        )
+        raise UserError(f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*")
+    return files
+
+
+def _fitting_prompts(folder: Path, all_idx: Collection[str]) -> dict[Path, list[str]]:
+    """For each image in ``folder``, each idx for which it is <idx>.png, <idx>_* or <idx>-*."""
+    fitting = {}
+    for file in _images(folder):
+        ends = [match.start() for match in re.finditer("[_-]", file.stem)]
+        beginnings = [file.stem[:end] for end in (*ends, None)]
+        fitting[file] = [beginning for beginning in beginnings if beginning in all_idx]
+    return fitting
+
+
+def _cut(files: Sequence[Path], panels: int) -> Found:
     sources = {}
     generations = []
     for number, file in enumerate(files):
@@ -232,22 +271,21 @@ def _grids(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
     return sources, generations
 
 
-def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
-    prompt_folder = folder / rows[0].idx
-    place = rows[0].place
+def _sub_figures(row: PromptRow, folder: Path, panels: int) -> Found:
+    prompt_folder = folder / row.idx
     sources = {}
     generations = []
     for part in sorted(path for path in prompt_folder.glob("*") if path.is_dir()):
         files = _images(part)
         if len(files) != panels:
-            raise PacoRewardError(f"{place}: {part} has {len(files)} images for {panels} panels")
+            raise UserError(f"{row.place}: {part} has {len(files)} images for {panels} panels")
         names = [f"{part.name}/{file.name}" for file in files]
         generations.append(names)
         for name, file in zip(names, files, strict=True):
             sources[name] = (file, None)
     if not generations:
-        raise PacoRewardError(
-            f"{place}: no sub-figures in {prompt_folder}: "
+        raise UserError(
+            f"{row.place}: no sub-figures in {prompt_folder}: "
             f"put them at {prompt_folder}/<generation>/*.png"
         )
     return sources, generations
@@ -255,7 +293,7 @@ def _sub_figures(rows: Sequence[PromptRow], folder: Path, panels: int) -> Found:
 
 def _existing(folder: Path, name: str, place: str) -> Path:
     if not (folder / name).is_file():
-        raise PacoRewardError(
+        raise UserError(
             f"{place}: image {folder / name} does not exist; correct the line or the folder"
         )
     return folder / name
@@ -268,7 +306,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
-    """All rankings of a file. Raises PacoRewardError."""
+    """All rankings of a file. Raises UserError."""
     rankings = read_rows(file, Ranking)
     for row in rankings:
         _check_names(row, (row.ref_image, *row.rank_images), items)
@@ -276,7 +314,7 @@ def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
 
 
 def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[str], ReasonRow]:
-    """Reasons by the two images' paths in the data set. Raises PacoRewardError."""
+    """Reasons by the two images' paths in the data set. Raises UserError."""
     reasons = {}
     for row in read_rows(file, ReasonRow):
         _check_names(row, row.images, items)
@@ -288,26 +326,26 @@ def _check_names(
     row: Ranking | ReasonRow, images: Iterable[str], items: Mapping[str, PromptItem]
 ) -> None:
     if row.folder not in items:
-        raise PacoRewardError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
+        raise UserError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
     known = items[row.folder].sources
     for name in images:
         if name not in known:
             shown = ", ".join(list(known)[:5])
-            raise PacoRewardError(
+            raise UserError(
                 f"{row.place}: {name!r} is not a sub-figure of prompt {row.folder}; "
                 f"known: {shown} …"
             )
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:
-    """Edits with the paths of their images. Raises PacoRewardError."""
+    """Edits with the paths of their images. Raises UserError."""
     edits = read_rows(file, EditRow)
     for row in edits:
         row.source, row.edited = (
             str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited)
         )
         if row.consistency is None and row.follows is None and not has_server:
-            raise PacoRewardError(
+            raise UserError(
                 f"{row.place} has no label (consistency or follows); add one, or name a --server"
             )
     return edits

@@ -1,0 +1,297 @@
+"""From images to the loss: pairing, split, training file and training, with nothing twice.
+
+Every prompt, theme, image, edit, instruction and answer of the judge is another one, except two
+prompts that share a theme, and images that must stay on one side of the split. So whatever is
+exchanged, repeated or left out changes a label, a side or the loss.
+"""
+
+import base64
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import fake_judge
+from pairing_tools import build, read_lines, rows, write_lines
+from PIL import Image
+from training_tools import losses, train_config
+
+from paco_judge.images import content_digest
+from paco_judge.questions import Pair, theme_question
+from paco_judge.scorer import JudgeScorer
+from paco_reward import launch
+from paco_reward.datasets import labeled_pairs
+
+THEMES = {"one fox": 2, "two boats": 1, "a tall mill": 1, "three owls": 1, "an old car": 1}
+PANELS = 3
+GENERATIONS = 3
+SIDE = 32
+
+
+def noise(*seed: int, width: int = SIDE) -> np.ndarray:
+    """A random picture, (SIDE, width, 3), that is like no other."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, width * 4 // SIDE, 3), np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, SIDE), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory) -> Path:
+    """grids/<idx>_<generation>.png of 1x3 panels, and metadata.jsonl."""
+    folder = tmp_path_factory.mktemp("road")
+    (folder / "grids").mkdir()
+    lines = []
+    for theme, prompts in THEMES.items():
+        for _ in range(prompts):
+            number = len(lines)
+            panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
+            prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
+            lines.append({"idx": f"p{number}", "prompt": prompt})
+            for generation in range(GENERATIONS):
+                grid = Image.fromarray(noise(number, generation, width=PANELS * SIDE))
+                grid.save(folder / "grids" / f"p{number}_{generation}.png")
+    write_lines(folder / "metadata.jsonl", lines)
+    return folder
+
+
+def p_yes_of(*parts: str) -> float:
+    """The judge's answer to two images, in their order, and a question."""
+    return 0.02 + zlib.crc32("|".join(parts).encode()) % 960 / 1000
+
+
+def digest(image: Image.Image) -> str:
+    return content_digest(image).hex()
+
+
+def judge_model(number: int, request: dict):
+    images = []
+    for part in request["messages"][0]["content"]:
+        if part["type"] == "image_url":
+            content = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
+            images.append(digest(Image.open(io.BytesIO(content))))
+    question = request["messages"][0]["content"][-1]["text"]
+    if request.get("logprobs"):
+        return 200, fake_judge.answer(p_yes_of(*images, question, request["model"])), {}
+    verdict = "Yes" if "The verdict that was given is: Yes" in question else "No"
+    other = {"Yes": "No", "No": "Yes"}[verdict]
+    words = " ".join(["colour", "differs"] * (int(images[0][:2], 16) % 4))
+    text = f"{verdict}. The shape {words} of {images[1][:6]} is why, and not {other}."
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+
+
+def expected_labels(output: Path, road: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
+    """Label and question by the digests of two panels, from the grids, the sets and the judge."""
+    prompts = {line["idx"]: line["prompt"] for line in read_lines(road / "metadata.jsonl")}
+    votes: dict[frozenset, list[int]] = {}
+    questions = {}
+    for candidates in read_lines(output / "sets.jsonl"):
+        idx = candidates["folder"]
+        question = theme_question(prompts[idx].split(". [LEFT]")[0] + ".")
+
+        def panel(name, idx=idx):
+            generation, number = (int(text) for text in name.removesuffix(".png").split("/"))
+            grid = Image.open(road / "grids" / f"{idx}_{generation}.png")
+            return digest(grid.crop((SIDE * number, 0, SIDE * (number + 1), SIDE)))
+
+        reference = panel(candidates["ref_image"])
+        scores = {}
+        for name in candidates["comp_images"]:
+            other = panel(name)
+            scores[other] = p_yes_of(reference, other, question, model)
+        ranked = sorted(scores, key=scores.get, reverse=True)
+        if scores[ranked[0]] - scores[ranked[-1]] < 0.1:
+            continue
+        for other, vote in ((ranked[0], 1), (ranked[-1], -1)):
+            key = frozenset((reference, other))
+            votes.setdefault(key, []).append(vote)
+            questions[key] = question
+    return {key: (sum(of) > 0, questions[key]) for key, of in votes.items() if sum(of)}
+
+
+SETTING = {"sets_per_prompt": 4, "test_share": 0.4, "duplicate_bits": 0}
+
+
+@pytest.fixture(scope="module")
+def built(road, tmp_path_factory) -> Path:
+    """A data set with reasons, labeled by ``judge_model`` as judge-a."""
+    output = tmp_path_factory.mktemp("built") / "out"
+    with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
+        judge = {"server": server.url, "model": "judge-a", "answer_tokens": "exact"}
+        build(road, output, **judge, **SETTING, reasons=True)
+    return output
+
+
+def built_rows(output: Path, part: str, name: str = "consistency_reward_cot") -> list[dict]:
+    found = rows(output, f"{name}_{part}")
+    assert found
+    return found
+
+
+def shown(output: Path, row: dict) -> list[str]:
+    return [digest(Image.open(output / image)) for image in row["images"]]
+
+
+def test_labels_are_the_judges_about_reference_and_candidate(built, road):
+    """Whatever the order of the two images in the training file, of which both occur."""
+    expected = expected_labels(built, road, "judge-a")
+    orders = []
+    for part in ("train", "test"):
+        found = built_rows(built, part)
+        verdicts = [row["messages"][1]["content"].split(".")[0] for row in found]
+        assert verdicts.count("Yes") == verdicts.count("No") > 0
+        for row, verdict in zip(found, verdicts, strict=True):
+            images = shown(built, row)
+            label, question = expected[frozenset(images)]
+            assert verdict == ("Yes" if label else "No")
+            assert row["messages"][0]["content"] == f"<image><image>{question}"
+            assert images[1][:6] in row["messages"][1]["content"]  # as the writer was shown them
+            orders.append(row["images"] == sorted(row["images"]))
+    assert {True, False} <= set(orders) and 0.2 < np.mean(orders) < 0.8
+
+
+def test_accuracy_reads_the_verdict_and_not_the_reasons(built, road):
+    expected = expected_labels(built, road, "judge-a")
+    pairs, labels = labeled_pairs(built, "consistency_reward_cot_train")
+    for pair, label, row in zip(pairs, labels, built_rows(built, "train"), strict=True):
+        images = [digest(pair.image_a), digest(pair.image_b)]
+        assert images == shown(built, row)
+        assert (label, pair.question) == expected[frozenset(images)]
+
+
+def test_prompts_of_one_theme_are_on_one_side(road, tmp_path):
+    sides = []
+    with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
+        judge = {"server": server.url, "model": "judge-a"}
+        for seed in range(6):
+            output = tmp_path / str(seed)
+            build(road, output, **judge, **SETTING, seed=seed)
+            parts = {}
+            for part in ("train", "test"):
+                found = built_rows(output, part, "consistency_reward")
+                parts[part] = {Path(image).parts[1] for row in found for image in row["images"]}
+            assert not parts["train"] & parts["test"]
+            pair = {"p0", "p1"}  # the prompts of the first theme
+            assert not (parts["train"] & pair and parts["test"] & pair)
+            sides.append(bool(parts["test"] & pair))
+    assert len(set(sides)) == 2  # some seeds test the theme, and others train on it
+
+
+def test_another_judge_is_asked_again(road, tmp_path):
+    """Its answers are not those of the judge that was asked before into the same folder."""
+    with fake_judge.FakeJudge(judge_model, models=("judge-a", "judge-b")) as server:
+        judge = {"server": server.url, "answer_tokens": "exact"}
+        build(road, tmp_path, **judge, **SETTING, model="judge-a")
+        asked = len(server.requests)
+        build(road, tmp_path, **judge, **SETTING, model="judge-b")
+        assert len(server.requests) == 2 * asked
+        build(road, tmp_path, **judge, **SETTING, model="judge-a")
+        assert len(server.requests) == 2 * asked
+    expected = expected_labels(tmp_path, road, "judge-a")
+    other = expected_labels(tmp_path, road, "judge-b")
+    labels = set()
+    for row in built_rows(tmp_path, "train", "consistency_reward"):
+        key = frozenset(shown(tmp_path, row))
+        assert row["messages"][1]["content"] == ("Yes" if expected[key][0] else "No")
+        labels.add(key in other and other[key][0] == expected[key][0])
+    assert False in labels  # the judges differ
+
+
+def near(pixels: np.ndarray) -> Image.Image:
+    """A copy that differs in one pixel."""
+    changed = pixels.copy()
+    changed[0, 0] = 255 - changed[0, 0]
+    return Image.fromarray(changed)
+
+
+def test_near_duplicates_are_on_one_side_in_edits_and_own_pairs(tmp_path):
+    """Two sources that differ in one pixel, each with an edit of its own, and labels of both."""
+    edits = []
+    pairs = []
+    for number in range(20):
+        source = noise(1, number // 2)
+        name = f"{number}.png"
+        image = near(source) if number % 2 else Image.fromarray(source)
+        image.save(tmp_path / f"source{name}")
+        Image.fromarray(noise(2, number)).save(tmp_path / f"edited{name}")
+        shown_as = {"source": f"source{name}", "edited": f"edited{name}"}
+        label = number % 4 < 2
+        edits.append(shown_as | {"instruction": f"make it {number}", "consistency": label})
+        images = {"image1": f"edited{name}", "image2": f"source{name}"}
+        pairs.append(images | {"label": label, "theme": f"theme {number}"})
+    write_lines(tmp_path / "edits.jsonl", edits)
+    write_lines(tmp_path / "pairs.jsonl", pairs)
+    options = {"sets_per_prompt": None, "test_share": 0.4}
+    for seed in range(4):
+        for kind, name in (("editing", "sharegpt_editing"), ("pairs", "consistency_reward")):
+            output = tmp_path / f"{kind}{seed}"
+            given = {kind: tmp_path / f"{'edits' if kind == 'editing' else 'pairs'}.jsonl"}
+            build(None, output, **given, **options, seed=seed)
+            sides = {}
+            for part in ("train", "test"):
+                found = built_rows(output, part, name)
+                files = [output / image for row in found for image in row["images"]]
+                sides[part] = {family_of(file, tmp_path) for file in files} - {None}
+            assert sides["train"] and sides["test"] and not sides["train"] & sides["test"]
+
+
+def family_of(file: Path, folder: Path) -> int | None:
+    """The number of the picture that an image shows, up to one pixel; None: it is an edit."""
+    pixels = np.asarray(Image.open(file)).astype(int)
+    for number in range(10):
+        source = np.asarray(Image.open(folder / f"source{2 * number}.png")).astype(int)
+        if (pixels != source).any(axis=-1).sum() <= 1:
+            return number
+    return None
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def cross_entropies(judge_dir: Path, output: Path, row: dict) -> np.ndarray:
+    """Of the tokens of a row's answer under the untrained judge, by transformers alone."""
+    scorer = JudgeScorer.from_pretrained(judge_dir)
+    images = [Image.open(output / image).convert("RGB") for image in row["images"]]
+    question, answer = (message["content"] for message in row["messages"])
+    chat = scorer.chat(Pair(*images, question.removeprefix("<image><image>")))
+    inputs = scorer.inputs([chat])
+    encode = scorer.processor.tokenizer.encode
+    tokens = torch.tensor(encode(f"{answer}<|im_end|>\n", add_special_tokens=False))
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens[None]], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        padding = torch.zeros_like(tokens[None])
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], padding], dim=1)
+    with torch.no_grad():
+        logits = scorer.model(**inputs).logits[0, -len(tokens) - 1 : -1].double()
+    return torch.nn.functional.cross_entropy(logits, tokens, reduction="none").numpy()
+
+
+def sequence(answers: list[np.ndarray], weight: float) -> float:
+    return np.mean([weight * answer[0] + (1 - weight) * answer[1:].mean() for answer in answers])
+
+
+def released(answers: list[np.ndarray], weight: float) -> float:
+    total = 0.0
+    for answer in answers:
+        n = len(answer)
+        total += weight * answer[0] + n * (1 - weight) / (n - 1) * answer[1:].sum()
+    return total / sum(map(len, answers))
+
+
+@pytest.mark.parametrize(("scheme", "weight"), [("sequence", 0.35), ("released", 0.8)])
+def test_the_first_loss_is_that_of_the_data_set_with_the_weight_that_was_set(
+    built, judge_dir, tmp_path, scheme, weight
+):
+    config = train_config(judge_dir, built, tmp_path / "out", max_steps=1)
+    config |= {"dataset": "consistency_reward_cot_train", "cutoff_len": 1024}
+    config |= {"first_token_weight": weight, "first_token_scheme": scheme}
+    config |= {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    launch.train(config)
+    step = [cross_entropies(judge_dir, built, row) for row in built_rows(built, "train")[:6]]
+    assert len({len(answer) for answer in step}) > 2
+    expected = sequence(step, weight)
+    if scheme == "released":
+        expected = np.mean([released(step[:3], weight), released(step[3:], weight)])
+    (loss,) = losses(tmp_path / "out")
+    assert loss == pytest.approx(expected, rel=2e-5)
