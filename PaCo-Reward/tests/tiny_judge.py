@@ -20,6 +20,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
@@ -34,8 +35,9 @@ from transformers import (
 from paco_judge.questions import Pair, editing_texts, load_editing_questions, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import save_model
-from toy_models.judge import CHAT_TEMPLATE, new_judge, new_processor
 
+TOY_JUDGE = Path(__file__).resolve().parents[2] / "quickstart" / "models" / "judge"
+CHAT_TEMPLATE = (TOY_JUDGE / "chat_template.jinja").read_text()
 THEMES = ["one red fox in four seasons", "a paper boat", "a tall lighthouse"]
 REASONS = [
     "the colour is the same.",
@@ -45,16 +47,14 @@ REASONS = [
 
 
 def make_processor() -> Qwen2_5_VLProcessor:
-    """A few hundred tokens; 56 x 56 px images."""
-    texts = [theme_question(theme) for theme in THEMES] * 20
-    texts += [f"{word}. {reason}" for word in ("Yes", "No") for reason in REASONS] * 20
-    texts += ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 20
-    return new_processor(texts, 420)
+    """496 tokens; 56 x 56 px images."""
+    return Qwen2_5_VLProcessor.from_pretrained(TOY_JUDGE)
 
 
 def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
     """Random weights, float32."""
-    return new_judge(processor, seed).eval()
+    torch.manual_seed(seed)
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(TOY_JUDGE)).eval()
 
 
 # The published templates in short: no system text; Qwen3.5 thinks unless it is told not to.

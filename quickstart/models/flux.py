@@ -11,33 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from diffusers import AutoencoderKL, FluxPipeline
+from panels import draw_grids, encode_quadrants, latent_grids, random_views
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
+from training import Losses, fit, flow_errors, for_seconds, for_steps, pack
+from transformers import PreTrainedTokenizerFast
 
 from paco_toy import world
-from toy_models.data import draw_grids, encode_quadrants, latent_grids, random_views
-from toy_models.training import Losses, fit, flow_errors, for_seconds, for_steps, pack
 
 # By panel side. Larger panels average more of it away: at 0.34 for all sides the base's images had
 # 0.51 consistent pairs at 64 px and 0.61 at 128 px.
 DEPARTURE = {16: 0.36, 32: 0.38, 64: 0.44}
 OPEN_SHARE = 0.6
 AGREED = 0.75
-TEXT_TOKENS = 32  # the world's longest prompt has 31 tokens
 GUIDANCE = 3.5  # the only scale that the model is trained for
 # Tokens before the first panel label. Each panel has four: label, size, position, full stop.
 _FIRST_LABEL = 14
@@ -46,40 +33,6 @@ _BATCH = {16: 64, 32: 32, 64: 12}
 # Panel sides of successive steps. Small first: a 128 px step costs as much as three at 64 px.
 _EARLY = (32, 32, 16, 32, 32, 32, 64, 32)
 _LATE = (64, 32, 64, 64, 32, 64, 16, 64, 32, 64, 64, 32)
-_WORDS = (
-    *("2x2", "grid", "layout", "depicting", "a", "the", "same", "throughout", "."),
-    *world.SHAPES,
-    *world.COLOURS,
-    *world.STYLES,
-    *world.POSITIONS,
-    *world.SIZES,
-    *(label.lower() for label in world.LABELS),
-)
-
-
-def word_tokenizer(words: Sequence[str], length: int) -> PreTrainedTokenizerFast:
-    """One token per word or panel label, in lower case.
-
-    Other words become <unk>, and texts are cut to ``length`` tokens.
-    """
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    # "an" and "a" are one word.
-    one_article = normalizers.Replace(Regex(r"\ban\b"), "a")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), one_article])
-    words_and_labels = Regex(r"\[[a-z]+\]-\[[a-z]+\]:|\w+|[^\w\s]")
-    split = pre_tokenizers.Split(words_and_labels, "removed", invert=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=length,
-    )
 
 
 def _prompt(character: int, views: Sequence[int], opening: Sequence[str] = ()) -> str:
@@ -87,41 +40,10 @@ def _prompt(character: int, views: Sequence[int], opening: Sequence[str] = ()) -
     return world.grid_prompt(named, [world.VIEWS[i] for i in views])
 
 
-def token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
+def _token_ids(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     """(B, L), padded to the tokenizer's length."""
     encoding = tokenizer(list(texts), padding="max_length", truncation=True, return_tensors="pt")
     return encoding.input_ids
-
-
-def new_text_encoders(tokenizer: PreTrainedTokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
-    """Untrained CLIP and T5 of width 64."""
-    clip = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        projection_dim=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=tokenizer.model_max_length,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    t5 = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=64,
-        d_kv=32,
-        d_ff=192,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        pad_token_id=0,
-        eos_token_id=1,
-        is_encoder_decoder=False,
-        use_cache=False,
-    )
-    return CLIPTextModel(clip), T5EncoderModel(t5)
 
 
 def _random_grids(side: int, count: int, rng: np.random.Generator) -> torch.Tensor:
@@ -131,30 +53,13 @@ def _random_grids(side: int, count: int, rng: np.random.Generator) -> torch.Tens
     return draw_grids(side, characters, views, rng)
 
 
-def new_vae(seconds: float, seed: int) -> AutoencoderKL:
-    """A trained VAE of 0.17 M parameters: factor 4, 4 latent channels.
+def train_vae(vae: AutoencoderKL, seconds: float, seed: int) -> None:
+    """Trains a new VAE in place: factor 4, 4 latent channels, no attention, so any grid size works.
 
-    It has no attention, so that any grid size works. Scaling and shift factors are measured on its
-    latents. The decoder is trained on latents with noise of up to 0.2 of their standard deviation,
-    so that it also draws sharply from a generator's imperfect latents.
+    Scaling and shift factors are measured on its latents. The decoder is trained on latents with
+    noise of up to 0.2 of their standard deviation, so that it also draws sharply from a generator's
+    imperfect latents.
     """
-    torch.manual_seed(seed)
-    vae = AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 16, 32),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        sample_size=128,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
     vae.to(memory_format=torch.channels_last)
     rng = np.random.default_rng(seed)
     batch_sizes = {16: 8, 32: 4, 64: 1}  # by panel side
@@ -189,48 +94,7 @@ def new_vae(seconds: float, seed: int) -> AutoencoderKL:
     vae.register_to_config(
         scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
     )
-    return vae.to(memory_format=torch.contiguous_format)
-
-
-def new_pipeline(vae: AutoencoderKL, seed: int) -> FluxPipeline:
-    """A FluxPipeline of 2.1 M parameters around a trained VAE, with an untrained transformer."""
-    torch.manual_seed(seed)
-    tokenizer = word_tokenizer(_WORDS, TEXT_TOKENS)
-    clip, t5 = new_text_encoders(tokenizer)
-    transformer = FluxTransformer2DModel(
-        in_channels=4 * vae.config.latent_channels,
-        num_layers=2,
-        num_single_layers=3,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        axes_dims_rope=(8, 12, 12),
-    )
-    scheduler = FlowMatchEulerDiscreteScheduler(  # as FLUX.1-dev's
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=1.15,
-        base_image_seq_len=256,
-        max_image_seq_len=4096,
-        shift=3.0,
-    )
-    _pretrain_text(tokenizer, clip, t5, seed)
-    return FluxPipeline(
-        scheduler=scheduler,
-        vae=vae,
-        text_encoder=clip,
-        tokenizer=tokenizer,
-        text_encoder_2=t5,
-        tokenizer_2=tokenizer,
-        transformer=transformer,
-    )
-
-
-def trained_modules(pipe: FluxPipeline, lr: float) -> list[tuple[nn.Module, float]]:
-    """Transformer and text encoders, with their learning rates."""
-    return [(pipe.transformer, lr), (pipe.text_encoder, 0.3 * lr), (pipe.text_encoder_2, 0.3 * lr)]
+    vae.to(memory_format=torch.contiguous_format)
 
 
 def _shown_characters(
@@ -252,7 +116,7 @@ def _shown_characters(
     return shown
 
 
-def _pretrain_text(
+def pretrain_text(
     tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int
 ) -> None:
     """Teaches the text encoders to read prompts, by linear probes that are discarded.
@@ -273,7 +137,7 @@ def _pretrain_text(
     def next_losses(step: int, progress: float) -> Losses:
         named = rng.integers(len(world.CHARACTERS), size=batch_size)
         views = random_views(batch_size, rng)
-        ids = token_ids(tokenizer, [_prompt(c, v) for c, v in zip(named, views)])
+        ids = _token_ids(tokenizer, [_prompt(c, v) for c, v in zip(named, views)])
         facts = {"panel": np.arange(4)[None], "view": views}  # (1 or B, 1 or 4 panels)
         for name, values in world.ATTRIBUTE_VALUES.items():
             facts[name] = values[named][:, None]
@@ -299,12 +163,12 @@ def _pretrain_text(
     fit([(learning, 2e-3)], next_losses, "text", for_steps(600))
 
 
-def image_ids(side: int) -> torch.Tensor:
+def _image_ids(side: int) -> torch.Tensor:
     """Positions (N, 3) of ``side`` x ``side`` tokens."""
     return FluxPipeline._prepare_latent_image_ids(1, side, side, torch.device("cpu"), torch.float32)
 
 
-def velocity(
+def _velocity(
     pipe: FluxPipeline,
     tokens: torch.Tensor,
     t: torch.Tensor,
@@ -353,8 +217,8 @@ def train(pipe: FluxPipeline, seconds: float, seed: int) -> None:
         views = random_views(batch_size, rng)
         openings = [_random_opening(rng) for _ in range(batch_size)]
         prompts = [_prompt(*prompt) for prompt in zip(named, views, openings)]
-        text = token_ids(pipe.tokenizer_2, prompts)
-        ids = image_ids(side // 4)
+        text = _token_ids(pipe.tokenizer_2, prompts)
+        ids = _image_ids(side // 4)
         shown = []
         for character, opening in zip(named.tolist(), openings):
             shown.append(_shown_characters(character, opening, DEPARTURE[side], rng))
@@ -363,9 +227,15 @@ def train(pipe: FluxPipeline, seconds: float, seed: int) -> None:
         clean = pack(latent_grids(latents[side], shown, views, variants))
 
         def predict(noisy: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            return velocity(pipe, noisy, t, text, ids, GUIDANCE)
+            return _velocity(pipe, noisy, t, text, ids, GUIDANCE)
 
         return {f"{2 * side}px": flow_errors(predict, clean, pipe.scheduler.config).mean()}
 
-    learning = trained_modules(pipe, 1.5e-3)
-    fit(learning, next_losses, "generator", for_seconds(seconds), average=True)
+    encoders = [(pipe.text_encoder, 0.45e-3), (pipe.text_encoder_2, 0.45e-3)]
+    fit(
+        [(pipe.transformer, 1.5e-3), *encoders],
+        next_losses,
+        "generator",
+        for_seconds(seconds),
+        average=True,
+    )

@@ -1,11 +1,10 @@
-"""Rendered panels, their latents, and targets of edits.
+"""Rendered panels and their latents.
 
 They are kept in memory, so that training waits neither for the renderer nor for a VAE. Characters
 and views are indices into ``paco_toy.world``'s CHARACTERS and VIEWS. S is a panel's side in pixels,
 s in latents.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cache
 
@@ -13,21 +12,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
-from paco_toy.edits import Edit
-from paco_toy.world import (
-    ATTRIBUTES,
-    CHARACTERS,
-    VIEWS,
-    Character,
-    random_jitter,
-    render_panel,
-    to_uint8,
-)
-
-DEPARTURE = 0.35  # share of edits whose target departs from the instruction
-# How a target departs: nothing changes, the panel gets another value, another panel gets the value,
-# or a second panel changes as well. The last one still follows the instruction.
-KINDS = {"untouched": 0.35, "other value": 0.30, "other panel": 0.15, "one more": 0.20}
+from paco_toy.world import CHARACTERS, VIEWS, random_jitter, render_panel, to_uint8
 
 
 def random_views(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -113,34 +98,3 @@ def latent_grids(
     """Latents of grids for (B, 4) indices, variants 0 or 1: float32 (B, C, 2s, 2s)."""
     indices = [torch.from_numpy(index) for index in (characters, views, variants)]
     return _assemble(quadrants[torch.arange(4), *indices])
-
-
-def edit_target(edit: Edit, departure: float, rng: np.random.Generator) -> tuple[Character, ...]:
-    """The four characters of an edit's training target.
-
-    It departs from the instruction with a given probability. A base editor thus does not follow
-    instructions reliably: that is left to RL.
-    """
-    if rng.random() >= departure:
-        return edit.edited()
-    kind = rng.choice(list(KINDS), p=list(KINDS.values()))
-    elsewhere = int(edit.place + rng.integers(1, 4)) % 4
-    target = list(edit.characters)
-    if kind == "one more":
-        target[edit.place] = edit.result
-        target[elsewhere] = _with_other_value(edit.characters[elsewhere], edit.attribute, (), rng)
-    elif kind == "other value":
-        named = edit.characters[edit.place]
-        target[edit.place] = _with_other_value(named, edit.attribute, (edit.value,), rng)
-    elif kind == "other panel":
-        change = {edit.attribute: edit.value}
-        target[elsewhere] = dataclasses.replace(edit.characters[elsewhere], **change)
-    return tuple(target)
-
-
-def _with_other_value(
-    character: Character, attribute: str, excluded: Sequence[str], rng: np.random.Generator
-) -> Character:
-    """With a value of the attribute that is neither the character's nor ``excluded``."""
-    values = set(ATTRIBUTES[attribute]) - {getattr(character, attribute), *excluded}
-    return dataclasses.replace(character, **{attribute: str(rng.choice(sorted(values)))})

@@ -1,1 +1,0 @@
-"""Builds the toy weights in ``quickstart/models``. Only maintainers run this, as README.md says."""
