@@ -234,13 +234,12 @@ show() {
     printf '%s      %s' "$clear" "${1:0:$(($(tput cols 2>/dev/null || echo 100) - 8))}"
 }
 
-# report RUN TITLE OPTION …    The last stage: summary and report of the training in `out`/RUN, and
-# where they are.
+# report RUN TITLE    The last stage: summary and report of the training in `out`/RUN, and where
+# they are.
 report() {
     if stage report 0.3 "Report"; then
         run quickstart "$stages-summary" python -m paco_toy.summary "$out" "$1" --seed "$seed"
-        run PaCo-GRPO "$stages-report" python -m paco_grpo.report "$out/$1" --title "$2" "${@:3}" \
-            --out "$out/report.html"
+        run quickstart "$stages-report" python -m paco_toy.report "$out" "$1" "$2"
         finish
     fi
     echo

@@ -111,6 +111,4 @@ if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
 fi
 stop_server
 
-report "$training" "PaCo-RL quickstart" \
-    --judge "$out/judge_base.json" "$out/judge_lora.json" \
-    --stage-seconds "$out/stage_seconds.json"
+report "$training" "PaCo-RL quickstart"

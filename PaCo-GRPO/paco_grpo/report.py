@@ -1,16 +1,16 @@
-"""The report on a run: one page with images before and after, curves, and signs of trouble.
+"""Write one self-contained page about a run: images before and after, curves, signs of trouble.
 
-The page holds everything that it shows. The program is ``scripts/report.py``, which
-``python -m paco_grpo.report RUN_DIR`` also starts.
+``python -m paco_grpo.report RUN_DIR``, or ``scripts/report.py``.
 """
 
+import argparse
 import base64
 import io
 import json
 import math
-import runpy
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.monitoring.console import means
-from paco_grpo.monitoring.trackers import MetricsFile
+from paco_judge.errors import UserError, run_command
+from paco_judge.files import read_json_lines
 from paco_judge.images import data_url, load_image
 
 PAGE = Path(__file__).with_name("report_page.html")  # a template of Jinja
@@ -56,32 +56,19 @@ REWARDS = {
         "judge: win rate",
         "The judge's probability that an image is better than others of its prompt.",
     ),
-    "oracle_consistency": Name(
-        "oracle: consistency",
-        "The share of pairs of panels that show the same character, read from the pixels.",
-    ),
-    "oracle_between_images": Name(
-        "oracle: images differ",
-        "1 − the share of pairs of panels from two images of one prompt that show the same "
-        "character.",
-    ),
-    "oracle_alignment": Name(
-        "oracle: prompt followed",
-        "The share of panels that show what the prompt names, read from the pixels.",
-    ),
-    "oracle_distinct": Name(
-        "oracle: views differ",
-        "The share of pairs of panels with different views, read from the pixels.",
-    ),
-    "oracle_edit": Name(
-        "oracle: edit", "The reward: how well the instruction was followed and the rest was kept."
-    ),
-    "oracle_followed": Name(
-        "oracle: instruction followed", "Whether the edited attribute is as asked."
-    ),
-    "oracle_kept": Name("oracle: the rest is kept", "Whether the other attributes are unchanged."),
 }
 HEALTH = {
+    "reward/within_minus_between": Name(
+        "w − b",
+        "How much more panels of one image agree than panels of different images of an open "
+        "prompt, by the judge. It rises with consistency and falls when all images become the "
+        "same.",
+    ),
+    "health/diversity_vs_first": Name(
+        "diversity",
+        "1 − b, how much images of an open prompt differ for the judge, relative to the first "
+        "epochs. Below 0.7, the log warns.",
+    ),
     "train/grad_norm": Name(
         "gradient norm", "Before clipping. A steady rise means that the learning rate is too high."
     ),
@@ -141,6 +128,7 @@ class Pair(NamedTuple):
 class RunReport:
     """A run directory ({save_dir}/{run_name}), read back."""
 
+    name: str
     config: Mapping[str, Any]  # as in config.yaml
     train: Curves  # rewards of the training samples
     test: Curves  # rewards of the evaluations
@@ -158,14 +146,18 @@ class RunReport:
 
 
 def read_run(folder: Path) -> RunReport:
-    """Read a run directory; a ``ValueError`` if it has no epoch and no evaluation yet."""
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    rows = metrics.rows()
-    train = metrics.rows("train")
+    """Read a run directory.
+
+    Raises:
+        UserError: It has no epoch and no evaluation yet.
+    """
+    file = folder / "metrics.jsonl"
+    whole_lines, _, _ = file.read_bytes().rpartition(b"\n")  # the run may be writing one
+    rows = [json.loads(line) for line in whole_lines.splitlines()]
     if not rows:
-        raise ValueError(
-            f"{metrics.path} has no epoch and no evaluation yet; let the run finish one first"
-        )
+        raise UserError(f"{file} has no epoch and no evaluation yet; let the run finish one first")
+    train = [row for row in rows if row["phase"] == "train"]
+    test = [row for row in rows if row["phase"] == "eval"]
     config_file = folder / "config.yaml"
     config = yaml.safe_load(config_file.read_bytes()) if config_file.is_file() else {}
     sample = config.get("sample", {})
@@ -178,9 +170,10 @@ def read_run(folder: Path) -> RunReport:
         if total > 0:
             seconds[phase] = total
     return RunReport(
+        name=folder.resolve().name,
         config=config,
         train=_reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan),
-        test=_reward_curves(metrics.rows("eval"), "eval/", "_stderr"),
+        test=_reward_curves(test, "eval/", "_stderr"),
         health={name: curve for name, curve in health.items() if len(curve)},
         seconds=seconds,
         pairs=_read_pairs(folder / "eval"),
@@ -204,30 +197,25 @@ def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float 
     for row in rows:
         for name in means(row, prefix):
             curves[name] = _curve(rows, f"{prefix}{name}_mean", f"{prefix}{name}{error}", divisor)
-    return {name: curve for name, curve in curves.items() if len(curve)}
+    return curves
 
 
 def _read_pairs(evaluations: Path) -> list[Pair]:
     """The images that both the first and the last evaluation saved."""
-    folders = sorted(evaluations.glob("epoch_*"))
-    if len(folders) < 2:
+    by_epoch = {int(folder.name[len("epoch_") :]): folder for folder in evaluations.glob("epoch_*")}
+    if len(by_epoch) < 2:
         return []
     # Evaluations use the same items and seeds in the same order, so the file name identifies the
     # image.
-    first = _saved_rows(folders[0])
-    last = _saved_rows(folders[-1])
-    pairs = []
-    for name, before in first.items():
-        after = last.get(name)
-        if after is not None and after["prompt"] == before["prompt"]:
-            pairs.append(Pair(before, after))
-    return pairs
+    first = _saved_rows(by_epoch[min(by_epoch)])
+    last = _saved_rows(by_epoch[max(by_epoch)])
+    return [Pair(before, last[name]) for name, before in first.items() if name in last]
 
 
 def _saved_rows(folder: Path) -> dict[str, Row]:
     """Rows of an evaluation whose images were saved, by file name, with whole paths."""
     rows = {}
-    for row in read_rows(folder):
+    for row in read_json_lines(folder / "eval_data.jsonl"):
         if row["file"]:
             paths = {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
             rows[row["file"]] = row | paths
@@ -237,29 +225,33 @@ def _saved_rows(folder: Path) -> dict[str, Row]:
 # --- writing the page ---------------------------------------------------------------------------
 
 
-def write_report(
-    run_dir: Path,
-    out: Path,
-    judge: Sequence[Path] = (),
-    stage_seconds: Path | None = None,
-    title: str | None = None,
-) -> None:
-    """Write the page ``out``.
+@dataclass(frozen=True)
+class Page:
+    """What a page shows besides the run itself.
 
-    Args:
-        judge: JSON files of ``paco-reward accuracy --output``, the base's first; the first and the
-            last are compared.
-        stage_seconds: JSON ``{stage: seconds}`` of a larger pipeline that the run was part of.
-        title: Heading; None = the run's name.
+    Attributes:
+        title: The heading; "" = the run's name.
+        introduction: Sentences after the one that says what is trained.
+        names: Of further rewards.
+        evidence: Cards of "Can I trust it": ``label``, ``meaning``, and an ``image`` (a URL) or a
+            table (``head``, ``rows``).
+        seconds: Of stages of a larger pipeline, in place of the run's phases.
     """
-    run = read_run(run_dir)
-    seconds = json.loads(stage_seconds.read_bytes()) if stage_seconds else run.seconds
-    highlights, others = _gallery(run)
-    changing = {name: curve for name, curve in run.health.items() if np.ptp(curve[:, 1]) > 0}
-    constant = []
-    for name, curve in run.health.items():
-        if name not in changing:
-            constant.append(f"{HEALTH[name].label} {curve[0, 1]:.3g}")
+
+    title: str = ""
+    introduction: str = ""
+    names: Mapping[str, Name] = field(default_factory=dict)
+    evidence: Sequence[Mapping[str, Any]] = ()
+    seconds: Mapping[str, float] | None = None
+
+    def name(self, reward: str) -> Name:
+        """Of any reward."""
+        return (REWARDS | dict(self.names)).get(reward, Name(reward.replace("_", " "), ""))
+
+
+def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
+    """Write the page ``out`` about ``run``."""
+    highlights, others = _gallery(run, page)
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -269,38 +261,55 @@ def write_report(
     )
     template = environment.from_string(PAGE.read_text(encoding="utf-8"))
     with matplotlib.rc_context(PLOT):
-        page = template.render(
-            title=title or run_dir.resolve().name,
-            settings=_settings(run, seconds),
+        text = template.render(
+            title=page.title or run.name,
+            introduction=f"{_purpose(run, page)} {page.introduction}".strip(),
+            settings=_settings(run, page.seconds or run.seconds),
             highlights=highlights,
             others=others,
             num_pairs=len(run.pairs),
-            measures=_measures(run),
+            measures=_measures(run, page),
             colors={"training": TRAINING, "evaluation": EVALUATION},
             sides={part: run.option(part, "resolution") for part in ("train", "test")},
-            curves=_reward_plots(run),
-            judge=_judge_accuracy(judge),
-            oracle=_judge_and_oracle(run),
-            health=[_plot(HEALTH[name], [(curve, TRAINING)]) for name, curve in changing.items()],
-            constant=", ".join(constant),
+            curves=_reward_plots(run, page),
+            evidence=page.evidence,
+            health=[_plot(HEALTH[name], [(run.health[name], TRAINING)]) for name in run.health],
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    out.write_text(text, encoding="utf-8")
+
+
+def _purpose(run: RunReport, page: Page) -> str:
+    """What is trained, and what is wanted; "" if it is not known."""
+    weights = run.option("train", "reward_fn")
+    if not weights:
+        return ""
+    wanted = []
+    for name, weight in weights.items():
+        if weight:
+            label = page.name(name.rpartition(":")[2]).label
+            wanted.append(label if weight == 1 else f"{label} (weight {weight:g})")
+    model = Path(str(run.option("pretrained", "model")))  # a name of the hub, or a folder
+    return (
+        f"Reinforcement learning ({run.option('train', 'loss_type')}) changes the image generator "
+        f"{'/'.join(model.parts[-2:])} so that its images score higher in: {', '.join(wanted)}."
+    )
 
 
 def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
-    """The run in one line: what was trained, and how many minutes it took."""
+    """The run in one line: its size, whether it ended early, and how many minutes it took."""
     epochs = f"{run.epochs} epoch" if run.epochs == 1 else f"{run.epochs} epochs"
     parts = [epochs]
     if run.config:
+        planned = run.config["num_epochs"]
+        if run.epochs < planned:
+            epochs = f"stopped after {run.epochs} of {planned} epochs"
         prompts = run.option("sample", "unique_sample_num_per_epoch")
         images = run.option("sample", "num_images_per_prompt")
         side = run.option("train", "resolution")
-        model = Path(str(run.option("pretrained", "model")))  # a name of the hub, or a folder
         parts = [
-            "/".join(model.parts[-2:]),
-            str(run.option("train", "loss_type")),
-            f"{epochs} of {prompts} × {images} images at {side} px",
+            epochs,
+            f"{prompts} × {images} images at {side} px an epoch",
             f"evaluated at {run.option('test', 'resolution')} px",
             f"seed {run.config.get('seed')}",
         ]
@@ -311,20 +320,13 @@ def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
     return " · ".join(parts)
 
 
-def _name(reward: str) -> Name:
-    return REWARDS.get(reward, Name(reward.replace("_", " "), ""))
-
-
 # --- what changed -------------------------------------------------------------------------------
 
 
-def _gallery(run: RunReport) -> tuple[list[dict], list[dict]]:
+def _gallery(run: RunReport, page: Page) -> tuple[list[dict], list[dict]]:
     """Cards of the pairs with the largest gain and the largest loss, and of others."""
-    rewards = [name for name in run.train if name in run.test]
-    for name in run.test:
-        if name.startswith("oracle_consistency") and name not in rewards:
-            rewards.append(name)
-    rewards = rewards[:3] or list(run.test)[:2]
+    trained = [name for name in run.train if name in run.test]
+    rewards = list(dict.fromkeys([*trained, *run.test]))[:3]
     by_category = sorted(run.pairs, key=lambda pair: pair.before.get("category") or "")
     highlights = []
     changes = {}  # position → change of the first reward
@@ -337,17 +339,17 @@ def _gallery(run: RunReport) -> tuple[list[dict], list[dict]]:
         worst = min(changes, key=changes.get)
         if changes[best] > changes[worst]:
             for heading, position in (("Largest gain", best), ("Largest loss", worst)):
-                change = f"{heading}: {_name(rewards[0]).label} {changes[position]:+.2f}"
-                highlights.append(_card(by_category[position], rewards, change))
+                change = f"{heading}: {page.name(rewards[0]).label} {changes[position]:+.2f}"
+                highlights.append(_card(by_category[position], rewards, page, change))
             by_category = [p for i, p in enumerate(by_category) if i not in (best, worst)]
     # Chosen by category and place, never by score.
     count = min(OTHERS, len(by_category))
     places = np.linspace(0, len(by_category) - 1, count).round().astype(int)
-    others = [_card(by_category[place], rewards) for place in places]
+    others = [_card(by_category[place], rewards, page) for place in places]
     return highlights, others
 
 
-def _card(pair: Pair, rewards: Sequence[str], heading: str = "") -> dict[str, Any]:
+def _card(pair: Pair, rewards: Sequence[str], page: Page, heading: str = "") -> dict[str, Any]:
     """The images of a pair with their scores; for an edit, with the reference image first."""
     files = {"before": pair.before["file"], "after": pair.after["file"]}
     if pair.before.get("reference"):
@@ -360,7 +362,7 @@ def _card(pair: Pair, rewards: Sequence[str], heading: str = "") -> dict[str, An
     scores = {}
     for reward in rewards:
         texts = ["–" if score is None else f"{score:.2f}" for score in pair.scores(reward)]
-        scores[_name(reward).label] = " → ".join(texts)
+        scores[page.name(reward).label] = " → ".join(texts)
     return {
         "heading": heading,
         "category": pair.before.get("category") or "",
@@ -373,11 +375,11 @@ def _card(pair: Pair, rewards: Sequence[str], heading: str = "") -> dict[str, An
 # --- by how much --------------------------------------------------------------------------------
 
 
-def _measures(run: RunReport) -> list[list[str]]:
+def _measures(run: RunReport, page: Page) -> list[list[str]]:
     """Every evaluated reward in the first and the last evaluation, with the change."""
     rows = []
     for reward, curve in run.test.items():
-        row = [_name(reward).label]
+        row = [page.name(reward).label]
         for _, value, error in curve[[0, -1]]:
             row.append(f"{value:.3f}" if math.isnan(error) else f"{value:.3f} ± {error:.3f}")
         change = curve[-1, 1] - curve[0, 1]
@@ -385,7 +387,7 @@ def _measures(run: RunReport) -> list[list[str]]:
     return rows
 
 
-def _reward_plots(run: RunReport) -> list[dict]:
+def _reward_plots(run: RunReport, page: Page) -> list[dict]:
     """A plot for each reward, of training samples and evaluations; those that are trained first."""
     plots = []
     for reward in dict.fromkeys([*run.train, *run.test]):
@@ -393,7 +395,7 @@ def _reward_plots(run: RunReport) -> list[dict]:
         for part, color in ((run.train, TRAINING), (run.test, EVALUATION)):
             if reward in part:
                 curves.append((part[reward], color))
-        plots.append(_plot(_name(reward), curves))
+        plots.append(_plot(page.name(reward), curves))
     return plots
 
 
@@ -407,61 +409,34 @@ def _plot(name: Name, curves: Sequence[tuple[np.ndarray, str]]) -> dict[str, str
         axes.fill_between(epoch, value - error, value + error, color=color, alpha=0.18, linewidth=0)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    return name._asdict() | {"image": _svg(figure)}
+    return name._asdict() | {"image": svg_url(figure)}
 
 
-def _svg(figure: Figure) -> str:
+def svg_url(figure: Figure) -> str:
     """The figure as a URL that holds it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-# --- can I trust it -----------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------
 
 
-def _judge_accuracy(files: Sequence[Path]) -> list[list[str]]:
-    """Rows of a table: accuracy and AUC of the first and of the last judge."""
-    if not files:
-        return []
-    if len(files) == 1:
-        raise ValueError(f"{files[0]} alone compares nothing; give the base judge's file before it")
-    first = json.loads(files[0].read_bytes())
-    last = json.loads(files[-1].read_bytes())
-    rows = []
-    for name, label in (("accuracy", "accuracy"), ("auc", "AUC")):
-        if name in first and name in last:
-            rows.append([label, f"{first[name]:.3f}", f"{last[name]:.3f}"])
-    return rows
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if there is nothing to report on."""
+    parser = argparse.ArgumentParser(prog="report.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
+    parser.add_argument("--title", default="", help="heading of the page (default: the run's name)")
+    parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html)")
+    options = parser.parse_args(arguments)
+    out = options.out or options.run_dir / "report.html"
 
+    def run() -> None:
+        write_report(read_run(options.run_dir), out, Page(options.title))
+        print(out)
 
-def _judge_and_oracle(run: RunReport) -> dict[str, str] | None:
-    """The reward of each image against the oracle's, in the first and the last evaluation."""
-    oracles = [name for name in ("oracle_consistency", "oracle_edit") if name in run.test]
-    rewards = [name for name in run.train if name in run.test and name not in oracles]
-    if not oracles or not rewards:
-        return None
-    figure = Figure(figsize=(5, 3))
-    axes = figure.subplots()
-    points: dict[str, list] = {"before": [], "after": []}
-    for pair in run.pairs:
-        for when, row in pair._asdict().items():
-            point = [row["rewards"].get(oracles[0]), row["rewards"].get(rewards[0])]
-            if None not in point:
-                points[when].append(point)
-    for (when, values), color in zip(points.items(), ("#8a94a0", EVALUATION), strict=True):
-        label = f"{when} ({len(values)} images)"
-        axes.scatter(*np.reshape(values, (-1, 2)).T, s=14, alpha=0.6, color=color, label=label)
-    axes.set(xlabel=_name(oracles[0]).label, ylabel=_name(rewards[0]).label)
-    axes.legend()
-    return {
-        "label": "The reward against the oracle",
-        "meaning": "Each point is an image. Points in the upper left corner after training would "
-        "mean that the generator exploits the reward.",
-        "image": _svg(figure),
-    }
+    return run_command(run, OSError, ValueError)
 
 
 if __name__ == "__main__":
-    program = Path(__file__).resolve().parents[1] / "scripts" / "report.py"
-    runpy.run_path(str(program), run_name="__main__")
+    sys.exit(main())

@@ -1,85 +1,8 @@
-"""Evaluate an adapter or the base model as training does, or on benchmarks; compare two adapters.
+"""Evaluate adapters and benchmarks, or verify a checkpoint: ``paco_grpo/commands/evaluate.py``."""
 
-python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …] [OPTION …]
-    --adapter DIR   a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it out for
-                    the base model
-    --against DIR   another adapter, or `base`: same prompts and seeds, differences paired by prompt
-    --benchmarks t2is,gedit[=FOLDER]
-                    instead of the configuration's test set and rewards. t2is: consistency_score,
-                    subfig_clipT and pickscore on T2IS prompts. gedit: the editing questions on
-                    GEdit-Bench's edits. dataset/fetch.py makes the sets, the judge is the
-                    configuration's (vllm_server/launch.sh)
-    --images_per_prompt K
-                    at least 4: also w, b and w − b (docs/rewards.md), from K noises for each prompt
-    --output DIR    images, scores, sheet.png, results.md, results.json; of the other adapter in
-                    DIR/against
-    --verify DIR    only load the file of the checkpoint DIR in plain diffusers, and compare one
-                    image with the trainer's
-The same command continues where it stopped: images that are there are kept, and what is complete is
-not scored again.
-On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
-"""
-
-import argparse
-import logging
-import os
 import sys
-from pathlib import Path
 
-
-def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit status.
-
-    0 done, 1 ``--verify`` found a difference, 2 refused, 3 a reward failed.
-    """
-    if not {"-h", "--help"}.isdisjoint(arguments):
-        print(__doc__)
-        return 0
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--adapter")
-    parser.add_argument("--against")
-    parser.add_argument("--verify")
-    parser.add_argument("--benchmarks", default="")
-    parser.add_argument("--images_per_prompt", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("evaluation"))
-    command, rest = parser.parse_known_args(arguments)
-    is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
-    )
-    for noisy in ("httpx", "httpcore", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-    # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
-    from paco_grpo.commands.evaluate import evaluate_all
-    from paco_grpo.commands.verify import verify
-    from paco_grpo.evaluation.evaluate import EvaluationError
-    from paco_grpo.options import read_options
-    from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.training.build import USER_ERRORS
-    from paco_grpo.training.checks import require_promised_gpu
-
-    try:
-        require_promised_gpu(os.environ)
-        options, _ = read_options(rest)
-        if command.verify:
-            verification = verify(options, command.verify)
-            print(verification)
-            return 0 if verification.passed else 1
-        tables = evaluate_all(options, command)
-    except ScoringError as error:
-        print(f"error: a reward failed: {error}", file=sys.stderr)
-        return 3
-    except EvaluationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except (*USER_ERRORS, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if is_main:
-        print(f"{tables}images, scores and sheets are in {command.output}")
-    return 0
-
+from paco_grpo.commands.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -114,6 +114,7 @@ def policy_measures(run: Path) -> dict[str, Any]:
         "train_resolution": config["train"]["resolution"],
         "test_resolution": config["test"]["resolution"],
         "epochs": int(folders[-1].name.removeprefix("epoch_")),
+        "planned_epochs": config["num_epochs"],
         "num_images": count,
     }
 
@@ -171,10 +172,16 @@ def table(summary: dict[str, Any]) -> str:
             add(f"  {name.split('_')[2]}", base["kinds"][name], lora["kinds"][name], "accuracy")
         add("judge: AUC", base, lora, "auc")
         add("tau-b of histogram, of judge", rank["histogram"], rank, "kendalltau")
+        lines.append("  held-out: of images that the judge was not trained on")
+        lines.append("  tau-b: 1 if two rankings are the same, 0 by chance")
     policy = summary["policy"]
     lines.append(
         f"generator, {policy['test_resolution']} px, trained at {policy['train_resolution']} px"
     )
+    if policy["epochs"] < policy["planned_epochs"]:
+        lines.append(
+            f"  --minutes stopped it after {policy['epochs']} of {policy['planned_epochs']} epochs"
+        )
     for name, change in policy["change"].items():
         text = f"{change['mean']:+.3f} ±{change['stderr']:.3f}"
         add(f"  {LABELS[name]}", policy["before"], policy["after"], name, text)
@@ -193,7 +200,6 @@ def main() -> None:
     for line in (out / "done").read_text().splitlines():
         stage, duration = line.split()
         seconds[stage] = int(duration)
-    (out / "stage_seconds.json").write_text(json.dumps(seconds))
     summary = {
         "seed": arguments.seed,
         "commit": commit(),

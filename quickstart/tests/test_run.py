@@ -40,7 +40,7 @@ ORDER = [
     *("stop.sh", "build_world", "--sets_only", "annotate", "--rankings", "finish"),
     *("accuracy", "paco_reward.sh", "accuracy", "export"),
     *("eval_vllm", "histogram", "print_eval_table"),
-    *("launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary", "paco_grpo.report", "stop.sh"),
+    *("launch.sh", "train_flux.sh", "stop.sh", "paco_toy.summary", "paco_toy.report", "stop.sh"),
 ]
 COMMANDS = {
     "setup.sh": "",

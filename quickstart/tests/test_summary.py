@@ -17,7 +17,9 @@ from paco_toy.world import (
 
 def write_evaluation(run, epoch, rewards):
     """An evaluation; returns its folder and rows."""
-    (run / "config.yaml").write_text("train: {resolution: 64}\ntest: {resolution: 128}\n")
+    (run / "config.yaml").write_text(
+        "train: {resolution: 64}\ntest: {resolution: 128}\nnum_epochs: 12\n"
+    )
     folder = run / "eval" / f"epoch_{epoch:04d}"
     folder.mkdir(parents=True)
     rows = []

@@ -16,9 +16,8 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.atomic import write_atomically
 from paco_grpo.distributed.processes import Replicated, Stopped
-from paco_grpo.evaluation.images import EvaluationFolder
+from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
@@ -27,13 +26,15 @@ from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.streams import Stream
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
+from paco_judge.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the accelerator first
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(UserError):
     """An evaluation without one image that is finite: there is nothing to score."""
 
 
@@ -86,7 +87,8 @@ class Evaluation:
         Args:
             folder: Shared by all processes; see ``EvaluationFolder``.
             should_stop: Whether this process was asked to stop; asked before each batch.
-            keep_images: A batch whose images are all in ``folder`` is not sampled again.
+            keep_images: A batch whose images are all in ``folder`` is not sampled again; else they
+                are removed first.
 
         Returns:
             As ``evaluation_metrics``; None when a process was asked to stop.
@@ -102,11 +104,13 @@ class Evaluation:
         pictures = EvaluationFolder(folder, test.save_eval_images)
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
+            if not keep_images:
+                pictures.clear()
         accelerator.wait_for_everyone()
         queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size)
         with contextlib.closing(queue):
             try:
-                num_finite = self._sample(images, pictures, queue, should_stop, keep_images)
+                num_finite = self._sample(images, pictures, queue, should_stop)
                 scores = queue.gathered(accelerator, len(images), should_stop)
             except Stopped:
                 return None
@@ -133,42 +137,30 @@ class Evaluation:
         pictures: EvaluationFolder,
         queue: ScoreQueue,
         should_stop: Callable[[], bool],
-        keep_images: bool,
     ) -> int:
         """Sample, save and submit the images; returns how many are finite, over all processes."""
         policy = self.policy
         accelerator = self.strategy.accelerator
-        num_finite = 0  # of this process
 
-        def score(decoded: list[Image.Image | None], batch: Batch) -> None:
-            """Submit images to the rewards, and show them in the sheet."""
-            nonlocal num_finite
+        def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
+            """Submit images to the rewards, and write them to the folder."""
             rows = [number // accelerator.num_processes for number in batch.numbers]
             queue.submit(decoded, [images[number].item for number in batch.numbers], rows)
             for number, image in zip(batch.numbers, decoded, strict=True):
                 if image is not None:
-                    num_finite += 1
-                    pictures.show(number, image, images[number].item)
-
-        def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
-            score(decoded, batch)
-            for number, image in zip(batch.numbers, decoded, strict=True):
-                if image is not None:
-                    pictures.save(number, image)
+                    pictures.add(number, image, images[number].item)
 
         # This process's images in batches of one size. What is saved already is only scored.
         numbers = range(accelerator.process_index, len(images), accelerator.num_processes)
         items = [images[number].item for number in numbers]
         batches = []
-        for plan in evaluation_batches(policy, items, self.options):
-            batch = dataclasses.replace(plan, numbers=[numbers[i] for i in plan.numbers])
-            saved: list[Image.Image | None] = [None]
-            if keep_images:
-                saved = [pictures.read(number) for number in batch.numbers]
+        for batch in evaluation_batches(policy, items, self.options):
+            batch = dataclasses.replace(batch, numbers=[numbers[i] for i in batch.numbers])
+            saved = [pictures.read(number) for number in batch.numbers]
             if None in saved:
                 batches.append(batch)
             else:
-                score(saved, batch)
+                deliver(saved, batch)
 
         # Sample the others. In lockstep with other processes, some batches are dummies.
         (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
@@ -183,7 +175,7 @@ class Evaluation:
             if not is_dummy:
                 deliver(decode(policy, latents, batch), batch)
         pictures.write_sheet(accelerator.is_main_process)
-        return sum(gather_object([num_finite]))
+        return sum(gather_object([pictures.count]))
 
     def _encode_ahead(self, images: Sequence[EvaluationImage], batches: Sequence[Batch]) -> None:
         """Encode the prompts of several batches in one call; the policy caches the features."""

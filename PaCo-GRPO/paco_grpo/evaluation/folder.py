@@ -1,58 +1,137 @@
-"""An evaluation that can be continued: what it depends on, and whether all of it is there."""
+"""The folder of an evaluation: its images, and whether a command may continue there."""
 
-import dataclasses
-import hashlib
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from huggingface_hub import try_to_load_from_cache
+from accelerate.utils import gather_object
+from PIL import Image
 
-from paco_grpo.atomic import write_atomically
-from paco_grpo.evaluation.pictures import read_rows
-from paco_grpo.hashing import hash_samples, hash_value
-from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.evaluation.pictures import contact_sheet, thumbnail
+from paco_grpo.options import OPTIONS, ConfigError, RunOptions
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
-from paco_judge.json_io import DamagedJson, parse_object
+from paco_judge.files import fingerprint, write_atomically
+from paco_judge.images import read_image
+
+_SHEET_IMAGES = 36
+_REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
+# Options that change the images, besides all of ``pretrained`` and ``test``.
+_OF_IMAGES = (
+    "allow_tf32", "item_size", "max_sequence_length", "mixed_precision", "prompt_fn",
+    "sample.guidance_scale", "sample.negative_prompt", "seed", "speed.attention", "speed.compile",
+)  # fmt: skip
+_BY_CONTENT = ("pretrained.model", "test.reward_fn", "test.reward_fn_kwargs")
+
+
+class _Cell(NamedTuple):
+    """A place in the contact sheet."""
+
+    number: int
+    image: Image.Image
+    reference: Image.Image | None
+    prompt: str
+
+
+class EvaluationFolder:
+    """Holds ``00000.png …`` and, for an editor, a small copy of each reference image.
+
+    ``saves_images``: as ``config.test.save_eval_images``. Without it, only the contact sheet is
+    written.
+
+    Attributes:
+        count: Images that this process added.
+    """
+
+    def __init__(self, path: Path, saves_images: bool = True) -> None:
+        self.path = path
+        self.saves_images = saves_images
+        self.count = 0
+        self._cells: list[_Cell] = []  # of this process
+
+    def image_file(self, number: int) -> Path:
+        """Where image ``number`` is, or would be."""
+        return self.path / f"{number:05d}.png"
+
+    def reference_file(self, number: int) -> Path:
+        """Where the small copy of its reference image is, or would be."""
+        return self.path / "references" / f"{number:05d}.png"
+
+    def clear(self) -> None:
+        """Remove the images of an earlier evaluation."""
+        for file in self.path.glob("[0-9]*.png"):
+            file.unlink()
+
+    def read(self, number: int) -> Image.Image | None:
+        """Image ``number``, if it was saved before."""
+        file = self.image_file(number)
+        return read_image(file) if file.is_file() else None
+
+    def add(self, number: int, image: Image.Image, item: Item) -> None:
+        """Save an image of ``item`` unless it is there, and show it in the sheet."""
+        self.count += 1
+        file = self.image_file(number)
+        if self.saves_images and not file.exists():
+            content = io.BytesIO()
+            # Level 1: a smaller file would cost more time than writing a larger one.
+            image.save(content, format="PNG", compress_level=1)
+            write_atomically(file, content.getvalue())
+        in_sheet = number < _SHEET_IMAGES
+        reference = item.image if self.saves_images or in_sheet else None
+        if self.saves_images and reference is not None:
+            file = self.reference_file(number)
+            file.parent.mkdir(exist_ok=True)
+            copy = reference.copy()
+            copy.thumbnail((_REFERENCE_SIDE, _REFERENCE_SIDE))
+            copy.save(file)
+        if in_sheet:
+            small_reference = thumbnail(reference) if reference is not None else None
+            self._cells.append(_Cell(number, thumbnail(image), small_reference, item.prompt))
+
+    def write_sheet(self, is_main: bool) -> None:
+        """Write ``sheet.png`` with the first images of all processes; a collective operation."""
+        cells = sorted(gather_object(self._cells), key=attrgetter("number"))
+        if not is_main or not cells:
+            return
+        images = [cell.image for cell in cells]
+        references = [cell.reference for cell in cells]
+        prompts = [cell.prompt for cell in cells]
+        if None in references:
+            sheet = contact_sheet(images)
+        else:
+            sheet = contact_sheet(images, prompts, references)
+        sheet.save(self.path / "sheet.png")
 
 
 def is_complete(
-    folder: Path,
-    options: RunOptions,
-    items: Sequence[Item],
-    rewards: Mapping[str, Reward],
-    adapter: Path | None,
+    folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
 ) -> bool:
     """Whether ``folder`` holds all images and scores of this evaluation.
 
     If not, ``evaluation.json`` records what they depend on, so that only the same evaluation
-    continues there.
+    continues there. Other rewards score the same images.
 
     Raises:
-        ConfigError: The folder holds images of another evaluation, or its record is damaged.
+        ConfigError: The folder holds images of another evaluation.
     """
-    identity = _identity(options, items, rewards, adapter)
+    identity = _identity(options, rewards, adapter)
     record = folder / "evaluation.json"
     metrics = folder / "metrics.json"
     if record.exists() or any(folder.glob("[0-9]*.png")):
-        earlier = _read_record(record)
+        earlier = json.loads(record.read_bytes()) if record.exists() else {}
         changed = [name for name in identity if earlier.get(name) != identity[name]]
-        # The adapter's hash counts, not its place. Other rewards only change the scores.
-        of_images = [name for name in changed if name not in ("adapter", "rewards")]
+        of_images = [name for name in changed if name != "rewards"]
         if of_images:
             names = ", ".join(of_images)
             raise ConfigError(
                 f"{folder} holds images with another {names}: choose another --output"
             )
-        num_images = options.test.num_images or len(items)
-        if (
-            "rewards" not in changed
-            and metrics.is_file()
-            and _has_all_scores(folder, num_images, rewards)
-        ):
-            return True
+        if not changed and metrics.is_file():
+            missing_share = json.loads(metrics.read_bytes())["eval/missing_share"]
+            return missing_share == 0
     folder.mkdir(parents=True, exist_ok=True)
     metrics.unlink(missing_ok=True)
     write_atomically(record, json.dumps(identity, indent=1))
@@ -60,84 +139,20 @@ def is_complete(
 
 
 def _identity(
-    options: RunOptions,
-    items: Sequence[Item],
-    rewards: Mapping[str, Reward],
-    adapter: Path | None,
+    options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
 ) -> dict[str, Any]:
     """Everything that changes images or scores; ``rewards`` alone changes only scores."""
-    pretrained = options.pretrained
     identity: dict[str, Any] = {
-        "model": str(pretrained.model),
-        "weights": _weights_identity(str(pretrained.model)),
-        "quantize": pretrained.quantize,
-        "adapter": adapter,
-        "adapter_sha256": _adapter_hash(adapter),
-        "prompts": hash_value([_item_content(item, options.dataset) for item in items]),
-        "guidance_scale": options.sample.guidance_scale,
-        "negative_prompt": options.sample.negative_prompt,
-        "attention": options.speed.attention,
-        "compile": options.speed.compile,
+        "model": fingerprint(options.pretrained.model),
+        "data set": fingerprint(options.dataset),
+        "adapter": fingerprint(adapter) if adapter else None,
     }
-    for name in ("mixed_precision", "allow_tf32", "item_size", "max_sequence_length", "seed"):
-        identity[name] = getattr(options, name)
-    test = dataclasses.asdict(options.test)
-    identity["test"] = {name: test[name] for name in test if not name.startswith("reward")}
+    for name in OPTIONS:
+        of_images = name in _OF_IMAGES or name.startswith(("pretrained.", "test."))
+        if of_images and name not in _BY_CONTENT:
+            identity[f"config.{name}"] = attrgetter(name)(options)
     identity["rewards"] = {}
     for name, reward in rewards.items():
         arguments = {key: value for key, value in reward.kwargs.items() if key != "api_key"}
         identity["rewards"][name] = [arguments, reward.record]
     return json.loads(json.dumps(identity, default=str))
-
-
-def _read_record(record: Path) -> dict[str, Any]:
-    if not record.exists():
-        return {}
-    try:
-        return parse_object(record.read_bytes())
-    except (OSError, DamagedJson) as error:
-        raise ConfigError(
-            f"{record} is damaged ({error}), so it is unknown what made the images beside it: "
-            "choose another --output"
-        ) from error
-
-
-def _has_all_scores(folder: Path, num_images: int, rewards: Mapping[str, Reward]) -> bool:
-    """A damaged or incomplete file is as good as none: the images are scored again."""
-    try:
-        rows = read_rows(folder)
-        for row in rows:
-            if None in [row["rewards"][name] for name in rewards]:
-                return False
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return len(rows) == num_images
-
-
-def _item_content(item: Item, dataset: str) -> list[Any]:
-    """What an evaluation takes from an item; of reference images, samples of the files' content."""
-    names = item.metadata.get("images", [item.metadata.get("image")])
-    files = []
-    if item.num_references and isinstance(names, list):
-        files = [Path(dataset) / str(name) for name in names]
-    references = hash_samples(file for file in files if file.is_file())
-    return [item.item_id, item.prompt, item.height, item.width, item.metadata, references]
-
-
-def _weights_identity(model: str) -> str:
-    """Samples of the weights in a folder, or the commit of a hub name."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return hash_samples(sorted(folder.rglob("*.safetensors")))
-    cached = try_to_load_from_cache(model, "model_index.json")
-    return Path(cached).parent.name if isinstance(cached, str) else ""
-
-
-def _adapter_hash(adapter: Path | None) -> str | None:
-    if adapter is None:
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(adapter.iterdir()):
-        if file.suffix == ".safetensors" or file.name == "adapter_config.json":
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -5,7 +5,6 @@ import resource
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 
 
 def epoch_metrics(
@@ -37,6 +36,8 @@ def epoch_metrics(
     metrics |= {f"time/{name}_s": value for name, value in times.items()}
     metrics |= health
     if memory:
+        import torch  # here, so that what only reads runs does not wait for it
+
         metrics["memory/peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if torch.cuda.is_available():
             metrics["memory/peak_cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20

@@ -78,13 +78,6 @@ class MetricsFile:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
         self._rewrite([row for row in self.rows() if row["epoch"] <= epoch])
 
-    def replace(self, row: Mapping[str, Any]) -> None:
-        """Put ``row`` in the place of the one with its phase and epoch."""
-        rows = self.rows()
-        keys = [(other["phase"], other["epoch"]) for other in rows]
-        rows[keys.index((row["phase"], row["epoch"]))] = _storable(row)
-        self._rewrite(rows)
-
     def set_aside(self) -> None:
         """Rename the file where a run begins again: no checkpoint continues its rows."""
         if self.path.exists():

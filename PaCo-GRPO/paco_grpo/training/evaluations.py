@@ -1,15 +1,13 @@
-"""The evaluations of a run: when one is due, repeated where scores are missing, and reported."""
+"""The evaluations of a run: when one is due, and what is reported of it."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from paco_grpo.checkpoint import files
 from paco_grpo.distributed.processes import Stopped, main_decides
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.images import EvaluationFolder
 from paco_grpo.evaluation.pictures import log_pictures
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import rewards_line
@@ -39,45 +37,14 @@ class Evaluations:
         )
         if epoch in evaluated:
             return  # before the run was resumed
-        # An evaluation that was interrupted has left images, which need not be sampled again.
-        earlier = self.run.earlier
-        metrics = self._evaluate(epoch, earlier.same_evaluations and epoch == earlier.epoch)
+        metrics = self._evaluate(epoch)
         self.run.log("eval", metrics)
         self._report(epoch, metrics)
-
-    def repeat_incomplete(self) -> None:
-        """Score the images of evaluations again that lack scores, once for each evaluation.
-
-        All images must be there, because the weights are gone, unless the run resumes at them.
-        """
-        if not self.run.earlier.same_evaluations:
-            return
-        incomplete = main_decides(self.run.accelerator, self._incomplete)
-        for row in incomplete:
-            epoch = row["epoch"]
-            logger.info("repeating the evaluation after epoch %d, which lacks scores", epoch)
-            metrics = self._evaluate(epoch, keep_images=True)
-            if self.run.accelerator.is_main_process:
-                head = {name: row[name] for name in ("epoch", "step", "train_time", "phase")}
-                self.run.metrics.replace(head | metrics | {"eval/repeated": 1.0})
-            self._report(epoch, metrics)
-
-    def _incomplete(self) -> list[dict[str, Any]]:
-        rows = []
-        for row in self.run.metrics.rows("eval"):
-            folder = EvaluationFolder(self._folder(row["epoch"]))
-            num_images = int(row.get("eval/num_images", 0))
-            if row.get("eval/missing_share", 0) == 0 or "eval/repeated" in row:
-                continue
-            has_images = all(folder.read(number) for number in range(num_images))
-            if has_images or row["epoch"] == self.run.state.epoch:
-                rows.append(row)
-        return rows
 
     def _folder(self, epoch: int) -> Path:
         return self.run.folder / "eval" / files.checkpoint_name(epoch)
 
-    def _evaluate(self, epoch: int, keep_images: bool) -> dict[str, float]:
+    def _evaluate(self, epoch: int) -> dict[str, float]:
         """Evaluate the averaged weights, or stop the run here if too few images have scores."""
         run = self.run
         options = run.options
@@ -93,7 +60,7 @@ class Evaluations:
                 run.state.strategy,
                 merges_lora(options, policy.device),
             )
-            metrics = evaluation.run(self._folder(epoch), self.is_signaled, keep_images)
+            metrics = evaluation.run(self._folder(epoch), self.is_signaled)
         if metrics is None:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started

@@ -40,24 +40,6 @@ _BOUND = (
 )
 # Options that may differ without a message; the text length may be derived.
 _UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
-# Options that change no image and no score of an evaluation, so that its images can be scored
-# again.
-_WITHOUT_EFFECT_ON_EVALUATIONS = (
-    *_UNIMPORTANT,
-    "project_name",
-    "save_dir",
-    "save_freq",
-    "eval_freq",
-    "num_checkpoint_limit",
-    "num_epochs",
-    "max_train_minutes",
-    "logging_platform",
-    "enable_mem_log",
-    "train.max_missing_reward_fraction",
-    "train.stop_on_collapse",
-    "train.reward_fn_kwargs",
-    "test.reward_fn_kwargs",
-)
 # What is hashed → the option that names it.
 _HASHES = {
     "prompts": "dataset",
@@ -74,7 +56,6 @@ class Earlier:
     hashes: Mapping[str, str]  # of the prompt set and the model's weights now, for plan.json
     checkpoint: Path | None = None  # None: the run starts from its beginning
     epoch: int = 0  # of the checkpoint
-    same_evaluations: bool = False  # its evaluations were made with the options of now
 
 
 def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence[Item]]) -> Earlier:
@@ -106,17 +87,10 @@ def find_earlier(options: RunOptions, folder: Path, items: Mapping[str, Sequence
         return Earlier(hashes)
     verify(checkpoint)
     epoch = read_numbers(checkpoint)["epoch"]
-    changed = _compare(options, checkpoint.parents[1], hashes)
+    _compare(options, checkpoint.parents[1], hashes)
     if checkpoint.parents[1] == folder:
         _warn_of_missing_rows(metrics.path, rows, epoch)
-    # Others, such as stopped_epoch_0002, have weights from the middle of an epoch.
-    is_own = checkpoint == folder / "checkpoints" / files.checkpoint_name(epoch)
-    return Earlier(
-        hashes=hashes,
-        checkpoint=checkpoint,
-        epoch=epoch,
-        same_evaluations=is_own and set(changed) <= set(_WITHOUT_EFFECT_ON_EVALUATIONS),
-    )
+    return Earlier(hashes, checkpoint, epoch)
 
 
 def load_state(run: Run) -> None:
@@ -198,8 +172,8 @@ def _warn_of_missing_rows(path: Path, rows: Sequence[Mapping[str, Any]], epoch: 
         )
 
 
-def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Log the options that differ from the run in ``earlier``, refuse some, return their names."""
+def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> None:
+    """Log the options that differ from the run in ``earlier``, and refuse some."""
     changed = _changed_options(options, earlier / "config.yaml")
     bound = [text for name, text in changed.items() if name in _BOUND]
     plan = _saved_plan(earlier / "plan.json")
@@ -220,8 +194,6 @@ def _compare(options: RunOptions, earlier: Path, hashes: Mapping[str, str]) -> l
             "ones",
             options.dataset,
         )
-        return [*changed, "test items"]
-    return list(changed)
 
 
 def _changed_options(options: RunOptions, path: Path) -> dict[str, str]:

@@ -76,7 +76,6 @@ class Trainer:
         try:
             with self.signals.listening(), resumable(run, self.signals):
                 load_state(run)
-                self.evaluations.repeat_incomplete()
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.
                     run.probe.prepare()

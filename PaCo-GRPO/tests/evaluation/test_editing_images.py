@@ -5,7 +5,7 @@ from PIL import Image
 from tiny_run import tiny_edit_options, train
 
 from paco_grpo.evaluation.pictures import read_rows
-from paco_grpo.report import write_report
+from paco_grpo.report import read_run, write_report
 
 
 def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
@@ -22,7 +22,7 @@ def test_reference_images_are_kept_and_shown(tiny_folder, tmp_path):
             ).all()  # small ones are kept as they are
     with Image.open(folder / "sheet.png") as sheet:  # 5 pairs in 2 columns
         assert sheet.size == (2 * (2 * 164 + 8), 3 * (164 + 14))
-    write_report(run.folder, tmp_path / "report.html")
+    write_report(read_run(run.folder), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figcaption>reference</figcaption>") == 5
     assert page.count("<figure>") == 15

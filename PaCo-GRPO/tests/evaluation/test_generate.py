@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from fakes import fake_judge
 from PIL import Image
 from tiny_policies import EDITORS, disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script
@@ -47,7 +48,8 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
             f"--config.sample.guidance_scale={guidance}",
             "--config.sample.negative_prompt= ",
         ]
-    prompts = ["--prompt", "make it blue", "--prompt", "1x2 [LEFT]: a. [RIGHT]: b."]
+    (tmp_path / "prompts.txt").write_text("1x2 [LEFT]: a. [RIGHT]: b.\n\n")
+    prompts = ["--prompt", "make it blue", "--prompts_file", tmp_path / "prompts.txt"]
     more = [*prompts, "--seeds", "0,7", "--adapter", tmp_path / "adapter", *images]
     status = generate.main(arguments(name, tiny_folder(name), *more, "--output", tmp_path / "out"))
     assert status == 0, capsys.readouterr().err
@@ -63,29 +65,6 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
             assert image.width > image.height
 
 
-def test_items_with_and_without_an_image(generate, tiny_folder, tmp_path):
-    """A model that takes any number of references: the sheet shows each image beside its own."""
-    picture(1).save(tmp_path / "a.png")
-    rows = [{"prompt": "x"}, {"prompt": "y", "image": "a.png"}]
-    (tmp_path / "test_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ["--prompts-file", tmp_path / "test_metadata.jsonl", "--output", tmp_path / "out"]
-    more.append("--config.sample.guidance_scale=4")
-    assert generate.main(arguments("flux2", tiny_folder("flux2"), *more)) == 0
-    assert (tmp_path / "out" / "sheet.png").is_file()
-
-
-def test_images_of_an_earlier_command_are_kept(generate, tiny_folder, tmp_path, capsys):
-    command = arguments("flux", tiny_folder("flux"), "--prompt", "x", "--output", tmp_path / "out")
-    assert generate.main(command) == 0
-    image = tmp_path / "out" / "00000_seed0.png"
-    content = image.read_bytes()
-    assert generate.main([*command, "--config.seed=1"]) == 2
-    assert "00000_seed0.png is there already" in capsys.readouterr().err
-    assert image.read_bytes() == content
-    assert generate.main([*command, "--seeds", "1,2"]) == 0  # other files
-    assert generate.main([*command, "--overwrite"]) == 0
-
-
 @pytest.mark.parametrize(
     ("name", "words", "named"),
     [
@@ -97,9 +76,8 @@ def test_images_of_an_earlier_command_are_kept(generate, tiny_folder, tmp_path, 
             "--prompt x --prompt x --prompt x --image FOLDER/a.png --image FOLDER/a.png",
             "--image is given 2",
         ),
-        ("flux", "--prompts-file FOLDER/broken.jsonl", "broken.jsonl:1: field 'prompt'"),
-        ("flux_kontext", "--prompts-file FOLDER/number.jsonl", "image must be a file name"),
-        ("flux_kontext", "--prompts-file FOLDER/numbers.jsonl", "image must be a file name"),
+        ("flux_kontext", "--prompt x --image FOLDER/none.png", "none.png"),
+        ("flux", "--prompts_file FOLDER/none.txt", "none.txt"),
         ("flux", "--prompt x --adapter FOLDER/none", "--adapter"),
     ],
 )
@@ -107,16 +85,47 @@ def test_wrong_arguments_are_one_clear_line(
     generate, tiny_folder, tmp_path, capsys, name, words, named
 ):
     picture(1).save(tmp_path / "a.png")
-    (tmp_path / "broken.jsonl").write_text('{"text": "x"}\n')
-    (tmp_path / "number.jsonl").write_text('{"prompt": "x", "image": 5}\n')
-    (tmp_path / "numbers.jsonl").write_text('{"prompt": "x", "images": 5}\n')
     words = words.replace("FOLDER", str(tmp_path)).split()
     command = arguments(name, tiny_folder(name), *words, "--output", tmp_path / "out")
-    assert generate.main(command) == 2
+    assert generate.main(command) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert named in error
-    for seeds in ("0", "1,-1", "x", "0,0", "3,1,3", "1000000000", "99999999999999999999"):
+    for seeds in ("0", "1,-1", "x", "3,1,3", "0,99999999999999999999"):
         with pytest.raises(SystemExit, match="2"):
             generate.main(["--prompt", "x", f"--seeds={seeds}"])
     assert not (tmp_path / "out").exists()
+
+
+def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path, capsys):
+    checkpoint = trained_run.folder / "checkpoints" / "epoch_0002"
+    out = tmp_path / "out"
+    main = load_script("generate").main
+    kwargs = {"consistency_score": {"model": "Paco-Reward-7B", "port": 1}}
+    arguments = ["--config", str(checkpoint.parents[1] / "saved.yaml")]
+    arguments += ["--adapter", str(checkpoint), "--seeds", "3", "--output", str(out)]
+    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b."]
+    row = {"prompt": "2x1 grid. [TOP]: a. [BOTTOM]: b.", "idx": "7"}
+    (tmp_path / "test_metadata.jsonl").write_text(f"{json.dumps(row)}\n")
+    arguments += ["--prompts_file", str(tmp_path / "test_metadata.jsonl")]
+    arguments.append(f"--config.train.reward_fn_kwargs={kwargs}")
+
+    def respond(number, request):
+        """The question at the start is answered, the next one is not."""
+        return (400, {}, {}) if number == 2 else fake_judge.by_content(number, request)
+
+    with fake_judge.FakeJudge(respond) as judge:
+        assert main([*arguments, "--judge", judge.url, "--best", "1"]) == 0
+    rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
+    assert [row["file"] for row in rows] == [
+        f"0000{item}_seed{seed}.png" for item in (0, 1) for seed in range(3)
+    ]
+    assert sum(row["judge"] is None for row in rows) == 1
+    best = [max(three, key=lambda row: row["judge"] or 0)["file"] for three in (rows[:3], rows[3:])]
+    assert [row["file"] for row in rows if row["kept"]] == best
+    assert {path.name for path in out.glob("0*.png")} == set(best)
+    with Image.open(out / "sheet.png") as sheet:
+        width, height = sheet.size
+    assert 3 * height > 2 * width  # two rows of three, with a line below each picture
+    assert main([*arguments, "--judge", judge.url]) == 1
+    assert judge.url in capsys.readouterr().err

@@ -1,6 +1,5 @@
-"""Evaluations that lack scores: they stop the run, or are scored again when it resumes."""
+"""Evaluations that lack scores: too many stop the run, and a resume evaluates again."""
 
-import logging
 import math
 
 import pytest
@@ -59,34 +58,13 @@ def test_too_few_scores_stop_the_run_and_the_evaluation_is_repeated(run, tmp_pat
     assert means(options) == means(complete)
 
 
-def test_a_few_missing_scores_are_asked_for_again_once(run, tmp_path, caplog):
-    complete = run(run_name="complete")
-    train(complete)
-    lenient = {"train__max_missing_reward_fraction": 0.5, "share": 0.4}
+def test_a_few_missing_scores_are_left_out(run, tmp_path):
     (tmp_path / "absent").touch()
-    train(run(num_epochs=1, **lenient))
-    rows = rows_of(run(), "eval")
+    options = run(num_epochs=1, train__max_missing_reward_fraction=0.5, share=0.4)
+    train(options)
+    rows = rows_of(options, "eval")
     assert [row["eval/missing_share"] for row in rows] == [0.4, 0.4]
     assert [row["eval/absent_while_missing"] for row in rows] == [0.4, 0.4]
-    (tmp_path / "absent").unlink()
-    with caplog.at_level(logging.INFO):
-        train(run(resume_from="latest", **lenient))
-    assert caplog.text.count("which lacks scores") == 2
-    assert means(run()) == means(complete)  # from the images: the weights of epoch 0 are gone
-    assert [row["phase"] for row in rows_of(run())] == [row["phase"] for row in rows_of(complete)]
-    caplog.clear()
-    train(run(resume_from="latest", num_epochs=3, **lenient))
-    assert "which lacks scores" not in caplog.text
-
-
-def test_images_of_other_settings_are_not_scored_again(run, tmp_path, caplog):
-    lenient = {"train__max_missing_reward_fraction": 1, "num_epochs": 1}
-    (tmp_path / "absent").touch()
-    train(run(**lenient))
-    (tmp_path / "absent").unlink()
-    with caplog.at_level(logging.INFO):
-        train(run(resume_from="latest", test__num_steps=3, **lenient))
-    assert "which lacks scores" not in caplog.text
 
 
 def test_rewards_of_weight_0_may_be_absent(run, tmp_path):
@@ -121,22 +99,3 @@ def test_an_evaluation_without_a_finite_image_is_an_error(run, tmp_path, monkeyp
     with pytest.raises(TrainingStopped, match="after epoch 1, none of the 5 evaluation images is"):
         Trainer(built).fit()
     assert [row["epoch"] for row in rows_of(options, "eval")] == [0]
-
-
-def test_a_damaged_picture_is_sampled_again_or_not_scored_again(run, tmp_path):
-    """After a power loss a picture may be empty.
-
-    Those of earlier epochs cannot be sampled again.
-    """
-    complete = run(run_name="complete")
-    train(complete)
-    lenient = {"train__max_missing_reward_fraction": 0.5, "share": 0.4}
-    (tmp_path / "absent").touch()
-    train(run(num_epochs=1, **lenient))
-    (tmp_path / "absent").unlink()
-    for epoch in (0, 1):
-        (tmp_path / f"runs/run/eval/epoch_{epoch:04d}/00002.png").write_bytes(b"")
-    train(run(num_epochs=1, resume_from="latest", **lenient))
-    first, second = rows_of(run(), "eval")
-    assert first["eval/missing_share"] == 0.4 and "eval/repeated" not in first
-    assert second["eval/absent_while_mean"] == means(complete)[1]

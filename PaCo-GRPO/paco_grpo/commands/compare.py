@@ -1,0 +1,212 @@
+"""The work of ``evaluate``: images and scores of one or two adapters, their tables; ``--verify``."""
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.distributed.launch import start_processes
+from paco_grpo.distributed.processes import Replicated, main_decides
+from paco_grpo.evaluation.agreement import agreement, measuring, table
+from paco_grpo.evaluation.benchmarks import options_for
+from paco_grpo.evaluation.evaluate import Evaluation
+from paco_grpo.evaluation.folder import is_complete
+from paco_grpo.evaluation.intervals import markdown, reward_intervals
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.evaluation.verify import Verification, skip_reason
+from paco_grpo.options import ConfigError, RunOptions, read_options
+from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.loading import text_length
+from paco_grpo.rewards.registry import Reward, build_rewards, write_records
+from paco_grpo.training import checks
+from paco_grpo.training.build import (
+    apply_speed,
+    evaluation_reward_kwargs,
+    find_adapter,
+    load_generator,
+)
+from paco_grpo.training.plan import merges_lora
+from paco_grpo.training.verification import verify_checkpoint
+from paco_grpo.types import Item
+from paco_judge.files import write_atomically
+
+BASE = "base"
+DIFFERENCE = "difference"  # column of the results
+logger = logging.getLogger("evaluate")
+
+
+class PromptSet(NamedTuple):
+    """Prompts with the options and rewards of their evaluation."""
+
+    options: RunOptions
+    items: list[Item]
+    rewards: dict[str, Reward]
+
+
+def compare_adapters(options: RunOptions, command: argparse.Namespace) -> str:
+    """Evaluate the adapter and its opponent, on all benchmarks; returns the tables.
+
+    Without benchmarks, on the configuration's test set. All sets, rewards and adapters are checked
+    before anything is sampled.
+    """
+    options = checks.with_text_length(options)
+    options_of = {}  # by folder
+    for benchmark in command.benchmarks.split(","):
+        if benchmark:
+            folder = command.output / benchmark.partition("=")[0]
+            options_of[folder] = options_for(options, benchmark)
+    has_benchmarks = bool(options_of)
+    if not has_benchmarks:
+        options_of[command.output] = options
+    images_per_prompt = command.images_per_prompt
+    for folder, set_options in options_of.items():
+        if images_per_prompt != 1:
+            options_of[folder] = measuring(set_options, images_per_prompt)
+        checks.check_run(options_of[folder])
+    adapters = {"": _adapter(command.adapter, "--adapter")}  # by folder below the set's
+    if command.against:
+        adapters["against"] = _adapter(command.against, "--against")
+
+    strategy = start_processes(options)
+    accelerator = strategy.accelerator
+    prompt_sets = {}
+    for folder, set_options in options_of.items():
+        prompt_sets[folder] = prepare(set_options, accelerator, folder, images_per_prompt)
+    for folder, prompt_set in prompt_sets.items():
+        adapter_of = {folder / name: adapter for name, adapter in adapters.items()}
+        sample_adapters(prompt_set, strategy, adapter_of)
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return ""
+    tables = []
+    for folder in prompt_sets:
+        tables_of_set = results(folder, command.adapter, command.against)
+        tables.append(f"## {folder.name}\n\n{tables_of_set}" if has_benchmarks else tables_of_set)
+    return "\n".join(tables)
+
+
+def _adapter(place: str | None, option: str) -> Path | None:
+    """The adapter's folder; None for the base model."""
+    return find_adapter(place, option) if place and place != BASE else None
+
+
+def prepare(
+    options: RunOptions, accelerator: Accelerator, folder: Path, images_per_prompt: int
+) -> PromptSet:
+    """Read and check the prompts, and build rewards that have answered."""
+    checks.check_writable(folder, option="--output")
+    items = load_prompts(options.dataset, "test", options.prompt_fn)
+    checks.check_items(options, {"test": items})
+    if images_per_prompt > 1:
+        test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
+        options = dataclasses.replace(options, test=test)
+        if not any(item.metadata.get("open") for item in items):
+            logger.warning(
+                "no prompt is open, so there is no w − b; python dataset/fetch.py t2is --open_twins "
+                "makes some"
+            )
+    text_length(options, items)  # warns of prompts that will be truncated
+    kwargs = evaluation_reward_kwargs(options)
+    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
+    for reward in rewards.values():
+        reward.check()
+        reward.check_items(items)
+    if accelerator.is_main_process:
+        write_records(rewards, folder)
+    return PromptSet(options, items, rewards)
+
+
+def sample_adapters(
+    prompt_set: PromptSet, strategy: Replicated, adapters: Mapping[Path, Path | None]
+) -> None:
+    """Write images and scores of each adapter (None: the base model) to its folder."""
+    options, items, rewards = prompt_set
+    for folder, adapter in adapters.items():
+        if main_decides(
+            strategy.accelerator, partial(is_complete, folder, options, rewards, adapter)
+        ):
+            continue
+        logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
+        policy = load_generator(options, strategy.loading_device)
+        if adapter is not None:
+            option = "--against" if folder.name == "against" else "--adapter"
+            add_lora(policy, lora_path=adapter, option=option)
+        strategy.place(policy)
+        apply_speed(options, policy)
+        merge_lora = adapter is not None and merges_lora(options, policy.device)
+        evaluation = Evaluation(policy, items, rewards, options, strategy, merge_lora)
+        metrics = evaluation.run(folder, keep_images=True)
+        if strategy.accelerator.is_main_process:
+            write_atomically(folder / "metrics.json", json.dumps(metrics, indent=1))
+        # The memory is needed for the next one.
+        del policy, evaluation
+        gc.collect()
+
+
+def results(folder: Path, adapter: str | None, against: str | None) -> str:
+    """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
+    name = adapter or BASE
+    rows = read_rows(folder)
+    agreements = {name: agreement(rows)}
+    columns = {name: reward_intervals(rows)}
+    if against is not None:
+        other = f"{against} (against)" if against in (name, DIFFERENCE) else against
+        other_rows = read_rows(folder / "against")
+        agreements[other] = agreement(other_rows)
+        agreements[DIFFERENCE] = agreement(rows, other_rows)
+        columns[other] = reward_intervals(other_rows)
+        columns[DIFFERENCE] = reward_intervals(rows, other_rows)
+    missing = {}
+    for reward in rows[0]["rewards"]:
+        missing[reward] = sum(row["rewards"][reward] is None for row in rows)
+    record = {
+        "adapter": name,
+        "against": against,
+        "missing": missing,
+        "results": columns,
+        "agreement": agreements,
+    }
+    text = json.dumps(record, indent=1, default=dataclasses.asdict)
+    write_atomically(folder / "results.json", text)
+    tables = markdown(columns)
+    if agreements[name]:
+        tables += "\n" + table(agreements)
+    write_atomically(folder / "results.md", tables)
+    return tables
+
+
+def verify(place: str, configuration: Sequence[str]) -> Verification:
+    """Compare ``diffusers/`` of the checkpoint ``place`` with its ``adapter/``.
+
+    On the first test prompt, with the options of the checkpoint's run unless ``configuration``
+    (``--config …``) names others.
+    """
+    checkpoint = Path(place).expanduser()
+    for name in ("adapter", "diffusers"):
+        if not (checkpoint / name).is_dir():
+            raise ConfigError(
+                f"--verify {place}: there is no {checkpoint / name}; give a checkpoint, such as "
+                "runs/NAME/checkpoints/epoch_0100"
+            )
+    if not any(word.split("=")[0] == "--config" for word in configuration):
+        run = checkpoint.resolve().parents[1]
+        configuration = ["--config", str(run / "config.yaml"), *configuration]
+    options, _ = read_options(configuration)
+    if reason := skip_reason(options):
+        raise ConfigError(f"--verify {place} cannot compare: {reason}")
+    items = load_prompts(options.dataset, "test", options.prompt_fn)
+    checks.check_items(options, {"test": items})
+    options = checks.with_text_length(options)
+    policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
+    add_lora(policy, lora_path=checkpoint / "adapter", option="--verify")
+    apply_speed(options, policy)
+    return verify_checkpoint(policy, options, checkpoint, items[0])

@@ -1,0 +1,168 @@
+"""The work of ``generate``: images of prompts, with scores of a judge."""
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from paco_grpo.data.prompts import read_reference, text_of
+from paco_grpo.evaluation.evaluate import (
+    EvaluationImage,
+    evaluation_batches,
+    evaluation_latents,
+)
+from paco_grpo.evaluation.pictures import contact_sheet
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.policies import Policy
+from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.loading import text_length
+from paco_grpo.rewards.registry import Reward, build_rewards, write_records
+from paco_grpo.sampling.denoise import Sampling
+from paco_grpo.sampling.images import decode
+from paco_grpo.training.build import apply_speed, find_adapter, load_generator
+from paco_grpo.training.checks import check_items, with_text_length
+from paco_grpo.types import Item
+from paco_judge.files import read_json_lines
+
+
+def generate(options: RunOptions, command: argparse.Namespace) -> int:
+    """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
+    items = read_items(command.prompt, command.prompts_file, command.image)
+    check_items(options, {"given": items})
+    adapter = find_adapter(command.adapter, "--adapter") if command.adapter else None
+    if command.best is not None and (command.best < 1 or not command.judge):
+        raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
+    judge = _judge(options, command.judge, items) if command.judge else None
+    options = with_text_length(options)
+    text_length(options, items)  # warns of prompts that will be truncated
+    folder = command.output
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
+    if adapter:
+        add_lora(policy, lora_path=adapter, option="--adapter")
+    apply_speed(options, policy)
+
+    images = [EvaluationImage(item, seed) for item in items for seed in command.seeds]
+    files = [folder / f"{item.item_id:05d}_seed{seed}.png" for item, seed in images]
+    pictures = _sample(options, policy, images, files)
+    items_of_images = [item for item, _ in images]
+    captions: list[str] = []
+    kept = set(range(len(images)))
+    if judge is not None:
+        write_records({"judge": judge}, folder)
+        scores = judge(pictures, items_of_images)
+        if command.best is not None:
+            kept = _best(items_of_images, scores, command.best)
+        captions = _captions(scores, kept if command.best is not None else set())
+        _write_scores(folder / "scores.jsonl", images, scores, kept)
+    for number, file in enumerate(files):
+        if number not in kept:
+            file.unlink()
+    _write_sheet(folder / "sheet.png", items_of_images, pictures, captions)
+    return len(kept)
+
+
+def read_items(prompts: Sequence[str], file: Path | None, images: Sequence[Path]) -> list[Item]:
+    """Items of prompts, one by one and those of a file, with the images they edit."""
+    prompts = list(prompts)
+    if file is not None and file.suffix == ".jsonl":
+        prompts += [row["prompt"] for row in read_json_lines(file)]
+    elif file is not None:
+        prompts += [line for line in text_of(file).splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigError("nothing to generate: give --prompt TEXT or --prompts_file FILE")
+    if len(images) not in (0, 1, len(prompts)):
+        raise ConfigError(
+            f"--image is given {len(images)} times for {len(prompts)} prompts; give it once, or "
+            "for each"
+        )
+    items = []
+    for number, prompt in enumerate(prompts):
+        paths = images[number : number + 1] if len(images) > 1 else images
+        references = tuple(read_reference(path, f"--image {path}") for path in paths)
+        items.append(Item(number, prompt, references=references))
+    return items
+
+
+def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
+    """The configuration's judge for these items, but at ``url``; it has answered."""
+    name = "consistency_for_editing" if items[0].num_references else "consistency_score"
+    kwargs = dict(options.train.reward_fn_kwargs.get(name, {}))
+    kwargs |= {"base_url": url, "host": None, "port": None}
+    judge = build_rewards({name: 1.0}, {name: kwargs})[name]
+    judge.check_items(items)
+    judge.check()
+    return judge
+
+
+def _sample(
+    options: RunOptions, policy: Policy, images: Sequence[EvaluationImage], files: Sequence[Path]
+) -> list[Image.Image]:
+    """Sample the images and write them to ``files``."""
+    pictures: list = [None] * len(images)
+    sampling = Sampling(options.test.num_steps)
+    items = [image.item for image in images]
+    for batch in evaluation_batches(policy, items, options):
+        in_batch = [images[number] for number in batch.numbers]
+        latents = evaluation_latents(policy, in_batch, batch, sampling)
+        for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):
+            if picture is None:
+                raise ConfigError(
+                    f"{files[number].name} is not finite: look at the weights and "
+                    "config.mixed_precision"
+                )
+            picture.save(files[number], compress_level=1)
+            pictures[number] = picture
+    return pictures
+
+
+def _best(items: Sequence[Item], scores: np.ndarray, best: int) -> set[int]:
+    """Numbers of the ``best`` images of each prompt; missing scores come last."""
+    ranks: Counter[int] = Counter()
+    numbers = set()
+    for number in np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable").tolist():
+        item_id = items[number].item_id
+        ranks[item_id] += 1
+        if ranks[item_id] <= best:
+            numbers.add(number)
+    return numbers
+
+
+def _captions(scores: np.ndarray, best: set[int]) -> list[str]:
+    captions = []
+    for number, score in enumerate(scores.tolist()):
+        caption = "judge –" if math.isnan(score) else f"judge {score:.3f}"
+        captions.append(f"best {caption}" if number in best else caption)
+    return captions
+
+
+def _write_scores(
+    file: Path, images: Sequence[EvaluationImage], scores: np.ndarray, kept: set[int]
+) -> None:
+    lines = []
+    for number, ((item, seed), score) in enumerate(zip(images, scores.tolist(), strict=True)):
+        row = {
+            "file": f"{item.item_id:05d}_seed{seed}.png",
+            "prompt": item.prompt,
+            "seed": seed,
+            "kept": number in kept,
+            "judge": None if math.isnan(score) else score,  # null: missing
+        }
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def _write_sheet(
+    file: Path, items: Sequence[Item], pictures: Sequence[Image.Image], captions: Sequence[str]
+) -> None:
+    references = []
+    for item in items:
+        if item.image is not None:
+            references.append(item.image)
+    contact_sheet(pictures, captions, references).save(file)

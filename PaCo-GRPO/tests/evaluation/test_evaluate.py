@@ -1,0 +1,238 @@
+"""scripts/evaluate.py: the image of each prompt, of the right adapter, with the right scores."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from tiny_policies import disturb, draw, load
+from tiny_run import brightness, load_script, rows_of, tiny_options, train
+
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.evaluation.evaluate import evaluation_metrics, evaluation_set
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.options import RunOptions, options_to_yaml
+from paco_grpo.policies import Policy
+from paco_grpo.policies.adapters import add_lora, save_peft
+from paco_grpo.policies.flux import FluxPolicy
+from paco_grpo.types import Item
+
+SIZES = ((16, 32), (32, 16), (16, 32), (48, 16), (32, 16))  # of the items; two pairs share a batch
+
+
+class Evaluated(NamedTuple):
+    """An evaluation in which every prompt, seed and category is another one.
+
+    Seven images of five items; neither steps, size nor seed are those of training.
+    """
+
+    options: RunOptions
+    adapters: dict[str, Path | None]  # two, and base
+    folder: Path
+
+    def command(self, output: str, **places: str) -> list[str]:
+        """``places``: adapter and against, by name."""
+        words = ["--config", str(self.folder / "saved.yaml")]
+        words += ["--output", str(self.folder / output)]
+        for option, name in places.items():
+            words += [f"--{option}", str(self.adapters[name] or "base")]
+        return words
+
+    def policy(self, name: str) -> Policy:
+        policy = load("flux", Path(self.options.pretrained.model), max_sequence_length=16)
+        if self.adapters[name] is not None:
+            add_lora(policy, lora_path=self.adapters[name])
+        return policy
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_flux_dir, tmp_path_factory) -> Evaluated:
+    """The first adapter against the second, by the command."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    options = tiny_options(
+        tiny_flux_dir,
+        folder,
+        item_size="exact",
+        seed=3,
+        sample__num_steps=3,
+        sample__guidance_scale=3.5,
+        test__num_steps=4,
+        test__seed=11,
+        test__num_images=7,
+        test__batch_size=2,
+        test__reward_fn='{"tiny_run:brightness": 1.0, "reward_factories:asked": 0.5}',
+    )
+    rows = []
+    for number, (height, width) in enumerate(SIZES):
+        row = {"prompt": f"{'abcde'[number]} 1x2 [LEFT]: x{number}. [RIGHT]: y{number}."}
+        row |= {"height": height, "width": width, "category": f"kind {number}", "idx": f"i{number}"}
+        rows.append(json.dumps(row | {"open": number % 2 == 0}) + "\n")
+    (Path(options.dataset) / "test_metadata.jsonl").write_text("".join(rows))
+    (folder / "saved.yaml").write_text(options_to_yaml(options))
+    adapters = {"first": folder / "first", "second": folder / "second", "base": None}
+    for seed, place in enumerate((folder / "first", folder / "second")):
+        policy = load("flux", tiny_flux_dir, max_sequence_length=16)
+        add_lora(policy, rank=2 + seed, alpha=4)
+        disturb(policy, seed)
+        save_peft(policy, place)
+    built = Evaluated(options, adapters, folder)
+    command = built.command("pair", adapter="first", against="second")
+    assert load_script("evaluate").main(command) == 0
+    return built
+
+
+def test_each_image_is_of_its_prompt_seed_size_and_steps(evaluated):
+    rows = read_rows(evaluated.folder / "pair")
+    items = load_prompts(evaluated.options.dataset, "test")
+    expected = evaluation_set(items, 7, seed=11)
+    assert [row["item_id"] for row in rows] == [0, 1, 2, 3, 4, 0, 1]
+    policy = evaluated.policy("first")
+    for number, (row, (item, seed)) in enumerate(zip(rows, expected, strict=True)):
+        assert (row["file"], row["prompt"]) == (f"{number:05d}.png", item.prompt)
+        assert (row["seed"], row["idx"]) == (seed, f"i{item.item_id}")
+        assert (row["category"], row["open"]) == (f"kind {item.item_id}", item.item_id % 2 == 0)
+        height, width = SIZES[item.item_id]
+        (image,) = draw(policy, [item], [seed], height, width, 4)
+        saved = pixels(evaluated.folder / "pair" / row["file"])
+        assert saved.shape == (height, width, 3)
+        assert np.abs(saved - np.asarray(image, np.int16)).max() <= 1
+        # Scores: of this image, and of this prompt.
+        (brightness_of_file,) = brightness()([Image.fromarray(saved.astype(np.uint8))], [item])
+        assert row["rewards"]["brightness"] == pytest.approx(brightness_of_file, abs=1e-9)
+        assert row["rewards"]["asked"] == item.item_id
+
+
+@pytest.mark.parametrize("name", ["second", "base"])
+def test_the_other_side_is_evaluated_as_if_alone(evaluated, name):
+    """The base without the adapter, and the second adapter without the first."""
+    main = load_script("evaluate").main
+    assert main(evaluated.command(f"alone {name}", adapter=name)) == 0
+    assert main(evaluated.command(f"against {name}", adapter="first", against=name)) == 0
+    alone = evaluated.folder / f"alone {name}"
+    for folder, is_same in ((f"against {name}/against", True), (f"against {name}", False)):
+        folder = evaluated.folder / folder
+        for one, other in zip(read_rows(alone), read_rows(folder), strict=True):
+            assert (one == other) is is_same
+            same = np.array_equal(pixels(alone / one["file"]), pixels(folder / other["file"]))
+            assert same is is_same
+    record = json.loads((evaluated.folder / f"against {name}" / "results.json").read_text())
+    first, other, difference = record["results"].values()
+    assert list(record["results"])[-1] == "difference"
+    assert first["brightness"]["prompts"] == 5
+    for reward in ("brightness", "asked"):
+        expected = first[reward]["mean"] - other[reward]["mean"]
+        assert difference[reward]["mean"] == pytest.approx(expected)
+    assert difference["brightness"]["mean"] != 0
+
+
+@pytest.fixture
+def trained(trained_run):
+    """A run's options, its last checkpoint, and that epoch's evaluation."""
+    folder = trained_run.folder
+    return (
+        trained_run.options,
+        folder / "checkpoints" / "epoch_0002",
+        folder / "eval" / "epoch_0002",
+    )
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image, np.int16)
+
+
+def test_evaluation_set_repeats_items_with_new_seeds():
+    items = [Item(i, str(i)) for i in range(3)]
+    chosen = evaluation_set(items, 7, seed=5)
+    assert [item.item_id for item, _ in chosen] == [0, 1, 2, 0, 1, 2, 0]
+    assert len({seed for _, seed in chosen}) == 7
+    assert evaluation_set(items, None, 5) == chosen[:3]
+    assert {s for _, s in evaluation_set(items, 7, 6)}.isdisjoint(s for _, s in chosen)
+
+
+def test_summary_against_numpy():
+    scores = np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]])
+    metrics = evaluation_metrics(scores, np.isnan(scores), ["a", "b"], ["c", "c", None])
+    assert metrics == pytest.approx(
+        {
+            "eval/num_images": 3,
+            "eval/missing_share": 1 / 3,
+            "eval/a_mean": 4.0,
+            "eval/a_stderr": np.std([1, 3, 8], ddof=1) / np.sqrt(3),
+            "eval/b_mean": 5.5,
+            "eval/b_stderr": 0.5,
+            "eval/b_missing": 1 / 3,
+            "category/c/a_mean": 2.0,
+            "category/c/b_mean": 5.0,
+        }
+    )
+
+
+@pytest.mark.parametrize("place", ["", "diffusers"])
+def test_evaluating_an_adapter_repeats_the_run(trained, tmp_path, place):
+    options, checkpoint, evaluation = trained
+    arguments = [
+        "--config",
+        str(checkpoint.parents[1] / "saved.yaml"),
+        "--adapter",
+        str(checkpoint / place),
+    ]
+    assert load_script("evaluate").main([*arguments, "--output", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert rows_of(options, "train")[-1]["health/velocity_change"] > 0.01  # the adapter matters
+    for one, two in zip(read_rows(evaluation), read_rows(tmp_path), strict=True):
+        assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
+        assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
+    logged = rows_of(options, "eval")[-1]
+    for name in ("eval/brightness_mean", "category/odd/brightness_mean"):
+        assert metrics[name] == pytest.approx(logged[name], abs=0.1)
+    even = [
+        row["rewards"]["brightness"] for row in read_rows(evaluation) if row["category"] == "even"
+    ]
+    assert logged["category/even/brightness_mean"] == pytest.approx(np.mean(even))
+
+
+@pytest.mark.parametrize("option", ["--adapter", "--against"])
+def test_a_damaged_adapter_is_named_as_it_was_typed(option, trained, tmp_path, capsys):
+    _, checkpoint, _ = trained
+    damaged = shutil.copytree(checkpoint / "adapter", tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"no weights")
+    config = checkpoint.parents[1] / "saved.yaml"
+    words = ["--config", config, option, damaged, "--output", tmp_path / "out"]
+    assert load_script("evaluate").main([str(word) for word in words]) == 1
+    assert f"error: {option}: the LoRA at {damaged} is damaged" in capsys.readouterr().err
+
+
+def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
+    tiny_flux_dir, tmp_path, monkeypatch
+):
+    initial = FluxPolicy.initial_latents
+
+    def diverging(policy, seeds, height, width):
+        latents = initial(policy, seeds, height, width)
+        if height == 32:  # the second one of the evaluation
+            latents[1:2] = float("nan")
+        return latents
+
+    monkeypatch.setattr(FluxPolicy, "initial_latents", diverging)
+    changes = {"num_epochs": 1, "test__save_eval_images": True, "logging_platform": "tensorboard"}
+    changes["train__max_missing_reward_fraction"] = 0.2  # one of five; above it, the run stops
+    run = train(tiny_options(tiny_flux_dir, tmp_path, **changes)).run
+    rows = read_rows(run.folder / "eval" / "epoch_0001")
+    assert [row["file"] is None for row in rows] == [False, True, False, False, False]
+    assert rows[1]["rewards"] == {"brightness": None}
+
+
+def test_model_card(trained):
+    options, checkpoint, _ = trained
+    for name, library in (("adapter", "peft"), ("diffusers", "diffusers")):
+        text = (checkpoint / name / "README.md").read_text()
+        head = yaml.safe_load(text.split("---")[1])
+        assert head["base_model"] == options.pretrained.model
+        assert head["library_name"] == library
+        assert head["pipeline_tag"] == "text-to-image"
+        assert options_to_yaml(options) in text
