@@ -164,7 +164,7 @@ def test_what_cannot_be_used_is_refused_before_anything_begins(repo, argument):
 
 
 # What changes after a run with --seed=3: the programs that run again, and what is moved aside.
-RL_AGAIN = ["launch.sh", "train_flux.sh", "paco_toy.summary", "paco_grpo.report"]
+RL_AGAIN = ["launch.sh", "train_flux.sh", "paco_toy.summary", "paco_toy.report"]
 CHANGES = [
     (["--seed=4"], "", [word for word in ORDER if word != "stop.sh"], ["judge", "runs"]),
     (["--seed=3"], "PaCo-Reward/config/toy_reward_lora.yaml", None, ["judge", "runs"]),
