@@ -35,7 +35,7 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
-from paco_judge.client import DEFAULT_MODEL, JudgeClient, JudgeError
+from paco_judge.client import DEFAULT_MODEL, JudgeClient
 from paco_judge.grid import index_pairs, split_image
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages, theme_question
@@ -108,7 +108,7 @@ async def ask(
 def run(arguments: argparse.Namespace, targets: Mapping[str, str]) -> list[Row]:
     """All rounds of all targets without the warm-up.
 
-    Raises JudgeError: A server is missing or lacks the model.
+    Raises UserError: A server is missing or lacks the model.
     """
     key = arguments.api_key or os.environ.get("VLLM_API_KEY")
     models = {}
@@ -196,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> int:
         rounds = run(arguments, targets)
         if not any(row["latencies_ms"] for row in rounds):
             raise ValueError(f"no request was answered; first error: {rounds[0]['first_error']}")
-    except (OSError, ValueError, JudgeError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = [*earlier, *summary(rounds)]

@@ -166,15 +166,15 @@ def _hub_folder(name: str) -> Path:
     # Not needed for folders, which is all that an environment with nothing but vLLM may serve.
     from huggingface_hub import snapshot_download
 
-    from paco_judge.hub import MissingWeights, hub_options, missing_weights
+    from paco_judge.errors import UserError
+    from paco_judge.hub import explain_missing
 
     patterns = ["config.json", *PROCESSOR_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, **hub_options(name)))
-    except MissingWeights as error:
+        with explain_missing(name):
+            return Path(snapshot_download(name, allow_patterns=patterns))
+    except UserError as error:
         raise LaunchError(f"VLLM_MODEL_PATHS: {error}") from error
-    except Exception as error:  # hub and network errors share no class
-        raise LaunchError(f"VLLM_MODEL_PATHS: {missing_weights(name, str(error))}") from error
 
 
 def _processor_max_pixels(folder: Path) -> int | None:

@@ -1,15 +1,17 @@
-"""Small benchmarks, a judge that compares brightness, and the commands as users type them."""
+"""Small benchmarks in which everything differs, and judges that answer from what they are asked."""
 
+import base64
+import io
 import json
+import zlib
 from pathlib import Path
 
 import pytest
-from PIL import ImageStat
+from PIL import Image
 from tiny_judge import picture, save_answering
 
-from paco_eval import benchmark, edit
-from paco_eval import rank as rank_bench
-from paco_eval.edit_tables import GROUPS
+from paco_eval import benchmark, edit, rank, vc
+from paco_eval.edit import GROUPS
 from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
 
@@ -20,15 +22,26 @@ TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
 
 
-def brightness(image):
-    return ImageStat.Stat(image.convert("L")).mean[0] / 255
+def p_yes_of(images, question):
+    """A probability that is another one for other images, another order or another question."""
+    digest = zlib.crc32(question.encode())
+    for image in images:
+        digest = zlib.crc32(repr(image.size).encode() + image.tobytes(), digest)
+    return 0.01 + digest % 98_000 / 100_000
 
 
-class BrightnessJudge:
-    """An engine that scores how similar the brightness of two images is.
+def request_content(request):
+    """The images and the text of a request."""
+    *shown, text = request["messages"][0]["content"]
+    images = []
+    for part in shown:
+        content = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+        images.append(Image.open(io.BytesIO(content)))
+    return images, text["text"]
 
-    For the question about the instruction, the score is squared.
-    """
+
+class ContentJudge:
+    """An engine that answers ``p_yes_of``; ``questions`` and ``batches`` that came."""
 
     def __init__(self, stop_after=None):
         self.batches = []
@@ -40,21 +53,20 @@ class BrightnessJudge:
             raise KeyboardInterrupt
         self.batches.append(len(pairs))
         self.questions += [pair.question for pair in pairs]
-        return [Verdict(self.score(pair)) for pair in pairs]
+        return [self.answer(pair) for pair in pairs]
 
-    def score(self, pair):
-        a, b = map(brightness, pair.images)
-        return (1 - abs(a - b)) ** (2 if "follow the instruction" in pair.question else 1)
+    def answer(self, pair):
+        return Verdict(p_yes_of(pair.images, pair.question))
 
 
 class BenchCommand:
     """A benchmark in this process: ``command(judge, "--flag", …)`` -> exit status."""
 
-    def __init__(self, script, data, out, arguments, results="judge-v3"):
+    def __init__(self, script, data, out, arguments, results="judge"):
         self.script = script
         self.data = data
         self.out = out
-        self.arguments = arguments
+        self.arguments = [*arguments, "--results_dir", out / "results"]
         self.file = out / "results" / f"{results}.jsonl"
 
     def __call__(self, judge, *arguments):
@@ -67,98 +79,111 @@ class BenchCommand:
 
     @property
     def rows(self):
-        return [json.loads(line) for line in self.file.read_text().splitlines()]
+        return read_lines(self.file)
 
 
-def save_rank_bench(root, items):
-    """A ConsistencyRank-Bench: three candidates for each item, not listed as they are ranked."""
-    ranks = []
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(file, rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def edit_lines(file, changes):
+    """Change lines of a JSON lines file: {index: function of the row, or text of the line}."""
+    rows = read_lines(file)
+    for index, change in changes.items():
+        rows[index] = change if isinstance(change, str) else change(rows[index])
+    write_lines(file, rows)
+
+
+def save_picture(folder, name, seed):
+    """A picture of its own size. Returns its name."""
+    picture(seed, 28 + seed % 29).save(folder / name)
+    return name
+
+
+# Candidates of each item of ``save_rank_bench`` as they are listed, and as they are ranked.
+RANKINGS = [("abc", "bca"), ("ab", "ba"), ("abcd", "dbac"), ("abc", "cab"), ("ab", "ab")]
+
+
+def save_rank_bench(root, items=5):
+    """A ConsistencyRank-Bench of up to five items; its prompts stand in another order."""
+    rankings = []
     prompts = []
-    for index in range(items):
-        folder = root / "images" / f"{index:04d}"
+    for index, (listed, ranked) in enumerate(RANKINGS[:items]):
+        number = 7 * index + 5
+        folder = root / "images" / f"{number:04d}"
         folder.mkdir(parents=True)
-        names = ["c0.png", "c1.png", "c2.png"]
-        for seed, name in enumerate(["ref.png", *names]):
-            picture(100 * index + seed).save(folder / name)
-        ranked = names[index % 3 :] + names[: index % 3]
-        ranks.append(
+        for place, letter in enumerate(f"r{listed}"):
+            save_picture(folder, f"{letter}{index}.png", 100 * index + place)
+        rankings.append(
             {
-                "folder": f"{index:04d}",
-                "ref_image": "ref.png",
-                "comp_images": names,
-                "rank_images": ranked,
+                "folder": folder.name,
+                "ref_image": f"r{index}.png",
+                "comp_images": [f"{letter}{index}.png" for letter in listed],
+                "rank_images": [f"{letter}{index}.png" for letter in ranked],
             }
         )
-        criteria = {
-            "style": {"a": "Same colours.", "b": ""},
-            "identity": {"c": "Same shape.", "d": "Same size?"},
-        }
-        prompts.append({"idx": index, "prompt": "p", "criteria": criteria})
-    (root / "consistency_full_rank.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in ranks)
-    )
-    (root / "prompt_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        criteria = {"style": {"a": f"Same color {index}.", "b": ""}}
+        criteria["identity"] = {str(i): f"Same shape {index}{i}?" for i in range(index % 3 + 1)}
+        theme = f"A 1x2 grid layout of {number} cats."
+        prompt = f"{theme} [LEFT]: a. [RIGHT]: b."
+        prompts.append({"idx": number, "prompt": prompt, "theme": theme, "criteria": criteria})
+    write_lines(root / "consistency_full_rank.jsonl", rankings)
+    write_lines(root / "prompt_data.jsonl", prompts[::-1])
 
 
 @pytest.fixture
 def bench(tmp_path):
     """A ConsistencyRank-Bench of five items."""
     root = tmp_path / "data" / "ConsistencyRank-Bench"
-    save_rank_bench(root, 5)
+    save_rank_bench(root)
     return root
 
 
-@pytest.fixture
-def rank(bench, tmp_path):
+@pytest.fixture(name="rank")
+def rank_command(bench, tmp_path):
     """``eval_vllm.py`` on ``bench``."""
-    arguments = ["--dataset_dir", bench.parent, "--results_dir", tmp_path / "results"]
-    return BenchCommand(rank_bench, bench, tmp_path, arguments)
+    return BenchCommand(rank, bench, tmp_path, ["--dataset_dir", bench.parent], "judge-v3")
 
 
-def edit_examples(count):
+def edit_examples(count=20):
     """Rows of EditReward-Bench; rows 3n, 3n+1, 3n+2 have the same edits."""
     rows = []
     for index in range(count):
         seed = 10 * (index // 3)
+        before, better, worse = (picture(seed + i, 30 + seed % 7 + i) for i in range(3))
         rows.append(
             {
-                "key": [f"edit{seed}a", f"edit{seed}b"],
+                "key": [f"edit{index}a", f"edit{index}b"],
                 "instruction": f'make the "left" shape {seed} px larger',
+                "input_image": before,
+                "output_images": [better, worse],
+                "task_type": TASKS[index % 13],
+                "dimension": EDIT_DIMENSIONS[index % 3],
             }
         )
-        rows[-1] |= {
-            "input_image": picture(seed),
-            "output_images": [picture(seed + i) for i in (1, 2)],
-        }
-        rows[-1] |= {"task_type": TASKS[index % 13], "dimension": EDIT_DIMENSIONS[index % 3]}
     return rows
-
-
-def save_edit_bench(file, examples):
-    """``examples`` as JSON lines, with their images as files in the same folder."""
-    lines = []
-    (file.parent / "images").mkdir(parents=True)
-    for index, row in enumerate(examples):
-        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
-        for name, image in zip(files, [row["input_image"], *row["output_images"]]):
-            image.save(file.parent / name)
-        lines.append(json.dumps({**row, "input_image": files[0], "output_images": files[1:]}))
-    file.write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")
 def examples():
-    return edit_examples(20)
+    return edit_examples()
 
 
-def edit_lines(file, changes):
-    """Change lines of a JSON lines file: {index: function of the row, or text of the line}."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    for index, change in changes.items():
-        lines[index] = (
-            change if isinstance(change, str) else json.dumps(change(json.loads(lines[index])))
-        )
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def save_edit_bench(file, examples):
+    """``examples`` as JSON lines, with their images as files in the same folder."""
+    (file.parent / "images").mkdir(parents=True)
+    rows = []
+    for index, row in enumerate(examples):
+        files = [f"images/{index}_{name}.png" for name in ("in", "a", "b")]
+        for name, image in zip(files, [row["input_image"], *row["output_images"]]):
+            image.save(file.parent / name)
+        rows.append({**row, "input_image": files[0], "output_images": files[1:]})
+    write_lines(file, rows)
 
 
 @pytest.fixture
@@ -166,15 +191,31 @@ def edits(examples, tmp_path):
     """Edit-Bench's ``evaluation.py`` on ``examples``."""
     data = tmp_path / "data" / "bench.jsonl"
     save_edit_bench(data, examples)
-    arguments = [
-        "--dataset",
-        data,
-        "--results_dir",
-        tmp_path / "results",
-        "--output",
-        tmp_path / "summary",
-    ]
-    return BenchCommand(edit, data, tmp_path, arguments, "judge")
+    arguments = ["--dataset", data, "--output", tmp_path / "summary"]
+    return BenchCommand(edit, data, tmp_path, arguments)
+
+
+@pytest.fixture
+def choices(tmp_path):
+    """VCReward-Bench's ``evaluation.py`` on eight rows."""
+    rows = []
+    for index in range(8):
+        files = [
+            save_picture(tmp_path, f"{index}{n}.png", 10 * index + i) for i, n in enumerate("sab")
+        ]
+        rows.append(
+            {
+                "key": f"k{index}",
+                "instruction": f"make it {index} times as red",
+                "winner": str(int("01101001"[index])),
+                "task": ("subject_add", "cref", "style")[index % 3],
+                "source_image": files[0],
+                "edited_images": files[1:],
+            }
+        )
+    data = tmp_path / "rows.jsonl"
+    write_lines(data, rows)
+    return BenchCommand(vc, data, tmp_path, ["--dataset", data, "--output", tmp_path / "table"])
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ sys.path[:0] = [
 ]  # a judge on loopback and tiny pipelines are shared
 
 import tiny_judge
-from bench_tools import answering_judge, bench, edits, examples, rank  # noqa: F401
+from bench_tools import answering_judge, bench, choices, edits, examples, rank_command  # noqa: F401
 from pairing_tools import world  # noqa: F401
 
 from paco_judge.scorer import JudgeScorer

@@ -81,10 +81,9 @@ def test_three_engines_agree(judge, bench, tmp_path, server):
         )
         assert run.returncode == 0, run.stderr[-3000:]
         rows = map(json.loads, next(folder.glob("*.jsonl")).read_text().splitlines())
-        scores[name] = np.array(
-            [row["scores"] for row in sorted(rows, key=lambda row: row["index"])]
-        )
+        rows = sorted(rows, key=lambda row: row["index"])
+        scores[name] = np.concatenate([row["scores"] for row in rows])
         assert scores[name] == pytest.approx(scores["transformers"], abs=tolerance), name
     assert (
-        scores["server"].shape == (5, 3) and np.ptp(scores["server"]) > 0.1
+        scores["server"].shape == (14,) and np.ptp(scores["server"]) > 0.1
     )  # otherwise any engine would agree

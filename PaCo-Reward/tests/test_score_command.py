@@ -89,12 +89,12 @@ def test_reasons_do_not_depend_on_the_batch(paths, scorer, tiny, judge_dir, caps
     pair = Pair(tiny.picture(0), tiny.picture(1), question)
     longer = Pair(tiny.picture(2), tiny.picture(3), question + " x" * 18)
     expected, _ = scorer.reasons([pair, longer], 5)
-    assert [expected] == scorer.reasons([pair], 5)
+    assert expected.text and [expected] == scorer.reasons([pair], 5)
     # The random judge answers neither Yes nor No: its reasons are printed, but no mean.
     reasons = ["--reasons", "--reason_tokens", "5"]
     assert score(*paths[:2], "--model", judge_dir, *reasons) == 1
     shown = capsys.readouterr()
-    assert expected in shown.out
+    assert expected.text in shown.out
     assert "no score: neither Yes nor No is among the judge's top 20" in shown.out
     assert "1 of 1 answers have no score" in shown.err
 
@@ -152,3 +152,12 @@ def test_problems_are_one_line(paths, judge_dir, arguments, named, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert named in error
+
+
+@pytest.mark.parametrize(("theme", "width"), [("<|image_pad|>", 32), ("boats", 1)])
+def test_what_the_judge_cannot_be_shown_is_said(paths, judge_dir, tmp_path, theme, width, capsys):
+    Image.new("RGB", (width, 300)).save(tmp_path / "bad.png")
+    options = ["--theme", theme, "--model", judge_dir, "--reasons"]
+    assert score(paths[0], tmp_path / "bad.png", *options) == 1
+    shown = capsys.readouterr().out
+    assert ("aspect ratio" if width == 1 else theme) in shown and "no answer: " in shown

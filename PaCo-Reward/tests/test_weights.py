@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from paco_judge.errors import UserError
 from paco_judge.scorer import load_adapter
-from paco_judge.weights import WrongWeights, from_pretrained_strict, main
+from paco_judge.weights import from_pretrained_strict, main
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -93,14 +94,14 @@ def test_an_adapter_that_changes_nothing_is_named(judge_dir, adapter_dir, tmp_pa
     load_adapter(base, changed(adapter_dir, tmp_path / "zero", ADAPTER, zero_b))
     assert "changes nothing" in caplog.text
     empty = changed(adapter_dir, tmp_path / "empty", ADAPTER, lambda weights: {})
-    with pytest.raises(WrongWeights, match="has no tensors"):
+    with pytest.raises(UserError, match="has no tensors"):
         load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), empty)
 
 
 def test_an_adapter_of_another_format_is_named(judge_dir, tmp_path):
     tensors = {"transformer.blocks.0.attn.to_q.lora_A.weight": torch.ones(4, 8)}
     save_file(tensors, tmp_path / "pytorch_lora_weights.safetensors")
-    with pytest.raises(WrongWeights, match="PEFT's format"):
+    with pytest.raises(UserError, match="PEFT's format"):
         load_adapter(AutoModelForImageTextToText.from_pretrained(judge_dir), tmp_path)
 
 
@@ -159,7 +160,7 @@ def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
     folder = changed(
         judge_dir if file == MODEL else adapter_dir, tmp_path / "changed", file, change
     )
-    with pytest.raises(WrongWeights, match=re.escape(problem)):
+    with pytest.raises(UserError, match=re.escape(problem)):
         if file == MODEL:
             assert main(str(folder)) == 1 and problem in capfd.readouterr().out
             from_pretrained_strict(AutoModelForImageTextToText, folder)

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
-from paco_judge.hub import MissingWeights, hub_options, missing_weights
+from paco_judge.errors import UserError
+from paco_judge.hub import explain_missing
 
 logger = logging.getLogger(__name__)
 
@@ -163,15 +163,8 @@ def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
-    download = partial(snapshot_download, str(place), allow_patterns=list(patterns))
     try:
-        options = hub_options(place, ".gitattributes")  # a file that every repository has
-    except MissingWeights as error:
-        try:
-            return Path(download(local_files_only=True))
-        except (OSError, ValueError):
-            raise PolicyLoadError(f"{option}: {error}") from error
-    try:
-        return Path(download(**options))
-    except (OSError, ValueError) as error:  # huggingface_hub's errors are one or the other
-        raise PolicyLoadError(f"{option}: {missing_weights(place, str(error))}") from error
+        with explain_missing(place):
+            return Path(snapshot_download(str(place), allow_patterns=list(patterns)))
+    except UserError as error:
+        raise PolicyLoadError(f"{option}: {error}") from error

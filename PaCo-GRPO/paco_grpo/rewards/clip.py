@@ -14,8 +14,9 @@ from torch.nn.functional import normalize
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward, RewardError
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
+from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
-from paco_judge.hub import MissingWeights, hub_options
+from paco_judge.hub import explain_missing
 from paco_judge.weights import from_pretrained_strict
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
@@ -33,18 +34,6 @@ def download(load: Callable[[], object]) -> None:
     except RewardError as error:
         raise SystemExit(f"error: {error}") from error
     print("the weights are in the cache")
-
-
-def from_cache_or_hub(name: str, load: Callable[..., object]) -> object:
-    """``load``: from a folder or the cache, else from the hub, if it answers one request.
-
-    Raises:
-        MissingWeights: The hub cannot be asked, or does not have them.
-    """
-    try:
-        return load(local_files_only=True)
-    except OSError:
-        return load(**hub_options(name))
 
 
 class Clip:
@@ -96,7 +85,7 @@ class Clip:
             if self._model is None:
                 try:
                     model = self.open()
-                except MissingWeights as error:
+                except UserError as error:
                     raise RewardError(
                         f"{error} For all that this reward needs: `{self.command}`"
                     ) from error
@@ -164,11 +153,9 @@ class ClipScore(Clip):
         """As in ``Clip``."""
         from transformers import CLIPModel, CLIPProcessor
 
-        load_model = partial(from_pretrained_strict, CLIPModel, self.what)
-        load_processor = partial(CLIPProcessor.from_pretrained, self.processor_name)
-        model = from_cache_or_hub(self.what, load_model)
-        self._processor = from_cache_or_hub(self.processor_name, load_processor)
-        return model
+        with explain_missing(self.processor_name):
+            self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+        return from_pretrained_strict(CLIPModel, self.what)
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
         """As in ``Clip``."""
@@ -230,15 +217,10 @@ class OpenClip(Clip):
         import open_clip
 
         tag = open_clip.get_pretrained_cfg(self.name, self.pretrained) if self.pretrained else {}
-        model, _, self._preprocess = open_clip.create_model_and_transforms(
-            self.name,
-            pretrained=_open_clip_file(tag) if tag else self.pretrained,
-            device=self.device,
-            image_mean=tag.get("mean"),
-            image_std=tag.get("std"),
-            image_interpolation=tag.get("interpolation"),
-            image_resize_mode=tag.get("resize_mode"),
-        )
+        with explain_missing(tag.get("hf_hub", "").rstrip("/") or self.name):
+            model, _, self._preprocess = open_clip.create_model_and_transforms(
+                self.name, pretrained=self.pretrained, device=self.device
+            )
         self._tokenize = open_clip.get_tokenizer(self.name)
         return model
 
@@ -257,24 +239,6 @@ class OpenClip(Clip):
         with_one_more = self._tokenize([text, ""], context_length=most + 1)
         last_of_text, padding = with_one_more[:, -1]
         return most if last_of_text != padding else None
-
-
-def _open_clip_file(tag: dict[str, str]) -> str:
-    """OpenCLIP's weights of a tag: from the cache, else from the hub, which is asked once."""
-    import open_clip.pretrained
-    from huggingface_hub import try_to_load_from_cache
-    from open_clip.constants import HF_WEIGHTS_NAME
-
-    repository, _, file = tag.get("hf_hub", "").rpartition("/")
-    if repository:
-        file = file or HF_WEIGHTS_NAME
-        safe = open_clip.pretrained._get_safe_alternatives(file)
-        for name in (*safe, file):
-            cached = try_to_load_from_cache(repository, name)
-            if isinstance(cached, str):
-                return cached
-        hub_options(repository, "open_clip_config.json")
-    return open_clip.download_pretrained(tag)
 
 
 open_clip_model = cache(OpenClip)  # one for all rewards of a process

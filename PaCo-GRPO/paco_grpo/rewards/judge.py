@@ -96,7 +96,7 @@ class ServerReward:
         return RequestForm()
 
     def prove(self, items: Sequence[Item]) -> None:
-        """Ask the first real question of a run about plain images. Raises JudgeError."""
+        """Ask the first real question of a run about plain images. Raises UserError."""
         raise NotImplementedError
 
 

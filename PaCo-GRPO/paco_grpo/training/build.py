@@ -62,7 +62,7 @@ from paco_grpo.training.resume import (
 from paco_grpo.training.state import EMA, TrainState
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
-from paco_judge.client import JudgeError
+from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ USER_ERRORS = (
     DataError,
     PolicyLoadError,
     RewardError,
-    JudgeError,
+    UserError,
     TrackingError,
     files.CheckpointError,
 )

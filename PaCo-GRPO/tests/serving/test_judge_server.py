@@ -86,7 +86,7 @@ async def test_longer_answers_are_the_scorers_too(http, scorer, tiny):
     )
     for pair, limit, answer in zip(pairs, limits, answers, strict=True):
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
-        assert choice["message"]["content"].strip() == scorer.reasons([pair], limit)[0]
+        assert choice["message"]["content"].strip() == scorer.reasons([pair], limit)[0].text
         assert usage["completion_tokens"] <= limit and choice["logprobs"] is None
         assert choice["finish_reason"] == "length" or usage["completion_tokens"] < limit
 

@@ -89,14 +89,11 @@ def test_gpus_must_exist():
 def test_a_hub_model_has_the_settings_and_the_size_of_its_cached_snapshot(tmp_path, monkeypatch):
     import huggingface_hub
 
-    from paco_judge import hub
-
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | QWEN))
     (tmp_path / "preprocessor_config.json").write_text(
         '{"min_pixels": 3136, "max_pixels": 12845056}'
     )
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"\0" * 1000)
-    monkeypatch.setattr(hub, "hub_options", lambda name: {"local_files_only": True})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(tmp_path))
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "X-GenGroup/PaCo-Reward-7B"})
     (model,) = read_models(settings)

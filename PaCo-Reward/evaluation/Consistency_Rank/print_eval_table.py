@@ -1,4 +1,4 @@
-"""The table of ConsistencyRank-Bench: see paco_eval/rank_table.py."""
+"""The table of ConsistencyRank-Bench: see paco_eval/rank.py."""
 
 import sys
 from pathlib import Path
@@ -7,4 +7,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from paco_eval.start import start
 
-    sys.exit(start("rank_table"))
+    sys.exit(start("rank", "table_main"))

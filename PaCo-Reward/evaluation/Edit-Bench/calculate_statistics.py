@@ -1,4 +1,4 @@
-"""The tables of EditReward-Bench: see paco_eval/edit_tables.py."""
+"""The tables of EditReward-Bench: see paco_eval/edit.py."""
 
 import sys
 from pathlib import Path
@@ -7,4 +7,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from paco_eval.start import start
 
-    sys.exit(start("edit_tables"))
+    sys.exit(start("edit", "tables_main"))

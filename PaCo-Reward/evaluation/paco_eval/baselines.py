@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from paco_eval.engines import ScorePairs
-from paco_eval.results import BenchError
+from paco_judge.errors import UserError
 from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
 
@@ -25,7 +25,7 @@ DREAMSIM_TYPE = "ensemble"
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once.
 
-    Raises BenchError: Its package is missing.
+    Raises UserError: Its package is missing.
     """
     if name == "histogram":
         return partial(_similarities, histograms, _overlap)
@@ -35,7 +35,7 @@ def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     try:
         features = ImageFeatures(load, batch_size)
     except ImportError as error:
-        raise BenchError(
+        raise UserError(
             f"--scorer {name} needs the package {package} ({error}); pip install {package}"
         ) from error
     return partial(_similarities, features, _cosine_to_one)

@@ -1,27 +1,20 @@
 """What a benchmark is, and one loop for all: items become pairs, scores, rows of a results file."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs, ask_once, make_engine
-from paco_eval.results import (
-    BenchError,
-    ResultsFile,
-    Row,
-    fingerprint,
-    first_line,
-    key_of,
-    problem_of,
-)
-from paco_judge.client import JudgeError
+from paco_eval.results import Row
+from paco_judge.errors import UserError, run_command
+from paco_judge.files import Journal, fingerprint
 from paco_judge.questions import Pair, Question, form_of, record
 from paco_judge.verdict import Verdict
 
@@ -64,6 +57,11 @@ class Outcome:
     error: str | None = None
 
 
+def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
+    """The exit status of a command whose ``run`` returns the number of items without a result."""
+    return run_command(lambda: 1 if run(args) else 0, ValueError, OSError)
+
+
 def run_judge(
     args: argparse.Namespace,
     benchmark: Benchmark,
@@ -82,22 +80,20 @@ def run_judge(
     places = [place for place in (args.model, args.adapter) if place]
     short_names = [Path(os.path.abspath(place)).name for place in places]
     # Checkpoints may share a folder name, so rows hold the whole path.
-    exact_names = [_exact_name(place) for place in places]
+    exact_names = [
+        str(Path(place).resolve()) if Path(place).is_dir() else place for place in places
+    ]
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
-        "weights": None if args.server else fingerprint(*places),
+        "weights": [None if args.server else fingerprint(place) for place in places],
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
-    return run(benchmark, file, stamp, partial(_judge_engine, args), args.batch_size)
 
+    def load_engine() -> ScorePairs:
+        return ask_once(make_engine(args))  # EditReward-Bench repeats edits
 
-def _exact_name(place: str) -> str:
-    return str(Path(place).resolve()) if Path(place).is_dir() else place
-
-
-def _judge_engine(args: argparse.Namespace) -> ScorePairs:
-    return ask_once(make_engine(args))  # EditReward-Bench repeats edits
+    return run(benchmark, file, stamp, load_engine, args.batch_size)
 
 
 def run(
@@ -111,8 +107,9 @@ def run(
 
     Args:
         benchmark: What is scored.
-        file: The results; see ``ResultsFile``, also for ``stamp``.
-        stamp: In every row.
+        file: The results. Results of another judge or of other questions are not continued.
+        stamp: In every row: ``model``; for a judge also ``asked``, the questions and their form, and
+            ``weights``, fingerprints of model and adapter, None where they are not here.
         load_engine: Is called only if an item is left to score.
         batch_size: Pairs that the engine gets at once, or more.
 
@@ -121,19 +118,19 @@ def run(
     """
     items = benchmark.items()
     if not items:
-        raise BenchError("the benchmark has no items")
+        raise UserError("the benchmark has no items")
     num_failed = 0
-    with ResultsFile(file, [item.fields for item in items], stamp) as results:
-        num_done = len(results.done)
-        print(f"{len(items)} items, {num_done} already in {file}", flush=True)
-        todo = [item for item in items if key_of(item.fields) not in results.done]
+    with Journal(file) as results:
+        done = _keys(results, items, stamp)
+        print(f"{len(items)} items, {len(done)} already in {file}", flush=True)
+        todo = [item for item in items if _key(item.fields) not in done]
         if not todo:
             return 0
         engine = load_engine()
-        with tqdm(total=len(items), initial=num_done, unit="item", mininterval=1.0) as progress:
+        with tqdm(total=len(items), initial=len(done), unit="item", mininterval=1.0) as progress:
             for outcome in score_items(benchmark, todo, engine, batch_size):
                 if outcome.error is None:
-                    results.append(outcome.item.fields | outcome.row)
+                    results.append(stamp | outcome.item.fields | outcome.row)
                     progress.update()
                 else:
                     num_failed += 1
@@ -145,6 +142,35 @@ def run(
             file=sys.stderr,
         )
     return num_failed
+
+
+def _key(fields: Row) -> str:
+    return json.dumps(fields, sort_keys=True)
+
+
+def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
+    """The keys of the items that have a row. Raises UserError: A row is of something else."""
+    known = {_key(item.fields) for item in items}
+    keys = set()
+    for row in results.rows:
+        key = _key({name: row.get(name) for name in items[0].fields})
+        others = [name for name in stamp if not _agree(row.get(name), stamp[name])]
+        if key not in known:
+            others.append(f"item {key}")
+        if others:
+            raise UserError(
+                f"{results.path} has results of something else ({', '.join(others)}); move the file "
+                "away, or pass another --results_dir"
+            )
+        keys.add(key)
+    return keys
+
+
+def _agree(first: Any, second: Any) -> bool:
+    """Whether two stamps are equal; weights that were not here yet may be any."""
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
+    return first == second
 
 
 def score_items(
@@ -160,8 +186,10 @@ def score_items(
     for position, item in enumerate(items, start=1):
         try:
             batch.append((item, benchmark.pairs(item)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield Outcome(item, None, problem_of(error))
+        except KeyError as error:
+            yield Outcome(item, None, f"its row lacks {error}")
+        except (ValueError, TypeError, AttributeError) as error:
+            yield Outcome(item, None, _first_line(error))
         num_pairs = sum(len(pairs) for _, pairs in batch)
         if num_pairs < batch_size and position < len(items):
             continue
@@ -174,7 +202,7 @@ def score_items(
                 num_failures = 0
                 yield _outcome(benchmark, asked_item, answer)
             if num_failures >= GIVE_UP_AFTER:
-                raise BenchError(f"no score for {num_failures} items in a row: {answer}")
+                raise UserError(f"no score for {num_failures} items in a row: {answer}")
         batch = []
 
 
@@ -190,11 +218,11 @@ def _score(batch: Sequence[list[Pair]], engine: ScorePairs) -> list[list[Verdict
     all_pairs = [pair for pairs in batch for pair in pairs]
     try:
         verdicts = engine(all_pairs) if all_pairs else []
-    except (BenchError, JudgeError):
+    except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may refuse one image in any way
         if len(batch) == 1:
-            return [f"the engine failed: {type(error).__name__}: {first_line(error)}"]
+            return [f"the engine failed: {type(error).__name__}: {_first_line(error)}"]
         return [answer for pairs in batch for answer in _score([pairs], engine)]
     answers: list[list[Verdict] | str] = []
     start = 0
@@ -202,3 +230,9 @@ def _score(batch: Sequence[list[Pair]], engine: ScorePairs) -> list[list[Verdict
         answers.append(verdicts[start : start + len(pairs)])
         start += len(pairs)
     return answers
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type if the message is empty."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -9,7 +9,9 @@ from typing import Any
 
 from PIL import Image
 
-from paco_eval.results import BenchError, Row, first_line, read_rows
+from paco_eval.results import Row
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_lines
 from paco_judge.images import UnreadableImage, read_image
 
 
@@ -26,7 +28,7 @@ class EditRows:
         after: Column of the two edits.
 
     Raises:
-        BenchError: The data set is missing, not readable, or lacks a column.
+        UserError: The data set is missing, not readable, or lacks a column.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class EditRows:
         path = Path(dataset or _local_copy(hub_name) or hub_name).expanduser()
         self._root = path.parent if path.is_file() else path
         if path.suffix == ".jsonl":
-            self.rows = read_rows(path)
+            self.rows = read_json_lines(path)
             self._stored = self.rows.__getitem__
             columns = {column for row in self.rows for column in row}
         else:
@@ -51,7 +53,7 @@ class EditRows:
             self._stored = lambda index: undecoded[index].to_pylist()[0]
         missing = [column for column in (*texts, before, after) if column not in columns]
         if missing:
-            raise BenchError(
+            raise UserError(
                 f"dataset {path} lacks the columns {', '.join(missing)}; "
                 f"it has {', '.join(sorted(columns))}"
             )
@@ -111,8 +113,8 @@ def _load(path: Path, hub_name: str) -> Any:
         loaded = load(str(path))
     except Exception as error:  # hub, network, cache and format errors share no base class
         local_name = hub_name.partition("/")[2]
-        raise BenchError(
-            f"dataset {path} cannot be read: {first_line(error)}; download it with "
+        raise UserError(
+            f"dataset {path} cannot be read: {str(error).partition(chr(10))[0]}; download it with "
             f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` "
             "(HF_ENDPOINT: a mirror)"
         ) from error

@@ -1,20 +1,33 @@
-"""Engines that score pairs: vLLM in this process, transformers in this process, or a server."""
+"""Engines that score pairs (vLLM or transformers in this process, or a server), and their options."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from paco_eval.results import BenchError
-from paco_judge.client import JudgeClient
+from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.errors import UserError
 from paco_judge.images import as_received, content_digest
-from paco_judge.questions import CHAT_OPTIONS, Pair, RequestForm, build_messages, form_of
+from paco_judge.questions import (
+    CHAT_OPTIONS,
+    Pair,
+    RequestForm,
+    add_form_arguments,
+    build_messages,
+    form_of,
+)
 from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
+HUB_MODEL = f"X-GenGroup/{DEFAULT_MODEL}"
+EPILOG = """\
+The same command continues a run that was stopped. An item that cannot be scored is reported and
+left out. Exit status: 0 all items have a result, 1 some have none or the run could not go on, 130
+stopped by Ctrl-C."""
 MAX_MODEL_LEN = 8192
 DEADLINE_S = 600.0  # for each batch that a server is asked
 # vLLM reads these when it is imported; the user's own values win. On a CPU its default sizes would
@@ -26,10 +39,57 @@ VLLM_SETTINGS = {
 }
 
 
+def new_parser(text: str | None) -> argparse.ArgumentParser:
+    """The parser of a command with this ``--help``."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """A benchmark's command line, with the options of its judge."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--model",
+        "--backbone",
+        help="folder, hub name, or served name with --server; default: the published "
+        "PaCo-Reward-7B",
+    )
+    parser.add_argument("--adapter", help="adapter folder (engine transformers)")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
+    parser.add_argument(
+        "--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="pairs given to the engine at once"
+    )
+    parser.add_argument(
+        "--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm"
+    )
+    parser.add_argument("--server", metavar="URL", help="ask a running server instead")
+    parser.add_argument(
+        "--port",
+        dest="server",
+        metavar="PORT",
+        type="http://127.0.0.1:{}".format,
+        help="on this machine",
+    )
+    parser.add_argument("--results_dir", "--result_dir", default="results")
+    add_form_arguments(parser)
+    args = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
+    if args.batch_size < 1:
+        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
+    if args.model is None:
+        args.model = DEFAULT_MODEL if args.server else HUB_MODEL
+    return args
+
+
 def make_engine(args: argparse.Namespace) -> ScorePairs:
     """The engine that the command line selects."""
     if args.adapter and (args.server or args.engine != "transformers"):
-        raise BenchError("--adapter needs --engine transformers; or export the merged model first")
+        raise UserError("--adapter needs --engine transformers; or export the merged model first")
     form = form_of(args)
     if args.server:
         return ServerEngine(args.server, args.model, form)
@@ -48,20 +108,13 @@ def make_engine(args: argparse.Namespace) -> ScorePairs:
 class ServerEngine:
     """An OpenAI-compatible server.
 
-    Raises JudgeError: There is no server, at the start or later.
+    Raises UserError: There is no server, at the start or later.
     """
 
     def __init__(
         self, url: str, model: str, form: RequestForm, deadline_s: float = DEADLINE_S
     ) -> None:
-        self._connect = partial(
-            JudgeClient,
-            base_url=url,
-            model=model,
-            api_key=os.environ.get("VLLM_API_KEY") or None,
-            deadline_s=deadline_s,
-            form=form,
-        )
+        self._connect = partial(JudgeClient, url, model, deadline_s=deadline_s, form=form)
         self._client = self._connect()
         self._client.check()
 
@@ -90,7 +143,7 @@ class VllmEngine:
             from vllm import LLM, SamplingParams
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise BenchError(
+            raise UserError(
                 f"vLLM cannot be imported in {sys.executable} ({error}); use "
                 ".venv-vllm/bin/python (bash setup.sh --vllm), or --engine transformers, or "
                 "--server URL"
@@ -137,8 +190,9 @@ class VllmEngine:
         return messages
 
     def _verdict(self, output: Any) -> Verdict:
-        entries = output.outputs[0].logprobs[0].values()
-        top = {entry.decoded_token: entry.logprob for entry in entries}
+        top = []
+        for entry in output.outputs[0].logprobs[0].values():
+            top.append({"token": entry.decoded_token, "logprob": entry.logprob})
         p_yes = p_yes_from_top_logprobs(top, self._form.answer_tokens)
         if p_yes is None:
             return Verdict(

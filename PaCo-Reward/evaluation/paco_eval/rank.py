@@ -28,13 +28,16 @@ from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.baselines import BASELINES, make_baseline
-from paco_eval.benchmark import Item, run, run_judge
-from paco_eval.options import HUB_MODEL, exit_status, new_parser, parse
-from paco_eval.results import BenchError, Row, read_rows
+from paco_eval.benchmark import Item, exit_status, run, run_judge
+from paco_eval.engines import HUB_MODEL, new_parser, parse
+from paco_eval.results import Row, as_latex, as_text, read_results
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt
 from paco_judge.images import load_image
 from paco_judge.questions import DEFAULT_FORM, Pair, Question, load_question
@@ -55,6 +58,13 @@ METRICS = {  # name in results files -> heading in tables
     "kendalltau_published": "tau (published)",
     "spearmanr_published": "rho (published)",
 }
+TABLE_HELP = """\
+A table of the results of eval_vllm.py and eval.py: means over items, one row per model and
+prompt template.
+
+python print_eval_table.py --results_dir results --output_file results_summary.txt \\
+    --output_format txt [--print_std]
+"""
 TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
 DEFAULT_TEMPLATE = 3
 
@@ -69,7 +79,7 @@ def find_bench(dataset_dir: str | None) -> Path:
         for folder in (Path(place) / BENCH, Path(place)):
             if (folder / RANKS).is_file():
                 return folder
-    raise BenchError(
+    raise UserError(
         f"no {BENCH} in {', '.join(places)}; download it with {DOWNLOAD}, or pass --dataset_dir"
     )
 
@@ -87,7 +97,7 @@ def unpack_images(root: Path) -> None:
             inner = unpacked / "images"  # the archive may hold the folder or what is in it
             (inner if inner.is_dir() else unpacked).rename(images)
     except (OSError, BadZipFile) as error:
-        raise BenchError(
+        raise UserError(
             f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}"
         ) from error
 
@@ -106,13 +116,13 @@ class ConsistencyRank:
 
     @classmethod
     def load(cls, dataset_dir: str | None, question: Question) -> "ConsistencyRank":
-        """The benchmark in a folder (see ``find_bench``). Raises BenchError."""
+        """The benchmark in a folder (see ``find_bench``). Raises UserError."""
         root = find_bench(dataset_dir)
         unpack_images(root)
         prompts = {}
         if question.fields:
-            prompts = {str(row.get("idx")): row for row in read_rows(root / PROMPTS)}
-        return cls(root, question, prompts, read_rows(root / RANKS))
+            prompts = {str(row.get("idx")): row for row in read_json_lines(root / PROMPTS)}
+        return cls(root, question, prompts, read_json_lines(root / RANKS))
 
     def items(self) -> list[Item]:
         """One for each ranking."""
@@ -280,3 +290,41 @@ def _refuse_judge_options(parser: argparse.ArgumentParser, args: argparse.Namesp
         unused.append("model")
     if unused:
         parser.error(f"--scorer {args.scorer} does not use --{unused[0]}")
+
+
+def parse_row(row: Row) -> Row:
+    """The columns that the table needs."""
+    return {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
+
+
+def make_table(results_dir: str, print_std: bool) -> pd.DataFrame:
+    """A row of means for each results file; ± standard deviations, without Bessel's correction."""
+    by_model = read_results(Path(results_dir), parse_row).groupby("model")
+    table = by_model[list(METRICS)].mean()
+    if print_std:
+        deviations = by_model[list(METRICS)].std(ddof=0)
+        table = table.map("{:.4f}".format) + " ± " + deviations.map("{:.4f}".format)
+    table = table.rename(columns=METRICS)
+    table.insert(0, "items", by_model.size())
+    table["ties"] = by_model["ties"].sum().astype(int)
+    return table.reset_index()
+
+
+def print_table(args: argparse.Namespace) -> None:
+    """Print and write the table."""
+    table = make_table(args.results_dir, args.print_std)
+    text = as_latex(table) if args.output_format == "latex" else as_text(table)
+    Path(args.output_file).write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def table_main(arguments: list[str] | None = None) -> int:
+    """The command ``print_eval_table.py``."""
+    parser = new_parser(TABLE_HELP)
+    parser.add_argument("--results_dir", default="results")
+    parser.add_argument("--output_file", default="results_summary.txt")
+    parser.add_argument("--output_format", choices=("txt", "latex"), default="txt")
+    parser.add_argument(
+        "--print_std", action="store_true", help="mean and standard deviation over items"
+    )
+    return exit_status(print_table, parser.parse_args(arguments))

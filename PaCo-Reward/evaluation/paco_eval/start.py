@@ -16,8 +16,8 @@ PACKAGES = {
 }
 
 
-def start(program: str) -> int:
-    """The exit status of ``main`` of a module of this package; 1 where packages are missing."""
+def start(program: str, main: str = "main") -> int:
+    """The exit status of a module's ``main``; 1 where packages are missing."""
     missing = [PACKAGES[name] for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -28,4 +28,4 @@ def start(program: str) -> int:
         return 1
     if importlib.util.find_spec("paco_judge") is None:
         sys.path.append(str(EVALUATION.parent / "judge"))
-    return importlib.import_module(f"paco_eval.{program}").main()
+    return getattr(importlib.import_module(f"paco_eval.{program}"), main)()

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_eval.benchmark import Item, run_judge
+from paco_eval.benchmark import Item, exit_status, run_judge
 from paco_eval.data import EditRows
-from paco_eval.options import exit_status, new_parser, parse
+from paco_eval.engines import new_parser, parse
 from paco_eval.results import Row, read_results, write_tables
 from paco_judge.questions import Pair, Question, load_question
 

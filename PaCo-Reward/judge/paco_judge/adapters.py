@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paco_judge.hub import hub_options
-from paco_judge.weights import WrongWeights, some_of
+from paco_judge.errors import UserError
+from paco_judge.hub import explain_missing
+from paco_judge.weights import some_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +31,29 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
     """The model with a peft adapter. Logs how much of the model it changes.
 
     Raises:
-        OSError: The adapter is missing.
-        WrongWeights: It has no tensors, tensors that no layer takes, too few, or other shapes.
+        UserError: The adapter is missing, has no tensors, tensors that no layer takes, too few, or
+            other shapes.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
     from peft.utils import load_peft_weights
     from safetensors import SafetensorError
 
-    folder = local_folder(adapter, ("adapter_*",), CONFIG)
+    folder = local_folder(adapter, ("adapter_*",))
     if not (folder / CONFIG).is_file():
-        raise WrongWeights(f"{folder} is no adapter in PEFT's format: it has no {CONFIG}")
+        raise UserError(f"{folder} is no adapter in PEFT's format: it has no {CONFIG}")
     try:
         tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
         if not tensors:
-            raise WrongWeights(f"the adapter in {folder} has no tensors; train or copy it again")
+            raise UserError(f"the adapter in {folder} has no tensors; train or copy it again")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
     except (RuntimeError, UserWarning, SafetensorError) as error:
-        raise WrongWeights(f"the adapter in {folder} does not fit its base: {error}") from error
+        raise UserError(f"the adapter in {folder} does not fit its base: {error}") from error
     taken = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     if untaken := sorted(set(tensors) - set(taken)):
-        raise WrongWeights(
+        raise UserError(
             f"the adapter in {folder} has {len(untaken)} tensors for layers that its base lacks: "
             f"{some_of(untaken)}"
         )
@@ -116,14 +117,14 @@ def _short_name(model: str) -> str:
     return path.rpartition("/")[2].casefold()
 
 
-def local_folder(name: str | Path, patterns: Sequence[str], file: str = "config.json") -> Path:
+def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
     """A local folder, or the folder of a hub model's matching files, downloaded if necessary.
 
-    ``file``: one that the model must have. Raises OSError.
+    Raises UserError.
     """
-    options = hub_options(name, file)
     if (folder := Path(name).expanduser()).is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(name), allow_patterns=list(patterns), **options))
+    with explain_missing(name):
+        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))

@@ -1,24 +1,22 @@
 """Scoring pairs of images over an OpenAI-compatible server.
 
-    judge = JudgeClient("http://127.0.0.1:8000", model="PaCo-Reward-7B")
-    verdicts = judge.score([Pair(image_a, image_b, question)])
-
-Probabilities are cached by the whole request.
+judge = JudgeClient("http://127.0.0.1:8000", model="PaCo-Reward-7B")
+verdicts = judge.score([Pair(image_a, image_b, question)])
 """
 
 import asyncio
 import base64
-import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from paco_judge import transport
+from paco_judge.errors import UserError
 from paco_judge.images import UnreadableImage, encode
 from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
@@ -27,61 +25,9 @@ from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_log
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
-CACHE_ENTRIES = 200_000
 MODELS_TIMEOUT_S = 10.0
 FIRST_ANSWER_S = 120.0  # for the pair of ``prove``, if ``deadline_s`` is longer
 SCORING = {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
-# Of the whole process, by ``_Request.key``; the oldest entries go first.
-_scores: dict[bytes, float] = {}
-
-
-class JudgeError(RuntimeError):
-    """No judge answers, it refuses us, or it does not serve the model."""
-
-
-@dataclass(frozen=True)
-class _SentImage:
-    """An image as requests carry it. It is encoded and hashed once, in however many pairs it is."""
-
-    url: bytes
-    digest: bytes
-
-    @classmethod
-    def of(cls, image: Image.Image, image_format: str) -> "_SentImage":
-        """Encode an image. Raises UnreadableImage."""
-        content = base64.b64encode(encode(image, image_format))
-        url = b"data:image/%s;base64,%s" % (image_format.encode(), content)
-        return cls(url, hashlib.sha256(url).digest())
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request's JSON without its images' URLs, and the images that belong between its parts."""
-
-    parts: list[bytes]
-    images: list[_SentImage]
-
-    @classmethod
-    def of(cls, images: Sequence[_SentImage], fields: dict[str, Any]) -> "_Request":
-        """The request with these fields, in which images have empty URLs, in order."""
-        # Quotes inside a JSON text have a backslash before them, so only an empty URL reads so.
-        return cls(json.dumps(fields).encode().split(b'"url": ""'), list(images))
-
-    def key(self, client: "JudgeClient") -> bytes:
-        """A hash of server, tokens that count, and everything that is sent."""
-        digest = hashlib.sha256(f"{client.base_url} {client.form.answer_tokens} ".encode())
-        for part in self.parts:
-            digest.update(hashlib.sha256(part).digest())
-        for image in self.images:
-            digest.update(image.digest)
-        return digest.digest()
-
-    def body(self) -> bytes:
-        """The JSON. URLs are copied as they are, because base64 needs no escaping."""
-        pieces = [self.parts[0]]
-        for image, part in zip(self.images, self.parts[1:], strict=True):
-            pieces += [b'"url": "', image.url, b'"', part]
-        return b"".join(pieces)
 
 
 class JudgeClient:
@@ -90,10 +36,9 @@ class JudgeClient:
     Args:
         base_url: With or without a trailing ``/v1``.
         model: Served name, in upper or lower case.
-        api_key: Sent as a bearer token.
+        api_key: Sent as a bearer token. Default: the environment's VLLM_API_KEY.
         max_concurrency: Requests in flight.
-        deadline_s: Seconds for a whole ``score``, retries included. Later calls do not wait again
-            for a server that has answered nothing for so long: they try briefly until it answers.
+        deadline_s: Seconds for a whole ``score``, retries included.
         form: How images are labeled and encoded, and which tokens count as Yes and No.
     """
 
@@ -117,15 +62,13 @@ class JudgeClient:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.model = model
         self.form = form
-        self.max_concurrency = max_concurrency
         self.deadline_s = deadline_s
-        self._headers = transport.json_headers(api_key)
+        self._headers = transport.json_headers(api_key or os.environ.get("VLLM_API_KEY"))
         self._served: str | None = None
-        # By event loop, because a forked process has another one.
-        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._slots = asyncio.Semaphore(max_concurrency)
 
     def check(self) -> str:
-        """The served name of the model; the server is asked once. Raises JudgeError."""
+        """The served name of the model; the server is asked once. Raises UserError."""
         if self._served is None:
             self._served = self._find_model()
         return self._served
@@ -138,7 +81,7 @@ class JudgeClient:
             served = [str(row["id"]) for row in parse(answer)["data"]]
         except transport.NoAnswer as error:
             if error.status in (401, 403):
-                raise JudgeError(
+                raise UserError(
                     f"the judge at {self.base_url} refuses the API key ({error}); set VLLM_API_KEY "
                     "to its key, or api_key in Python"
                 ) from error
@@ -147,9 +90,9 @@ class JudgeClient:
             )
             if error.status:
                 hint = ""
-            raise JudgeError(f"no judge answers at {url}: {error}{hint}") from error
+            raise UserError(f"no judge answers at {url}: {error}{hint}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise JudgeError(
+            raise UserError(
                 f"{url} does not answer like an OpenAI-compatible server: {error!r}"
             ) from error
         if self.model in served:
@@ -161,7 +104,7 @@ class JudgeClient:
                 )
                 return name
         names = ", ".join(map(repr, served)) or "nothing"
-        raise JudgeError(
+        raise UserError(
             f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
         )
 
@@ -172,14 +115,15 @@ class JudgeClient:
             writes: The run reads whole answers: one token must come back, but not Yes or No.
 
         Raises:
-            JudgeError: No P(Yes) within ``FIRST_ANSWER_S`` or ``deadline_s``, whichever is shorter.
+            UserError: No P(Yes) within ``FIRST_ANSWER_S`` or ``deadline_s``, whichever is shorter.
         """
         seconds = min(self.deadline_s, FIRST_ANSWER_S)
         deadline = time.monotonic() + seconds
         fields = SCORING if not writes else {"temperature": 0, "max_tokens": 1}
-        ((_, error),) = transport.run(self._ask_all(self.check(), [pair], fields, deadline))
+        (choice,) = self._ask_all([pair], fields, deadline)
+        error = (_answer(choice) if writes else self._verdict(choice)).error
         if error is not None:
-            raise JudgeError(
+            raise UserError(
                 f"the judge {self.model} at {self.base_url} did not score a pair of images within "
                 f"{seconds:.0f} s ({error}); look at its log, or ask another model"
             )
@@ -187,81 +131,108 @@ class JudgeClient:
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """One verdict for each pair, in order.
 
-        Raises JudgeError: The first call found no server, or another model.
+        Raises UserError: The first call found no server, or another model.
         """
-        model = self.check()
-        deadline = time.monotonic() + self.deadline_s
-        answers = transport.run(self._ask_all(model, pairs, SCORING, deadline))
-        return [Verdict(p_yes, error) for p_yes, error in answers]
+        choices = self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s)
+        return [self._verdict(choice) for choice in choices]
 
     def generate(self, pairs: Sequence[Pair], max_tokens: int, **sampling: float) -> list[Answer]:
-        """The whole answer to each pair, in order. Raises JudgeError.
+        """The whole answer to each pair, in order. Raises UserError.
 
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
         fields = {"temperature": 0, "max_tokens": max_tokens} | sampling
-        answers = transport.run(self._ask_all(self.check(), pairs, fields, None))
-        return [Answer(text, error) for text, error in answers]
+        return [_answer(choice) for choice in self._ask_all(pairs, fields, None)]
 
-    async def _ask_all(
-        self, model: str, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
-    ) -> list[tuple[Any, str | None]]:
-        """What ``fields`` ask for, and why it is missing, for each pair.
-
-        ``deadline`` None: each has its own.
-        """
-        images = {id(image): image for pair in pairs for image in pair.images}
-        encoding = [self._send(image) for image in images.values()]
-        sent = dict(zip(images, await asyncio.gather(*encoding), strict=True))
-        asking = [
-            self._ask(model, pair.question, [sent[id(i)] for i in pair.images], fields, deadline)
-            for pair in pairs
-        ]
-        return await asyncio.gather(*asking)
-
-    async def _send(self, image: Image.Image) -> _SentImage | UnreadableImage:
+    def _verdict(self, choice: dict[str, Any] | str) -> Verdict:
+        """P(Yes) of a choice, or why there is none."""
+        if isinstance(choice, str):
+            return Verdict(None, choice)
         try:
-            return await asyncio.to_thread(_SentImage.of, image, self.form.image_format)
-        except UnreadableImage as error:
-            return error
-
-    async def _ask(
-        self,
-        model: str,
-        question: str,
-        images: list[_SentImage | UnreadableImage],
-        fields: dict[str, Any],
-        deadline: float | None,
-    ) -> tuple[float | str | None, str | None]:
-        for image in images:
-            if isinstance(image, UnreadableImage):
-                return None, str(image)
-        messages = build_messages([""] * len(images), question, self.form)
-        request = _Request.of(images, {"model": model, "messages": messages} | fields)
-        key = request.key(self)
-        if key in _scores:
-            return _scores[key], None
-        loop = asyncio.get_running_loop()
-        async with self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrency)):
-            url = f"{self.base_url}/v1/chat/completions"
-            end = deadline or time.monotonic() + self.deadline_s
-            try:
-                answer = await transport.post(url, self._headers, request.body(), end)
-            except transport.NoAnswer as error:
-                return None, f"judge at {self.base_url}: {error}"
-        try:
-            choice = parse(answer)["choices"][0]
-            if fields is not SCORING:  # a text was asked for, not P(Yes)
-                return choice["message"]["content"] or "", None
             top = choice["logprobs"]["content"][0]["top_logprobs"]
-            tokens = [str(entry["token"]) for entry in top]
             p_yes = p_yes_from_top_logprobs(top, self.form.answer_tokens)
         except (ValueError, LookupError, TypeError) as error:
-            return None, f"the judge's answer cannot be read ({error!r}): {answer[:200]!r}"
+            return Verdict(None, _unreadable(error, choice))
         if p_yes is None:
-            shown = f"top {len(tokens)} tokens (first: {tokens[:5]})"
-            return None, f"neither Yes nor No is among the judge's {shown}"
-        _scores[key] = p_yes
-        if len(_scores) > CACHE_ENTRIES:
-            del _scores[next(iter(_scores))]
-        return p_yes, None
+            shown = [entry["token"] for entry in top[:5]]
+            return Verdict(
+                None, f"neither Yes nor No is among the judge's top {len(top)} tokens ({shown}, …)"
+            )
+        return Verdict(p_yes)
+
+    def _ask_all(
+        self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
+    ) -> list[dict[str, Any] | str]:
+        """The server's choice for each pair, or why there is none."""
+        return transport.run(self._gather(self.check(), pairs, fields, deadline))
+
+    async def _gather(
+        self, model: str, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
+    ) -> list[dict[str, Any] | str]:
+        urls: dict[int, asyncio.Task] = {}  # an image is encoded once, in however many pairs it is
+        for pair in pairs:
+            for image in pair.images:
+                if id(image) not in urls:
+                    urls[id(image)] = asyncio.create_task(self._encode(image))
+        asking = []
+        for pair in pairs:
+            messages = build_messages([""] * len(pair.images), pair.question, self.form)
+            request = {"model": model, "messages": messages} | fields
+            asking.append(self._ask(request, [urls[id(image)] for image in pair.images], deadline))
+        return await asyncio.gather(*asking)
+
+    async def _encode(self, image: Image.Image) -> bytes:
+        """The data URL of an image, encoded in another thread. Raises UnreadableImage."""
+        content = await asyncio.to_thread(encode, image, self.form.image_format)
+        return b"data:image/%s;base64,%s" % (
+            self.form.image_format.encode(),
+            base64.b64encode(content),
+        )
+
+    async def _ask(
+        self, fields: dict[str, Any], urls: Sequence[asyncio.Task], deadline: float | None
+    ) -> dict[str, Any] | str:
+        address = f"{self.base_url}/v1/chat/completions"
+        try:
+            encoded = [await url for url in urls]
+            async with self._slots:
+                end = deadline or time.monotonic() + self.deadline_s
+                body = _body(fields, encoded)
+                answer = await transport.post(address, self._headers, body, end)
+        except UnreadableImage as error:
+            return str(error)
+        except transport.NoAnswer as error:
+            return f"judge at {self.base_url}: {error}"
+        try:
+            return parse(answer)["choices"][0]
+        except (ValueError, LookupError, TypeError) as error:
+            return _unreadable(error, answer)
+
+
+def _answer(choice: dict[str, Any] | str) -> Answer:
+    """The text of a choice, or why there is none."""
+    if isinstance(choice, str):
+        return Answer(None, choice)
+    try:
+        return Answer(choice["message"]["content"] or "")
+    except (LookupError, TypeError) as error:
+        return Answer(None, _unreadable(error, choice))
+
+
+def _body(fields: dict[str, Any], urls: Sequence[bytes]) -> bytes:
+    """The JSON of a request in whose ``fields`` images have empty URLs, with ``urls`` in order.
+
+    URLs are copied as they are, because base64 needs no escaping: ``json.dumps`` would take 12 ms
+    for two images of 200 kB.
+    """
+    # Quotes inside a JSON text have a backslash before them, so only an empty URL reads so.
+    first, *parts = json.dumps(fields).encode().split(b'"url": ""')
+    pieces = [first]
+    for url, part in zip(urls, parts, strict=True):
+        pieces += [b'"url": "', url, b'"', part]
+    return b"".join(pieces)
+
+
+def _unreadable(error: Exception, answer: Any) -> str:
+    shown = f"{type(error).__name__}: {error}"
+    return f"the judge's answer cannot be read ({shown}): {str(answer)[:200]}"

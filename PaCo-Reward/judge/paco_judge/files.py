@@ -70,7 +70,7 @@ def sync_folder(folder: Path) -> None:
 class Journal:
     """A JSON-lines file of results that a killed program continues.
 
-    A context manager; nobody else writes the file meanwhile.
+    A context manager; nobody else writes the file meanwhile. Without a row there is no file.
 
     Args:
         file: One JSON object a line. A last line that a kill cut off is removed.
@@ -99,6 +99,8 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self.rows:
+            self.path.unlink()
         self._stack.close()
 
     def append(self, row: dict[str, Any]) -> None:

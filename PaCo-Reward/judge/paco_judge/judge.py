@@ -81,8 +81,7 @@ class Judge:
             form: How images and answers travel.
 
         Raises:
-            OSError: The model or the adapter is missing.
-            ValueError: It is no judge, or its weights are damaged or do not fit.
+            ValueError: It is no judge, or weights are missing, damaged or do not fit.
         """
         from paco_judge.scorer import JudgeScorer
 
@@ -153,7 +152,7 @@ class Judge:
         """Whole answers to any questions about images, in order."""
         if self._client is not None:
             return self._client.generate(pairs, max_tokens)
-        return [Answer(text) for text in self._scorer.reasons(pairs, max_tokens)]
+        return self._scorer.reasons(pairs, max_tokens)
 
     def _pairs(self, image_a: Any, image_b: Any, theme: Any) -> tuple[list[Pair], bool]:
         (firsts, seconds, themes), is_list = _broadcast(image_a, image_b, theme)

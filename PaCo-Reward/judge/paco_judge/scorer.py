@@ -9,7 +9,7 @@ transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.adapters import CONFIG, load_adapter, local_folder
-from paco_judge.hub import hub_options
+from paco_judge.adapters import load_adapter, local_folder
+from paco_judge.hub import explain_missing
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
-from paco_judge.verdict import ANSWER_TOKENS, Verdict, p_yes_from_logits
+from paco_judge.verdict import ANSWER_TOKENS, Answer, Verdict, p_yes_from_logits
 from paco_judge.weights import from_pretrained_strict
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -78,23 +78,20 @@ class JudgeScorer:
             dtype: Default: as stored on a GPU, float32 on a CPU.
 
         Raises:
-            OSError: The model or the adapter is missing.
+            UserError: The model or the adapter is missing, damaged, incomplete or does not fit.
             ValueError: It is no judge: without a chat template, or without tokens for Yes and No.
-            WrongWeights: Weights are damaged, incomplete or do not fit.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        on_hub = hub_options(model)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = dtype or ("auto" if device == "cuda" else torch.float32)
-        processor = AutoProcessor.from_pretrained(model, **on_hub)
+        with explain_missing(model):
+            processor = AutoProcessor.from_pretrained(model)
         if not getattr(processor, "chat_template", None):
             raise ValueError(
                 f"model {model} has no chat template; copy chat_template.jinja from its base model"
             )
-        loaded = from_pretrained_strict(
-            AutoModelForImageTextToText, model, dtype=dtype, **on_hub
-        ).to(device)
+        loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
             if limits := trained_limits(adapter):
@@ -107,18 +104,40 @@ class JudgeScorer:
         ``top``: only so many of the most probable tokens count, as with a server's
         ``top_logprobs``; None: all.
         """
-        verdicts: dict[int, Verdict] = {}
+
+        def verdicts(chats: Sequence[Chat]) -> list[Verdict]:
+            return self._verdicts(self.first_token_logits(chats), top)
+
+        return self._in_batches(pairs, verdicts, Verdict)
+
+    def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[Answer]:
+        """The whole greedy answer to each pair, in order."""
+
+        def answers(chats: Sequence[Chat]) -> list[Answer]:
+            ids, _ = self.generate(chats, max_new_tokens)
+            texts = self.processor.batch_decode(ids, skip_special_tokens=True)
+            return [Answer(text.strip()) for text in texts]
+
+        return self._in_batches(pairs, answers, Answer)
+
+    def _in_batches(
+        self, pairs: Sequence[Pair], ask: Callable[[Sequence[Chat]], list], kind: type
+    ) -> list:
+        """``ask`` about ``batch_size`` pairs at a time; ``kind(None, why)`` for a pair without chat.
+
+        A sequence may open its images when it is indexed.
+        """
+        results = {}
         for start in range(0, len(pairs), self.batch_size):
             chats = {}
             for index in range(start, min(start + self.batch_size, len(pairs))):
                 try:
-                    chats[index] = self.chat(pairs[index])  # a sequence may open its images here
+                    chats[index] = self.chat(pairs[index])
                 except ValueError as error:  # text or images that the model cannot take
-                    verdicts[index] = Verdict(None, str(error))
+                    results[index] = kind(None, str(error))
             if chats:
-                logits = self.first_token_logits(list(chats.values()))
-                verdicts |= zip(chats, self._verdicts(logits, top), strict=True)
-        return [verdicts[index] for index in range(len(pairs))]
+                results |= zip(chats, ask(list(chats.values())), strict=True)
+        return [results[index] for index in range(len(pairs))]
 
     def _verdicts(self, logits: np.ndarray, top: int | None) -> list[Verdict]:
         """A verdict for each row of ``first_token_logits``."""
@@ -134,18 +153,6 @@ class JudgeScorer:
             else:
                 verdicts.append(Verdict(float(p_yes)))
         return verdicts
-
-    def reasons(self, pairs: Sequence[Pair], max_new_tokens: int = 512) -> list[str]:
-        """The whole greedy answer to each pair.
-
-        Raises ValueError: The model cannot take a text or an image.
-        """
-        chats = [self.chat(pair) for pair in pairs]
-        answers = []
-        for start in range(0, len(chats), self.batch_size):
-            ids, _ = self.generate(chats[start : start + self.batch_size], max_new_tokens)
-            answers += self.processor.batch_decode(ids, skip_special_tokens=True)
-        return [answer.strip() for answer in answers]
 
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it. Raises ValueError."""
@@ -276,7 +283,7 @@ def trained_limits(adapter: str | Path) -> dict[str, int] | None:
 
     None if its folder does not say.
     """
-    folder = local_folder(adapter, PROCESSOR_FILES, CONFIG)
+    folder = local_folder(adapter, PROCESSOR_FILES)
     for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
         settings = json.loads(file.read_bytes())
         size = settings.get("image_processor", settings).get("size", {})

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
-class WrongWeights(ValueError):
-    """Weights that do not make up their model."""
+from paco_judge.errors import UserError
+from paco_judge.hub import explain_missing
 
 
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
@@ -22,29 +21,30 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
 
     With ``device_map="meta"`` it reads headers only.
 
-    Raises WrongWeights: A file is damaged or missing, or tensors of the model are missing or have
-    another shape.
+    Raises UserError: They are not available, a file is damaged or missing, or tensors of the model
+    are missing or have another shape.
     """
     from safetensors import SafetensorError
 
     try:
-        model, report = model_class.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with explain_missing(path):
+            model, report = model_class.from_pretrained(
+                path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
-        raise WrongWeights(
+        raise UserError(
             f"the weights in {path} are damaged or incomplete ({error}): download or export them "
             "again"
         ) from error
     if missing := sorted(report["missing_keys"]):
-        raise WrongWeights(
+        raise UserError(
             f"the weights in {path} lack {len(missing)} of the model's tensors: {some_of(missing)}"
         )
     if other := sorted(report["mismatched_keys"]):
         shapes = [
             f"{name} is {list(found)} instead of {list(wanted)}" for name, found, wanted in other
         ]
-        raise WrongWeights(
+        raise UserError(
             f"the weights in {path} do not fit the model of its config.json: {some_of(shapes)}"
         )
     return model
@@ -83,7 +83,7 @@ def main(path: str) -> int:
             transformers, transformers.AutoConfig.from_pretrained(path).architectures[0]
         )
         from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
-    except WrongWeights as error:
+    except UserError as error:
         print(error)
         return 1
     except Exception as error:  # noqa: BLE001  (whatever transformers cannot build, vLLM may know)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-def answer(p_yes: float) -> dict:
+def answer(p_yes: float, count: int = 2) -> dict:
+    """``count``: how many log-probabilities there are."""
     top = [
         {"token": "Yes", "logprob": math.log(p_yes)},
         {"token": "No", "logprob": math.log1p(-p_yes)},
-    ]
+    ][:count]
     message = {"role": "assistant", "content": "Yes"}
     return {
         "choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]

@@ -38,6 +38,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path):
     file = tmp_path / "work" / "answers.jsonl"
+    with Journal(file):
+        pass
+    assert not file.exists()
     with Journal(file) as journal:
         journal.append({"key": "a", "value": 0.25})
         journal.append({"key": "b", "value": None})

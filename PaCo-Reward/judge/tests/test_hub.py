@@ -1,31 +1,32 @@
-"""Missing weights: one message for every cause, after one request."""
+"""Missing weights: one message, whichever library asked for them."""
 
 import http.server
 import threading
-import time
 
 import pytest
 from huggingface_hub import constants
 
-from paco_judge.hub import MissingWeights, hub_options, missing_weights
-
-REMEDIES = ("hf download", "hf auth login", "local folder", "HF_ENDPOINT", "HF_HOME")
+from paco_judge.adapters import local_folder
+from paco_judge.errors import UserError
+from paco_judge.hub import explain_missing
+from paco_judge.scorer import JudgeScorer
+from paco_judge.weights import from_pretrained_strict
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub on loopback and an empty cache: ``answers`` by path, ``requests`` that came."""
+    """A hub on loopback that has nothing, and an empty cache. ``code``: why it has nothing."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        answers, requests = {}, []
+        code = "RepoNotFound"
 
-        def do_HEAD(self):
-            self.requests.append(self.path)
-            status, headers = self.answers.get(self.path, (404, {}))
-            self.send_response(status)
-            for header, value in {"content-length": "2", **headers}.items():
-                self.send_header(header, value)
+        def answer(self):
+            self.send_response(403 if self.code == "GatedRepo" else 404)
+            self.send_header("x-error-code", self.code)
+            self.send_header("content-length", "0")
             self.end_headers()
+
+        do_HEAD = do_GET = answer
 
         def log_message(self, *_):
             pass
@@ -47,61 +48,63 @@ def set_endpoint(monkeypatch, url):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def cache(folder, name, file):
-    """What a download leaves behind."""
-    root = folder / "cache" / f"models--{name.replace('/', '--')}"
-    (root / "refs").mkdir(parents=True)
-    (root / "refs/main").write_text("abc")
-    (root / "snapshots/abc").mkdir(parents=True)
-    (root / "snapshots/abc" / file).write_text("{}")
+def load_processor(name):
+    from transformers import AutoProcessor
+
+    with explain_missing(name):
+        AutoProcessor.from_pretrained(name)
 
 
-def problem_of(name, **options):
-    start = time.monotonic()
-    with pytest.raises(MissingWeights) as caught:
-        hub_options(name, **options)
-    assert time.monotonic() - start < 5
-    return str(caught.value)
+def load_config(name):
+    from transformers import PretrainedConfig
+
+    with explain_missing(name):
+        PretrainedConfig.get_config_dict(name)
 
 
+def load_model(name):
+    from transformers import AutoModelForImageTextToText
+
+    from_pretrained_strict(AutoModelForImageTextToText, name)
+
+
+def load_files(name):
+    local_folder(name, ("adapter_*",))
+
+
+LOADERS = [load_processor, load_config, load_model, load_files, JudgeScorer.from_pretrained]
+
+
+@pytest.mark.parametrize("load", LOADERS)
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [("GatedRepo", "gated"), ("RepoNotFound", "no such model"), ("EntryNotFound", "has no config")],
+    ("code", "reason"), [("GatedRepo", "are gated"), ("RepoNotFound", "no such model")]
 )
-def test_each_refusal_of_the_hub_is_one_message_with_all_remedies(hub, code, reason):
-    status = 403 if code == "GatedRepo" else 404
-    hub.answers["/org/judge/resolve/main/config.json"] = (status, {"x-error-code": code})
-    message = problem_of("org/judge")
-    assert reason in message and all(remedy in message for remedy in REMEDIES)
-    assert "https://huggingface.co/org/judge" in message and len(hub.requests) == 1
+def test_what_the_hub_refuses_is_one_message_with_all_remedies(hub, code, reason, load):
+    hub.code = code
+    with pytest.raises(UserError, match=reason) as caught:
+        load("org/judge")
+    for remedy in ("hf download org/judge", "hf auth login", "local folder", "HF_ENDPOINT"):
+        assert remedy in str(caught.value)
 
 
-def test_an_absent_hub_costs_one_attempt_and_cached_weights_do_without(hub, monkeypatch, tmp_path):
-    set_endpoint(monkeypatch, "http://127.0.0.1:9")
-    message = problem_of("org/judge")
-    assert "cannot be reached" in message and all(remedy in message for remedy in REMEDIES)
-    cache(tmp_path, "org/judge", "config.json")
-    assert hub_options("org/judge") == {"local_files_only": True}
-    problem_of("org/judge", file="model_index.json")  # cached is the file that is needed
+@pytest.mark.parametrize("load", LOADERS)
+def test_a_path_that_is_no_folder_is_not_taken_for_a_name(hub, load):
+    with pytest.raises(UserError, match="neither an existing folder nor a name"):
+        load("runs/judge/adapter")
 
 
-def test_offline_mode_is_named(hub, monkeypatch):
+def test_an_absent_hub_and_offline_mode(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in problem_of("org/judge") and not hub.requests
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE|cannot be reached"):
+        load_files("org/judge")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cannot be reached"):
+        load_files("org/judge")
 
 
-def test_a_folder_asks_nobody_and_a_wrong_path_is_not_taken_for_a_name(hub, tmp_path):
-    assert hub_options(tmp_path) == {"local_files_only": True}
-    for name in (tmp_path / "judge", "./judge", "runs/judge/adapter"):
-        assert "neither an existing folder nor a name on the hub" in problem_of(name)
-    assert not hub.requests
-
-
-def test_a_served_model_may_be_downloaded(hub):
-    headers = {"x-repo-commit": "a" * 40, "etag": '"e"', "x-linked-size": "2"}
-    hub.answers["/org/judge/resolve/main/config.json"] = (200, headers)
-    assert hub_options("org/judge") == {"local_files_only": False}
-
-
-def test_the_remedies_are_one_text():
-    assert all(remedy in missing_weights("org/judge", "why") for remedy in REMEDIES)
+def test_errors_about_a_folder_that_exists_stay(tmp_path):
+    with pytest.raises(OSError, match="chat.json"), explain_missing(tmp_path):
+        (tmp_path / "chat.json").read_text()
+    with pytest.raises(ValueError, match="another"), explain_missing("org/judge"):
+        raise ValueError("another")

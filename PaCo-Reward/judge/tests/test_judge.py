@@ -55,7 +55,10 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     edits = judge.score_edit(files[0], files[1:], "make it blue")
     assert edits[0] == pytest.approx(edit) and len(edits) == 2
     answer = judge.explain(files[0], files[1], theme="boats", max_tokens=4)
-    assert [answer] == scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
+    (expected_answer,) = scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
+    assert answer == expected_answer.text
+    bad = judge.explain(files[:2], files[1:], theme=["<|image_pad|>", "boats"], max_tokens=4)
+    assert bad[0] is None and bad[1] is not None
     assert judge.name == str(folder)
 
 

@@ -1,15 +1,15 @@
 """The scorer against a plain forward of transformers, for each family, on random weights."""
 
-import re
-
 import numpy as np
 import pytest
 import tiny_judge
 import torch
 from PIL import Image
+from toy_models.judge import new_processor
 
 from paco_judge.questions import Pair, theme_question
-from paco_judge.scorer import JudgeScorer
+from paco_judge.scorer import JudgeScorer, answer_ids
+from paco_judge.verdict import ANSWER_TOKENS
 
 OTHERS = ["llava", "idefics3"]
 
@@ -61,7 +61,7 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     assert np.ptp(expected) > 1e-2  # the judge distinguishes them
     np.testing.assert_allclose(p_yes(scorer, pairs), expected, atol=1e-5)
     np.testing.assert_allclose(p_yes(scorer, pairs[::-1])[::-1], expected, atol=1e-5)
-    assert [answer for answer in scorer.reasons(pairs[:2], 5) if answer]
+    assert all(answer.text for answer in scorer.reasons(pairs[:2], 5))
     chats = [scorer.chat(pair) for pair in pairs]
     _, logits = scorer.generate(chats, 3)
     np.testing.assert_allclose(logits, scorer.first_token_logits(chats), atol=1e-5)
@@ -80,12 +80,27 @@ def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(family
     bad = [Pair(image, image, f"{token}?")]
     if family not in OTHERS:  # which cut an image to a square
         bad.append(Pair(Image.new("RGB", (1, 300)), image, "same?"))
-    *errors, good = scorer.score([*bad, pairs[0]])
+    asked = [pairs[0], *bad, pairs[1]]
+    first, *errors, last = scorer.score(asked)
     assert token in errors[0].error
     assert family in OTHERS or "aspect ratio" in errors[1].error
-    assert good.p_yes == pytest.approx(p_yes(scorer, pairs[:1])[0], abs=1e-5)
-    with pytest.raises(ValueError, match=re.escape(token)):
-        scorer.reasons(bad)
+    expected = p_yes(scorer, pairs[:2])
+    np.testing.assert_allclose([first.p_yes, last.p_yes], expected, atol=1e-5)
+    first, *others, last = scorer.reasons(asked, 5)
+    assert [answer.error for answer in others] == [verdict.error for verdict in errors]
+    assert [first, last] == scorer.reasons(pairs[:2], 5)
+
+
+def test_only_words_of_one_token_are_answers():
+    tokenizer = tiny_judge.make_processor().tokenizer
+    for form, words in ANSWER_TOKENS.items():
+        for ids, names in zip(answer_ids(tokenizer, form), words, strict=True):
+            assert {tokenizer.decode([number]) for number in ids} <= set(names)
+    assert min(len(tokenizer.encode(" YES")), len(tokenizer.encode(" NO"))) > 1
+    splits = new_processor(["abc"] * 20, 280).tokenizer
+    assert len(splits.encode("Yes")) == 3
+    with pytest.raises(ValueError, match="Yes or No"):
+        answer_ids(splits)
 
 
 @pytest.mark.parametrize(("has_gpu", "dtype"), [(True, "auto"), (False, torch.float32)])

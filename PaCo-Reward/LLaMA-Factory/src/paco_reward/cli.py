@@ -10,7 +10,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from paco_judge.client import JudgeError
 from paco_judge.errors import run_command
 from paco_judge.questions import form_of
 from paco_reward import demo, score
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     errors = (OSError, SafetensorError)
     if args.command is not _train:  # where a ValueError comes from inside LLaMA-Factory
-        errors += (ValueError, JudgeError)
+        errors += (ValueError,)
     return run_command(lambda: args.command(args), *errors)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from PIL import Image
 
-from paco_judge.client import JudgeError
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
@@ -56,7 +55,7 @@ def build(judge: Judge, reason_tokens: int) -> Any:
             questions = questions_on_page(theme.strip(), edit.strip())
             limit = reason_tokens if with_reasons else None
             return sheet(ask(judge, images, names, questions, limit))
-        except (ValueError, JudgeError) as error:
+        except ValueError as error:
             raise gradio.Error(str(error), duration=None) from error
 
     # A font's name in quotes would be fetched from the network.

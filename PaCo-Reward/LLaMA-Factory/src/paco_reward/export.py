@@ -9,7 +9,7 @@ from PIL import Image
 
 from paco_judge.adapters import load_adapter, local_folder
 from paco_judge.errors import UserError
-from paco_judge.hub import hub_options
+from paco_judge.hub import explain_missing
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_judge.weights import from_pretrained_strict, save_model
@@ -58,10 +58,10 @@ def save_merged(base: str, adapter: str, folder: Path) -> None:
     """Write base plus adapter as a model folder."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    on_hub = hub_options(base)
-    stored_dtype = getattr(AutoConfig.from_pretrained(base, **on_hub), "dtype", None)
+    with explain_missing(base):
+        stored_dtype = getattr(AutoConfig.from_pretrained(base), "dtype", None)
     dtype = stored_dtype or torch.float32
-    model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32, **on_hub)
+    model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
     model = load_adapter(model, adapter).merge_and_unload().to(dtype)
     save_model(model, folder)
     patterns = tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
-from paco_judge.hub import hub_options
+from paco_judge.hub import explain_missing
 from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
 
@@ -25,7 +25,7 @@ def model_type_of(config: dict[str, Any]) -> str | None:
     """The ``model_type`` of a configuration's model; None if it comes from another hub.
 
     Raises:
-        MissingWeights: There is no such folder, and the hub has no such model.
+        UserError: There is no such folder, and the hub has no such model.
     """
     from transformers import PretrainedConfig
 
@@ -33,7 +33,8 @@ def model_type_of(config: dict[str, Any]) -> str | None:
     other_hubs = ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB")  # LLaMA-Factory's variables
     if not Path(model).is_dir() and any(os.environ.get(name) for name in other_hubs):
         return None
-    settings, _ = PretrainedConfig.get_config_dict(model, **hub_options(model))
+    with explain_missing(model):
+        settings, _ = PretrainedConfig.get_config_dict(model)
     return settings.get("model_type")
 
 

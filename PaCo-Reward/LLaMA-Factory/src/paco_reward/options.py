@@ -6,7 +6,6 @@ from typing import Any
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
 from paco_judge.errors import UserError
-from paco_judge.hub import hub_options
 from paco_judge.judge import LONGEST_ANSWER, Judge
 from paco_judge.questions import RequestForm, add_form_arguments, form_of
 
@@ -110,10 +109,6 @@ def _prepare_loading(args: argparse.Namespace) -> None:
         raise UserError(
             "name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL"
         )
-    # Missing weights are reported before torch is imported, which takes seconds.
-    hub_options(args.model)
-    if args.adapter:
-        hub_options(args.adapter, "adapter_config.json")
     from paco_judge.scorer import silence_transformers
 
     silence_transformers()

@@ -69,7 +69,7 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     """Build the data sets; returns what stats.json then holds about each of this call's names.
 
     Problems of options, inputs and server are raised before anything is cut or asked (ValueError,
-    OSError, JudgeError).
+    OSError, UserError).
     """
     read = read_inputs(options)
     output = options.output
@@ -154,7 +154,7 @@ def _stats(
 
 
 def read_inputs(options: Namespace) -> Inputs:
-    """Read all files, and ask the server for its model. Raises ValueError, OSError, JudgeError."""
+    """Read all files, and ask the server for its model. Raises ValueError, OSError, UserError."""
     form = form_of(options)
     question = load_question(options.question or "theme", ("theme",))
     editing_questions = load_editing_questions(options.editing_question)

@@ -1,0 +1,181 @@
+"""Each benchmark from its files to its table, through a server and through transformers.
+
+Items, images, sizes, texts, labels and answers all differ. What is expected comes from the files.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from bench_tools import TASKS, p_yes_of, read_lines, request_content
+from fakes import fake_judge
+from PIL import Image
+from tiny_judge import save_answering, save_new_judge
+
+from paco_eval import edit
+from paco_eval.edit import GROUPS
+from paco_eval.rank import table_main
+from paco_judge.questions import Pair, shipped
+from paco_judge.scorer import JudgeScorer
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A judge that answers all of the questions below."""
+    root = tmp_path_factory.mktemp("judges")
+    random = save_new_judge(root / "random", "qwen3_vl")
+    return save_answering(random, root / "judge")
+
+
+@pytest.fixture(scope="module")
+def scorer(judge):
+    return JudgeScorer.from_pretrained(judge)
+
+
+@pytest.fixture(params=["server", "transformers"])
+def engine(request, scorer, judge):
+    """(options, ``p_yes(question, image files, …)`` as the engine must find it)."""
+    if request.param == "server":
+
+        def respond(number, asked):
+            return 200, fake_judge.answer(p_yes_of(*request_content(asked))), {}
+
+        def p_yes(question, *files):
+            return p_yes_of([Image.open(file) for file in files], question)
+
+        with fake_judge.FakeJudge(respond, models=["judge"]) as server:
+            yield ["--server", server.url, "--model", "judge"], p_yes
+        return
+
+    @cache
+    def score(question, *files):
+        first, second, *more = (Image.open(file) for file in files)
+        (verdict,) = scorer.score([Pair(first, second, question, tuple(more))])
+        return verdict.p_yes
+
+    yield ["--engine", "transformers", "--model", judge], score
+
+
+def about(p_yes):
+    """What a toy judge computes in another batch."""
+    return pytest.approx(p_yes, abs=5e-5)
+
+
+def cells_of(table):
+    """The last line of a table's file by its heading."""
+    head, *_, line = table.read_text().splitlines()
+    return dict(zip(head.split(), line.split(), strict=True))
+
+
+def test_rank(engine, rank, tmp_path):
+    options, p_yes = engine
+    question = tmp_path / "mine.txt"
+    question.write_text("{theme} Is it so: {criterion}")
+    assert rank.main(*options, "--question", question) == 0
+    rows = read_lines(next((tmp_path / "results").glob("*-vmine.jsonl")))
+    prompts = {row["idx"]: row for row in read_lines(rank.data / "prompt_data.jsonl")}
+    all_scores = []
+    for row, item in zip(rows, read_lines(rank.data / "consistency_full_rank.jsonl"), strict=True):
+        assert {name: row[name] for name in item} == item
+        prompt = prompts[int(item["folder"])]
+        folder = rank.data / "images" / item["folder"]
+        scores = {}
+        for name in item["comp_images"]:
+            of_dimensions = []
+            for criteria in prompt["criteria"].values():
+                texts = [
+                    f"{prompt['theme']} Is it so: {text}" for text in criteria.values() if text
+                ]
+                files = folder / item["ref_image"], folder / name
+                of_dimensions.append(np.mean([p_yes(text, *files) for text in texts]))
+            scores[name] = np.mean(of_dimensions)
+        all_scores += scores.values()
+        assert row["scores"] == about(list(scores.values()))
+        order = sorted(scores, key=scores.get, reverse=True)
+        assert row["predicted_images"] == order
+        hits = np.equal(order, item["rank_images"])
+        assert row["metrics"]["accuracy"] == pytest.approx(hits.mean())
+        assert (row["metrics"]["top1"], row["metrics"]["bottom1"]) == (hits[0], hits[-1])
+    assert min(np.diff(sorted(all_scores))) > 1e-4
+    table = tmp_path / "table.txt"
+    command = ["--results_dir", str(tmp_path / "results"), "--output_file", str(table)]
+    assert table_main([*command, "--print_std"]) == 0
+    for name in ("accuracy", "kendalltau", "spearmanr", "footrule"):
+        values = [row["metrics"][name] for row in rows]
+        assert f"{np.mean(values):.4f} ± {np.std(values):.4f}" in table.read_text()
+    assert table_main([*command, "--output_format", "latex"]) == 0
+    assert r"\toprule" in table.read_text()
+
+
+def test_edits(engine, edits, tmp_path, capsys):
+    options, p_yes = engine
+    assert edits.main(*options, "--batch_size", "5") == 0
+    right = {}
+    for row, item in zip(edits.rows, read_lines(edits.data), strict=True):
+        assert [row["key"], row["dimension"]] == [item["key"], item["dimension"]]
+        scores = []
+        for file, answers in zip(item["output_images"], row["answers"], strict=True):
+            files = [edits.data.parent / name for name in (item["input_image"], file)]
+            expected = {}
+            for name in ("prompt_following", "consistency"):
+                template = {"prompt_following": "instruction", "consistency": "consistency"}[name]
+                text = shipped()[f"editing_{template}"].replace(
+                    "{instruction}", item["instruction"]
+                )
+                expected[name] = p_yes(text, *files)
+            if item["dimension"] != "overall":
+                expected = {item["dimension"]: expected[item["dimension"]]}
+            assert answers == about(expected)
+            scores.append(np.prod(list(expected.values())) ** (1 / len(expected)))
+        assert row["scores"] == about(scores)
+        of_task = right.setdefault((item["dimension"], item["task_type"]), [])
+        of_task.append(scores[0] > scores[1])
+    text = (tmp_path / "summary.txt").read_text()
+    assert text in capsys.readouterr().out
+    for dimension in ("overall", "consistency", "prompt_following"):
+        tasks = [np.mean(right[key]) for key in right if key[0] == dimension]
+        (line,) = [
+            line for line in text.splitlines() if f" {dimension} " in line and " strict " in line
+        ]
+        assert line.split()[-3] == f"{np.mean(tasks):.4f}"
+    assert set(TASKS) == {task for tasks in GROUPS.values() for task in tasks}
+
+    edits.file = next((tmp_path / "results").glob("*.jsonl"))
+    edits.file.with_name("second_judge.jsonl").write_text(edits.file.read_text())
+    command = ["--result_dir", str(edits.file.parent), "--output", str(tmp_path / "v1.5")]
+    assert edit.tables_main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "v1.5.txt").read_text()
+    assert r"second\_judge & prompt\_following & lenient" in (tmp_path / "v1.5.tex").read_text()
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_choices(engine, choices, tmp_path, compares):
+    options, p_yes = engine
+    question = tmp_path / "mine.txt"
+    question.write_text("Edit: {instruction}. Is the first edit better?")
+    template = shipped()["editing_consistency"]
+    if compares:
+        template = question.read_text()
+        options = [*options, "--compare", question]
+    assert choices.main(*options) == 0
+    (file,) = (tmp_path / "results").glob("*.jsonl")
+    right = {}
+    for row, item in zip(read_lines(file), read_lines(choices.data), strict=True):
+        before, first, second = (
+            tmp_path / name for name in [item["source_image"], *item["edited_images"]]
+        )
+        text = template.replace("{instruction}", item["instruction"])
+        shown = [(before, first), (before, second)]
+        if compares:
+            shown = [(before, first, second), (before, second, first)]
+        scores = [p_yes(text, *files) for files in shown]
+        assert row["scores"] == about(scores) and row["key"] == item["key"]
+        right.setdefault(item["task"], []).append(np.argmax(scores) == int(item["winner"]))
+    cells = cells_of(tmp_path / "table.txt")
+    assert {name: cells[name] for name in right} == {
+        name: f"{np.mean(hits):.4f}" for name, hits in right.items()
+    }
+    assert (
+        cells["average"] == f"{np.mean(np.concatenate([*right.values()])):.4f}"
+        and cells["ties"] == "0"
+    )
