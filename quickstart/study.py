@@ -1,34 +1,32 @@
 """Trains the toy generator with other options and seeds; results.csv keeps what came out.
 
-    study.py quickstart --seeds 10 11 12       # run.sh with each seed, which trains its own judge
     study.py rewards                           # which reward keeps images different
     study.py objectives --runs nft awm         # objectives with the quickstart's reward
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-All studies but ``quickstart`` need quickstart/out/judge, which run.sh trains. A run that
-results.csv has for this commit and this judge is not repeated, and a stopped run continues.
-The columns:
+It needs quickstart/out/judge, which run.sh trains. A run that results.csv has for this commit and
+this judge is not repeated, and a stopped run continues. The columns:
 
 - ``judge``: the start of the SHA-256 of its weights. Runs with different judges are not averaged.
-- ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other images",
-  read by the oracle on open prompts. ``judge_`` and ``other_`` are the same numbers by the judge and
-  by a judge with another base, wording and training pairs. ``…_kappa`` = (w − b) / (1 − b) is what
-  rows until November 2026 have as well.
+- ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other
+  images", read by the oracle on open prompts. ``judge_`` and ``other_`` are the same numbers by the
+  judge and by a judge with another base, wording and training pairs. ``…_kappa`` =
+  (w − b) / (1 − b) is what rows until November 2026 have as well.
 - ``consistency``, ``agreement`` and the other measures of paco_toy/summary.py, ``_before`` and
   ``_after`` training. A run may have further rows, for evaluations on the way.
 - ``minutes``: of the training, on a machine that may be shared. ``cpu_minutes``: of the trainer's
   processes, evaluations included, without the judge.
-- ``teraflops``: of the transformer in all epochs so far, without evaluations.
+- ``teraflops``: of the transformer in all epochs so far, without evaluations (until e793f4b1).
 - ``warnings``: signs of collapse (docs/recovery.md), each with the epoch of its first warning.
 
 The quickstart's settings were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with
-planted rewards, which chose the signs of collapse (commit e2bd40d). Rows of ``quickstart`` before
-commit e89da58 are of a toy world whose prompts also left the shape open.
+planted rewards, which chose the signs of collapse (commit e2bd40d); ``quickstart`` are whole
+quickstarts, before commit e89da58 of a toy world whose prompts also left the shape open; ``gardo``
+and ``entropy`` are rewards that left with e793f4b1.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -43,14 +41,7 @@ from typing import Any
 
 import pandas as pd
 
-from paco_toy.summary import (
-    MEASURES,
-    commit,
-    judge_id,
-    judge_measures,
-    policy_measures,
-    scores_of,
-)
+from paco_toy.summary import MEASURES, commit, judge_id, policy_measures, scores_of
 from paco_toy.world import read_jsonl
 
 HERE = Path(__file__).resolve().parent
@@ -67,9 +58,8 @@ ORACLE = "paco_toy.oracle:oracle_"
 # With weight 0, between_images is monitored: w and b in every epoch, and their warning.
 CONSISTENCY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 0.0}}
 VARIETY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 8.0}}
+# A control: no judge of consistency, but the share of panels that show what is named.
 NAMING_VARIETY = {"train.reward_fn": {f"{ORACLE}alignment": 1.0, "between_images": 8.0}}
-# Features for the rewards that measure distances between images.
-LATENTS = {"train.diversity_features": "latents"}
 LONG = {"num_epochs": 80, "eval_freq": 20}
 # With one optimizer step an epoch, the ratio is 1 and these objectives are the same.
 RATIO = {"train.gradient_step_per_epoch": 2}
@@ -107,6 +97,14 @@ OBJECTIVES = {
 }
 # As many CPU minutes as 20 epochs of awm, 5.9; 20 epochs of nft took 6.9.
 NFT = OBJECTIVES["nft"] | {"train.loss_type": "nft", "num_epochs": 16, "eval_freq": 16}
+AGGREGATIONS = {
+    "sum": None,
+    "log_tame": "log_tame_aggregate_fn",
+    # The log of both rewards in every epoch.
+    "log_tame_always": {"name": "log_tame_aggregate_fn", "arguments": {"threshold": 0}},
+    "advantage_sum": "weighted_advantage_sum_aggregate_fn",
+    "product": "product_aggregate_fn",
+}
 
 
 @dataclass(frozen=True)
@@ -119,55 +117,52 @@ class Study:
     judged: bool = False  # w and b by the judge, too
 
 
-REWARD_RUNS = {
-    "base": {},
-    "consistency": CONSISTENCY,
-    "variety": VARIETY,
-    # A control: no judge of consistency, but the share of panels that show what is named.
-    "naming_variety": NAMING_VARIETY,
-    "kl_0.1": CONSISTENCY | {"train.beta": 0.1},
-    "kl_0.5": CONSISTENCY | {"train.beta": 0.5},
-    "entropy": CONSISTENCY | LATENTS | {"train.perceptual_entropy": 0.1},
-    "gardo": CONSISTENCY | LATENTS | {"train.neighbor_factor": True},
-    "consistency_80": CONSISTENCY | LONG,
-    "variety_80": VARIETY | LONG,
-    "consistency_nft": CONSISTENCY | NFT,
-    "variety_nft": VARIETY | NFT,  # the quickstart's training
-}
-OBJECTIVE_RUNS = {
-    name: VARIETY | BY_ORACLE | {"eval_freq": 10, "train.loss_type": name} | options
-    for name, options in OBJECTIVES.items()
-}
-OBJECTIVE_RUNS["nft_16_epochs"] = VARIETY | BY_ORACLE | NFT | {"eval_freq": 8}
-# Compared with ``awm`` of the objectives, which is the same training at 64 px.
-RESOLUTION_RUNS = {
-    "128px": {
-        **VARIETY,
-        **BY_ORACLE,
-        "train.resolution": 128,
-        "train.batch_size": 32,
-        "num_epochs": 6,
-        "eval_freq": 3,
-        "save_freq": 3,
-    },
-}
-AGGREGATIONS = {
-    "sum": None,
-    "log_tame": "log_tame_aggregate_fn",
-    # The log of both rewards in every epoch.
-    "log_tame_always": {"name": "log_tame_aggregate_fn", "arguments": {"threshold": 0}},
-    "advantage_sum": "weighted_advantage_sum_aggregate_fn",
-    "product": "product_aggregate_fn",
-}
-AGGREGATION_RUNS = {
-    name: LOUD_AND_QUIET | {"train.aggregate_fn": aggregate_fn}
-    for name, aggregate_fn in AGGREGATIONS.items()
-}
 STUDIES = {
-    "rewards": Study("toy_t2is_awm", REWARD_RUNS, images_per_prompt=8, judged=True),
-    "objectives": Study("toy_t2is", OBJECTIVE_RUNS),
-    "resolution": Study("toy_t2is_awm", RESOLUTION_RUNS),
-    "aggregation": Study("toy_t2is_awm", AGGREGATION_RUNS, images_per_prompt=0),
+    "rewards": Study(
+        "toy_t2is_awm",
+        {
+            "base": {},
+            "consistency": CONSISTENCY,
+            "variety": VARIETY,
+            "naming_variety": NAMING_VARIETY,
+            "kl_0.1": CONSISTENCY | {"train.beta": 0.1},
+            "kl_0.5": CONSISTENCY | {"train.beta": 0.5},
+            "consistency_80": CONSISTENCY | LONG,
+            "variety_80": VARIETY | LONG,
+            "consistency_nft": CONSISTENCY | NFT,
+            "variety_nft": VARIETY | NFT,  # the quickstart's training
+        },
+        images_per_prompt=8,
+        judged=True,
+    ),
+    "objectives": Study(
+        "toy_t2is",
+        {
+            name: VARIETY | BY_ORACLE | {"eval_freq": 10, "train.loss_type": name} | options
+            for name, options in OBJECTIVES.items()
+        }
+        | {"nft_16_epochs": VARIETY | BY_ORACLE | NFT | {"eval_freq": 8}},
+    ),
+    # Compared with ``awm`` of the objectives, which is the same training at 64 px.
+    "resolution": Study(
+        "toy_t2is_awm",
+        {
+            "128px": {
+                **VARIETY,
+                **BY_ORACLE,
+                "train.resolution": 128,
+                "train.batch_size": 32,
+                "num_epochs": 6,
+                "eval_freq": 3,
+                "save_freq": 3,
+            }
+        },
+    ),
+    "aggregation": Study(
+        "toy_t2is_awm",
+        {name: LOUD_AND_QUIET | {"train.aggregate_fn": fn} for name, fn in AGGREGATIONS.items()},
+        images_per_prompt=0,
+    ),
 }
 
 # --- one run --------------------------------------------------------------------------------------
@@ -209,20 +204,6 @@ def training_arguments(run: Run, epochs: int) -> list[str]:
     return [study.config, *(f"--config.{name}={value}" for name, value in options.items())]
 
 
-def teraflops_of_epoch(run: Run) -> float:
-    """What the transformer computes in an epoch of sampling and training, as estimate.py counts."""
-    # Imported here, so that tables need no PyTorch.
-    from paco_grpo.estimate.generator import estimate
-    from paco_grpo.options import read_options
-
-    config, *arguments = training_arguments(run, epochs=1)
-    with contextlib.chdir(GRPO):  # paths of its configuration start there
-        options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
-        work = estimate(options, run.name).work["an epoch"]
-    pieces = {piece.name: piece.pieces * piece.flops / 1e12 for piece in work}
-    return pieces["denoise"] + pieces["train"]
-
-
 def agreement_command(run: Run) -> list[str]:
     """Measures w and b of a run's last checkpoint, or of the base model."""
     study = STUDIES[run.study]
@@ -260,7 +241,7 @@ def run_command(command: Sequence[str], log: Path) -> float:
     return (usage.ru_utime + usage.ru_stime) / 60
 
 
-def finish(run: Run, epochs: int, teraflops: float) -> list[dict[str, Any]]:
+def finish(run: Run, epochs: int) -> list[dict[str, Any]]:
     """Trains and evaluates; returns the columns of each evaluation, the trained model's last."""
     log = OUT / f"{run.folder.name}.log"
     print(f"started {run.name}, seed {run.seed}; log: {log}", flush=True)
@@ -275,7 +256,7 @@ def finish(run: Run, epochs: int, teraflops: float) -> list[dict[str, Any]]:
         if is_new:
             row["cpu_minutes"] = cpu_minutes
         row["warnings"] = warnings_of(log.read_text(errors="replace"))
-        *earlier, last = evaluations_of(run.folder, teraflops)
+        *earlier, last = evaluations_of(run.folder)
         row |= before_and_after(policy_measures(run.folder)) | last
     if STUDIES[run.study].images_per_prompt:
         run_command(agreement_command(run), log)
@@ -287,7 +268,7 @@ def finish(run: Run, epochs: int, teraflops: float) -> list[dict[str, Any]]:
 
 
 def warnings_of(log: str) -> str:
-    """Signs of collapse, each with the epoch of its first warning: ``health/diversity_vs_first@12 …``."""
+    """Signs of collapse with the epochs of their first warnings: ``health/diversity_vs_first@12``."""
     epochs: dict[str, str] = {}
     for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
         epochs.setdefault(signal, epoch)
@@ -304,13 +285,13 @@ def before_and_after(policy: Mapping[str, Any]) -> dict[str, float]:
     return columns
 
 
-def evaluations_of(folder: Path, teraflops: float) -> list[dict[str, float]]:
-    """The columns of every evaluation of a run, which takes ``teraflops`` an epoch."""
+def evaluations_of(folder: Path) -> list[dict[str, float]]:
+    """The columns of every evaluation of a run."""
     evaluations = []
     for path in sorted((folder / "eval").glob("epoch_*/eval_data.jsonl")):
         scores, _ = scores_of(path.parent)
         epoch = int(path.parent.name.removeprefix("epoch_"))
-        columns = {"epochs": epoch, "images": len(scores), "teraflops": epoch * teraflops}
+        columns = {"epochs": epoch, "images": len(scores)}
         for measure, mean in scores.mean().dropna().items():
             columns[f"{measure}_after"] = mean
         rewards = pd.DataFrame([row["rewards"] for row in read_jsonl(path)])
@@ -351,7 +332,11 @@ def keep(run: Run, judge: str, evaluations: Sequence[Mapping[str, Any]]) -> None
     results.to_csv(RESULTS, index=False, float_format="%.4f")
 
 
-# --- tables ---------------------------------------------------------------------------------------
+def trained(results: pd.DataFrame) -> pd.DataFrame:
+    """The last row of each run: what the trained model does. ``diversity`` is 1 − b."""
+    last = results.drop_duplicates(KEY, keep="last")
+    return last.assign(diversity=1 - last["oracle_b"])
+
 
 LABELS = {
     "oracle_w": "w",
@@ -362,92 +347,34 @@ LABELS = {
     "other_w_minus_b": "w − b by another judge",
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
-    "minutes": "minutes",
     "cpu_minutes": "CPU minutes",
 }
-OF_STUDY = {"aggregation": ("alignment_after", "darkness_after", "minutes", "cpu_minutes")}
-OF_AGREEMENT = (
-    "oracle_w", "diversity", "oracle_w_minus_b", "consistency_after", "judge_w_minus_b",
-    "other_w_minus_b", "minutes", "cpu_minutes",
-)  # fmt: skip
 
 
-def trained(results: pd.DataFrame) -> pd.DataFrame:
-    """The last row of each run: what the trained model does."""
-    return results.drop_duplicates(KEY, keep="last")
-
-
-def values_of(results: pd.DataFrame, study: str) -> pd.DataFrame:
-    """The numbers that a study's table shows, by label, without the empty ones.
-
-    Of the quickstart they are changes by training, and of the others what the trained model does.
-    """
-    if study == "quickstart":
-        columns = {}
-        for measure, label in MEASURES.items():
-            columns[label] = results[f"{measure}_after"] - results[f"{measure}_before"]
-        return pd.DataFrame(columns)
-    values = results.assign(diversity=1 - results["oracle_b"])
-    values = values.reindex(columns=OF_STUDY.get(study, OF_AGREEMENT)).rename(columns=LABELS)
-    return values.dropna(axis=1, how="all")
+def table(results: pd.DataFrame) -> str:
+    """Markdown: means and standard errors over seeds for each run and judge."""
+    rows = trained(results).dropna(axis=1, how="all")
+    columns = [column for column in LABELS if column in rows]
+    labels = [LABELS[column] for column in columns]
+    lines = [f"| {' | '.join(['run', 'judge', 'seeds', 'commits', *labels])} |"]
+    lines.append("|---" * (4 + len(labels)) + "|")
+    for (name, judge), group in rows.groupby(["run", "judge"], sort=False):
+        seeds = " ".join(map(str, group["seed"]))
+        commits = " ".join(group["commit"].unique())
+        means = [mean_and_error(group[column].dropna()) for column in columns]
+        lines.append(f"| {' | '.join([name, judge, seeds, commits, *means])} |")
+    return "\n".join(lines) + "\n"
 
 
 def mean_and_error(values: pd.Series) -> str:
     """Mean ± standard error; of one seed, the value alone."""
-    values = values.dropna()
     if values.empty:
         return ""
     error = f" ± {values.sem():.3f}" if len(values) > 1 else ""
     return f"{values.mean():+.3f}{error}"
 
 
-def table(results: pd.DataFrame, study: str) -> str:
-    """Markdown: means over seeds for each run and judge."""
-    results = trained(results)
-    values = values_of(results, study)
-    return _markdown(pd.concat([results[KEY], values], axis=1), list(values))
-
-
-def differences(results: pd.DataFrame, study: str, name: str) -> str:
-    """Markdown: the run ``name`` minus each other run, paired by seed and judge."""
-    results = trained(results)
-    values = values_of(results, study)
-    rows = pd.concat([results[KEY], values], axis=1)
-    is_base = rows["run"] == name
-    pairs = rows[~is_base].merge(rows[is_base], on=["judge", "seed"], suffixes=("", " of base"))
-    pairs["run"] = f"{name} − " + pairs["run"]
-    for label in values:
-        pairs[label] = pairs[f"{label} of base"] - pairs[label]
-    return _markdown(pairs, list(values))
-
-
-def _markdown(rows: pd.DataFrame, labels: Sequence[str]) -> str:
-    lines = [f"| {' | '.join(['run', 'judge', 'seeds', 'commits', *labels])} |"]
-    lines.append("|---" * (4 + len(labels)) + "|")
-    for (name, judge), group in rows.groupby(["run", "judge"], sort=False):
-        seeds = " ".join(map(str, group["seed"]))
-        commits = " ".join(group["commit"].unique())
-        means = [mean_and_error(group[label]) for label in labels]
-        lines.append(f"| {' | '.join([name, judge, seeds, commits, *means])} |")
-    return "\n".join(lines) + "\n"
-
-
 # --- command line ---------------------------------------------------------------------------------
-
-
-def run_quickstart(seed: int) -> dict[str, Any]:
-    """Run the whole quickstart, which trains its own judge. Returns columns of results.csv."""
-    # No machine reaches this limit of minutes, so all of them train all epochs.
-    subprocess.run(
-        ["bash", str(HERE / "run.sh"), "--seed", str(seed), "--minutes", "600"], check=True
-    )
-    out = HERE / "out"
-    measures = judge_measures(out)
-    columns = {
-        "judge_accuracy": measures["judge"]["lora"]["accuracy"],
-        "kendalltau": measures["rank"]["kendalltau"],
-    }
-    return columns | before_and_after(policy_measures(out / "runs" / "toy_t2is_nft"))
 
 
 def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:
@@ -463,10 +390,7 @@ def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:
     pool = ThreadPoolExecutor(jobs)
     try:
         subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
-        futures = {}
-        for run in runs:
-            teraflops = 0.0 if run.name == "base" else teraflops_of_epoch(run)
-            futures[pool.submit(finish, run, epochs, teraflops)] = run
+        futures = {pool.submit(finish, run, epochs): run for run in runs}
         for future in as_completed(futures):
             keep(futures[future], judge_id(judge), future.result())
     finally:
@@ -479,52 +403,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("studies", nargs="+", choices=["quickstart", *STUDIES])
-    parser.add_argument("--runs", nargs="+", help="names of runs, in this order; default: all")
+    parser.add_argument("studies", nargs="+", choices=STUDIES)
+    parser.add_argument("--runs", nargs="+", help="names of runs; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
         "--epochs", type=int, default=20, help="epochs of runs that do not set their own"
     )
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
-    parser.add_argument(
-        "--any_commit", action="store_true", help="runs of other commits count as finished"
-    )
     parser.add_argument("--table", action="store_true", help="only the table of finished runs")
     arguments = parser.parse_args()
-    names = {}
-    for study in arguments.studies:
-        names |= dict.fromkeys(STUDIES[study].runs if study in STUDIES else ["quickstart"], study)
-    chosen = arguments.runs or list(names)
-    if unknown := [name for name in chosen if name not in names]:
-        parser.error(f"--runs: {', '.join(unknown)} is none of {', '.join(names)}")
-    runs = [Run(names[name], name, seed) for seed in arguments.seeds for name in chosen]
-    judged = [run for run in runs if run.study != "quickstart"]
-    if judged and not arguments.table and not (arguments.judge / "config.json").exists():
-        parser.error(f"no judge in {arguments.judge}: run quickstart/run.sh, or set --judge")
     if not arguments.table:
-        runs = [run for run in runs if not is_finished(run, arguments)]
-        for run in runs:
-            if run.study == "quickstart":
-                keep(run, "own", [run_quickstart(run.seed)])
-        judged = [run for run in runs if run.study != "quickstart"]
-        if judged:
-            run_all(judged, arguments.epochs, arguments.judge, arguments.jobs)
+        train_missing(arguments)
+    results = read_results()
     for study in arguments.studies:
-        results = read_results().query("study == @study")
-        print(table(results, study))
-        if study == "rewards":
-            print(f"Differences, paired by seed:\n\n{differences(results, study, 'variety')}")
+        print(table(results[results["study"] == study]))
 
 
-def is_finished(run: Run, arguments: argparse.Namespace) -> bool:
-    """Whether results.csv has the run."""
-    rows = read_results().query("study == @run.study and run == @run.name and seed == @run.seed")
-    if not arguments.any_commit:
-        rows = rows[rows["commit"] == commit()]
-    if run.study != "quickstart":
-        rows = rows[rows["judge"] == judge_id(arguments.judge)]
-    return not rows.empty
+def train_missing(arguments: argparse.Namespace) -> None:
+    """Train the runs that results.csv does not have of this commit and this judge."""
+    if not (arguments.judge / "config.json").exists():
+        raise SystemExit(f"no judge in {arguments.judge}: run quickstart/run.sh, or set --judge")
+    results = read_results()
+    same = (results["commit"] == commit()) & (results["judge"] == judge_id(arguments.judge))
+    finished = set(results.loc[same, ["study", "run", "seed"]].itertuples(index=False, name=None))
+    runs = []
+    for study in arguments.studies:
+        for seed in arguments.seeds:
+            for name in STUDIES[study].runs:
+                is_chosen = arguments.runs is None or name in arguments.runs
+                if is_chosen and (study, name, seed) not in finished:
+                    runs.append(Run(study, name, seed))
+    run_all(runs, arguments.epochs, arguments.judge, arguments.jobs)
 
 
 if __name__ == "__main__":

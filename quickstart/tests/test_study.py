@@ -88,13 +88,11 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
         ("gardo", "j1", "c", 1, 0.1),
         ("variety", "j2", "c", 2, 0.9),
     )
-    head, _, variety, gardo, other_judge = study.table(results, "rewards").splitlines()
+    head, _, variety, gardo, other_judge = study.table(results).splitlines()
     assert head == "| run | judge | seeds | commits | diversity 1 − b | w − b |"
     assert variety == "| variety | j1 | 0 1 | c d | +0.750 ± 0.000 | +0.200 ± 0.100 |"
     assert gardo == "| gardo | j1 | 0 1 | c | +0.750 ± 0.000 | +0.050 ± 0.050 |"
     assert other_judge == "| variety | j2 | 2 | c | +0.750 | +0.900 |"
-    _, _, difference = study.differences(results, "rewards", "variety").splitlines()
-    assert difference == "| variety − gardo | j1 | 0 1 | c | +0.000 ± 0.000 | +0.150 ± 0.050 |"
 
 
 def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
@@ -117,14 +115,6 @@ def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
     assert (last["study"], last["run"], last["judge"]) == ("rewards", "variety", "abc")
     assert (last["agreement_before"], last["agreement_after"]) == (0.1, 0.2)
     assert last["oracle_w_minus_b"] == 0.5
-
-
-def test_the_transformers_work_grows_with_the_number_of_tokens():
-    runs = [study.Run("objectives", "awm", 0), study.Run("resolution", "128px", 0)]
-    small, large = [study.teraflops_of_epoch(run) for run in runs]
-    # 64 image tokens at 64 px, 256 at 128 px, and 32 text tokens at both.
-    linear = (256 + 32) / (64 + 32)
-    assert linear < large / small < linear**2
 
 
 def test_darkness_is_the_percentage_of_dark_pixels():
