@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from paco_grpo.rewards.registry import CheckedReward
+
 
 def factory(scale: float = 1.0, device="nowhere"):
     def score(images, items):
@@ -20,6 +22,11 @@ def asked():
 
 def wrong(result):
     return result
+
+
+def checked(function):
+    """The reward that a run makes of a function of images and items."""
+    return CheckedReward("reward_factories:wrong", {"result": function}, "cpu")
 
 
 def gaps(**anything):
@@ -60,12 +67,10 @@ def failing_aggregation(**rewards):
     raise ValueError("cannot join these")
 
 
-def unlike_others(calls=None, unscored=""):
+def unlike_others(unscored=""):
     """Distance of an image's brightness from the mean of the others of its item."""
 
     def score(images, items):
-        if calls is not None:
-            calls.append(len(images))
         if unscored in [item.prompt for item in items]:
             raise ValueError(unscored)
         gray = np.array([np.asarray(image.convert("L")).mean() for image in images])

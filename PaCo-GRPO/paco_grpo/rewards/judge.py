@@ -204,26 +204,23 @@ class ConsistencyScore(JudgeReward):
         (image,) = images
         cells = split_image(image, *check_panels(item, self.name))
         couples = [(cells[i], cells[j]) for i, j in index_pairs(len(cells))]
-        questions, of_pairs = self.about(couples, item)
-        return questions, lambda p_yes: of_pairs(p_yes).mean()
+        questions = self.about(couples, item)
+        return questions, lambda p_yes: self.agreement(p_yes, item).mean()
 
-    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> ScoreRequest:
-        """Questions on n pairs of sub-figures, and the function from their answers to P(Yes) (n,).
+    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> list[Pair]:
+        """All that is asked about ``item``, on each of n pairs of sub-figures."""
+        texts = itertools.chain.from_iterable(_texts(self.questions[0], item, self.name))
+        return [Pair(*couple, text) for couple, text in itertools.product(couples, texts)]
 
-        It takes the mean within a dimension, then over dimensions.
+    def agreement(self, p_yes: np.ndarray, item: Item) -> np.ndarray:
+        """P(Yes) of each pair (n,) from the answers to ``about``: the mean over dimensions.
+
+        Of a dimension, it is the mean over its criteria.
         """
-        dimensions = _texts(self.questions[0], item, self.name)
-        texts = list(itertools.chain.from_iterable(dimensions))
-        ends = np.cumsum([len(dimension) for dimension in dimensions])[:-1]
-
-        def of_pairs(p_yes: np.ndarray) -> np.ndarray:
-            parts = np.split(p_yes.reshape(len(couples), len(texts)), ends, axis=1)
-            return np.mean([part.mean(axis=1) for part in parts], axis=0)
-
-        questions = []
-        for image, other_image in couples:
-            questions += [Pair(image, other_image, text) for text in texts]
-        return questions, of_pairs
+        sizes = [len(texts) for texts in _texts(self.questions[0], item, self.name)]
+        by_pair = p_yes.reshape(-1, sum(sizes))
+        dimensions = np.split(by_pair, np.cumsum(sizes)[:-1], axis=1)
+        return np.mean([answers.mean(axis=1) for answers in dimensions], axis=0)
 
 
 @dataclass(eq=False)
@@ -241,28 +238,26 @@ class BetweenImages(ConsistencyScore):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.others < 2:
-            raise ValueError(f"others={self.others} must be at least 2")
+        _check_even("others", self.others)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About one pair of sub-figures of each two neighbors, if the item is open."""
         rows, cols = check_panels(item, self.name)
         cells = [split_image(image, rows, cols) for image in images]
-        compared = neighbors(len(images), self.others) if item.metadata.get("open", False) else []
+        compared = neighbors(len(images), self.others) if item.metadata.get("open") else []
         # Two different sub-figures, because sub-figures of the same place look alike.
         places = itertools.cycle(itertools.permutations(range(rows * cols), 2))
         couples = []
         for i, j in compared:
             place, other_place = next(places)
             couples.append((cells[i][place], cells[j][other_place]))
-        questions, of_pairs = self.about(couples, item)
 
         def score(p_yes: np.ndarray) -> np.ndarray:
-            different = 1 - of_pairs(p_yes)
+            different = 1 - self.agreement(p_yes, item)
             values = np.stack([different, different], axis=1)
             return mean_over_comparisons(len(images), compared, values, alone=1.0)
 
-        return questions, score
+        return self.about(couples, item), score
 
 
 @dataclass(eq=False)
@@ -287,10 +282,8 @@ class WinRate(JudgeReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.opponents is not None and (self.opponents < 2 or self.opponents % 2):
-            raise ValueError(
-                f"opponents={self.opponents} must be even and at least 2, or None for all"
-            )
+        if self.opponents is not None:
+            _check_even("opponents", self.opponents)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """Both orders of each two neighbors, one after the other."""
@@ -332,6 +325,12 @@ def mean_over_comparisons(
         of_image = values[images == image]
         scores[image] = np.nan if np.isnan(of_image).all() else np.nanmean(of_image)
     return scores
+
+
+def _check_even(name: str, number: int) -> None:
+    """Raises ValueError: So many neighbors in a ring are not half on either side."""
+    if number < 2 or number % 2:
+        raise ValueError(f"{name}={number} must be even and at least 2")
 
 
 def neighbors(count: int, others: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from PIL import Image
 from paco_grpo.distributed.processes import Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.exchange import exchange_images
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.registry import CheckedReward
 
 _POLL_SECONDS = 0.5
 
@@ -40,11 +40,10 @@ class Lane:
     ``compares_images`` gets all images of an item in one call.
     """
 
-    def __init__(self, name: str, reward: Reward, batch_size: int) -> None:
-        threads = getattr(reward, "parallel_calls", 1)
+    def __init__(self, name: str, reward: CheckedReward, batch_size: int) -> None:
+        threads = reward.parallel_calls
         self.name = name
         self.reward = reward
-        self.compares_images = getattr(reward, "compares_images", False)
         self.batch_size = batch_size if threads == 1 else 1
         self.waiting: list[Submission] = []
         self.calls: dict[Future, list[int]] = {}  # → rows of the result
@@ -92,12 +91,12 @@ class ScoreQueue:
         wait_seconds: Time that ``results`` has waited.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], batch_size: int = 8) -> None:
+    def __init__(self, rewards: Mapping[str, CheckedReward], batch_size: int = 8) -> None:
         """``batch_size``: images per call."""
         self.rewards = dict(rewards)
         self.wait_seconds = 0.0
         self._lanes = [Lane(name, reward, batch_size) for name, reward in rewards.items()]
-        self._comparing = [lane for lane in self._lanes if lane.compares_images]
+        self._comparing = [lane for lane in self._lanes if lane.reward.compares_images]
         self._to_compare: list[Submission] = []
 
     def submit(
@@ -112,7 +111,7 @@ class ScoreQueue:
             if image is not None:
                 submissions.append(Submission(int(number), image, item))
         for lane in self._lanes:
-            if not lane.compares_images:
+            if not lane.reward.compares_images:
                 lane.submit(submissions)
         if self._comparing:
             self._to_compare += submissions
@@ -160,16 +159,21 @@ class ScoreQueue:
         This is a collective operation with the same result, or exception, everywhere. The numbers
         0, 1, … of process r of P are the positions r, r + P, …
         """
-        process = accelerator.process_index
-        processes = accelerator.num_processes
-        local_count = len(range(process, total, processes))
+        local_count = len(range(accelerator.process_index, total, accelerator.num_processes))
         scores = interleave(self._results_everywhere(local_count, should_stop), total)
-        if not self._comparing:
-            return scores
+        if self._comparing:
+            self._start_comparisons(accelerator, total)
+            # Each image is compared on one process; the others have NaN in its row.
+            for compared in self._results_everywhere(total, should_stop):
+                scores = np.where(np.isnan(compared), scores, compared)
+        return scores
 
+    def _start_comparisons(self, accelerator: Accelerator, total: int) -> None:
+        """Call the rewards that compare images, with whole items; rows are positions now."""
         local = {}
         for number, image, item in self._to_compare:
-            local[number * processes + process] = (image, item)
+            position = number * accelerator.num_processes + accelerator.process_index
+            local[position] = (image, item)
         self._to_compare = []
         for group in exchange_images(accelerator, local, total):
             batch = []
@@ -177,9 +181,6 @@ class ScoreQueue:
                 batch.append(Submission(position, image, group.item))
             for lane in self._comparing:
                 lane.start(batch)
-        for compared in self._results_everywhere(total, should_stop):
-            scores = np.where(np.isnan(compared), scores, compared)
-        return scores
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""

@@ -300,7 +300,8 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(ValueError, match="item 3 "):
         GridLayout()([BLUE], [Item(3, "a single panel")])
     for reward, wrong in (
-        (BetweenImages, {"others": 1}),
+        (BetweenImages, {"others": 0}),
+        (BetweenImages, {"others": 3}),
         (WinRate, {"opponents": 3}),
         (WinRate, {"question": "theme"}),
         (ConsistencyScore, {"question": "editing_instruction"}),

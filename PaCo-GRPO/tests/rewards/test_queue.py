@@ -6,12 +6,18 @@ import time
 import numpy as np
 import pytest
 from PIL import Image
+from reward_factories import checked
 
 from paco_grpo.distributed.processes import Stopped
 from paco_grpo.item import Item
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 
 ITEM = Item(0, "a prompt")
+
+
+def make_queue(*batch_size, **functions):
+    rewards = {name: checked(function) for name, function in functions.items()}
+    return ScoreQueue(rewards, *batch_size)
 
 
 def gray(level):
@@ -28,8 +34,15 @@ def submit(queue, values, start=0):
 
 def test_submitting_does_not_wait_and_scores_keep_their_rows():
     gate = threading.Event()
-    slow, fast = lambda *given: gate.wait(5) and levels(*given), lambda *given: 2 * levels(*given)
-    queue = ScoreQueue({"slow": slow, "fast": fast}, 2)
+
+    def slow(images, items):
+        gate.wait(5)
+        return levels(images, items)
+
+    def fast(images, items):
+        return 2 * levels(images, items)
+
+    queue = make_queue(2, slow=slow, fast=fast)
     queue.submit([gray(10), gray(11), None, gray(12)], [ITEM] * 4, [2, 0, 4, 1])
     submit(queue, [13], start=3)
     gate.set()
@@ -46,7 +59,7 @@ def test_images_are_collected_across_sampling_batches(arguments, expected):
         sizes.append(len(images))
         return levels(images, items)
 
-    queue = ScoreQueue({"r": score}, *arguments)
+    queue = make_queue(*arguments, r=score)
     for row in range(5):
         submit(queue, [10 * row], start=row)
     assert queue.results(5)[:, 0].tolist() == [0, 10, 20, 30, 40] and sizes == expected
@@ -60,7 +73,7 @@ def test_a_reward_that_allows_it_has_several_images_in_flight():
         return levels(images, items)
 
     judge.parallel_calls = 3
-    queue = ScoreQueue({"judge": judge})
+    queue = make_queue(judge=judge)
     for row in range(3):
         submit(queue, [row], start=row)
     assert queue.results(3)[:, 0].tolist() == [0, 1, 2]
@@ -71,10 +84,10 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
         images[0].paste((200, 200, 200), (0, 0, 4, 4))
         return levels(images, items)
 
-    queue, own = (
-        ScoreQueue({"painter": painter, "gray": lambda *given: time.sleep(0.2) or levels(*given)}),
-        gray(10),
+    queue = make_queue(
+        painter=painter, gray=lambda *images_and_items: time.sleep(0.2) or levels(*images_and_items)
     )
+    own = gray(10)
     queue.submit([own], [ITEM], [0])
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
 
@@ -93,7 +106,7 @@ def test_a_reward_that_changes_metadata_changes_no_other():
         return np.array([float(len(criteria["style"]))])
 
     item = Item(0, "a prompt", metadata={"open": True, "criteria": {"style": ["one"]}})
-    queue = ScoreQueue({"forgetful": forgetful, "criteria": num_criteria})
+    queue = make_queue(forgetful=forgetful, criteria=num_criteria)
     for _ in range(2):
         queue.submit([gray(10)], [item], [0])
         assert queue.results(1).tolist() == [[10, 2]]
@@ -101,7 +114,7 @@ def test_a_reward_that_changes_metadata_changes_no_other():
 
 
 def test_failed_reward_is_named():
-    queue = ScoreQueue({"judge": lambda images, items: 1 / 0})
+    queue = make_queue(judge=lambda images, items: 1 / 0)
     submit(queue, [1])
     with pytest.raises(ScoringError, match="judge: ZeroDivisionError"):
         queue.results(1)
@@ -109,7 +122,7 @@ def test_failed_reward_is_named():
 
 
 def test_waiting_can_be_interrupted():
-    queue = ScoreQueue({"slow": lambda images, items: time.sleep(0.3) or np.zeros(1)})
+    queue = make_queue(slow=lambda images, items: time.sleep(0.3) or np.zeros(1))
     submit(queue, [1])
     with pytest.raises(Stopped):
         queue.results(1, should_stop=lambda: True)

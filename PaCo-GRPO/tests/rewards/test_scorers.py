@@ -2,16 +2,14 @@
 
 import itertools
 import shutil
-import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import save_clip, save_open_clip
+from wired import share_of
 
 from paco_grpo.rewards.clip import ClipScore, PickScore, open_clip_model, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
@@ -23,11 +21,6 @@ RNG = np.random.default_rng(0)
 PROMPT = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
 IMAGES = [Image.fromarray(RNG.integers(0, 255, (32, 64, 3), dtype=np.uint8)) for _ in range(3)]
 ITEMS = [Item(0, PROMPT), Item(1, PROMPT.replace("cat", "dog")), Item(0, PROMPT)]
-
-
-@pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory):
-    return save_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.mark.parametrize(("factory", "scale"), [(PickScore, 26), (ClipScore, 30)])
@@ -50,12 +43,6 @@ def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(
         inputs.pop("token_type_ids", None)
         with torch.no_grad():
             assert score == pytest.approx(model(**inputs).logits_per_image.item() / scale, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def tiny_open_clip(tmp_path_factory):
-    """Name and file of weights of a tiny OpenCLIP."""
-    return save_open_clip(tmp_path_factory.mktemp("open_clip"))
 
 
 @torch.no_grad()
@@ -154,45 +141,34 @@ def test_missing_weights_without_a_hub_name_the_download_command_at_once(
     assert time.monotonic() - started < 20
 
 
-def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(monkeypatch, tmp_path):
-    """Its distance is one minus the cosine.
-
-    Not installed here; this stands in for its interface.
-    """
-    loaded, model = [], SimpleNamespace(embed=lambda pixels: pixels - pixels.mean())
-
-    def preprocess(image):
-        return torch.tensor(np.asarray(image.resize((4, 4)))).float().flatten()[None]
-
-    package = SimpleNamespace(dreamsim=lambda **given: loaded.append(given) or (model, preprocess))
-    monkeypatch.setitem(sys.modules, "dreamsim", package)
+def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(packages, tmp_path):
+    """Its distance is one minus the cosine. Weights are loaded at the first image."""
     kwargs = {"batch_size": 1, "cache_dir": str(tmp_path)}
     (reward,) = build_rewards({"subfig_dreamsim": 1}, {"subfig_dreamsim": kwargs}).values()
-    assert not loaded
+    assert not packages.loaded
     prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
     scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
     for image, score in zip(IMAGES, scores, strict=True):
-        cells = [model.embed(preprocess(cell)) for cell in split_image(image, 2, 2)]
+        cells = [packages.embed(cell) for cell in split_image(image, 2, 2)]
         cosines = [
             torch.cosine_similarity(a, b).item() for a, b in itertools.combinations(cells, 2)
         ]
         assert score == pytest.approx(np.mean(cosines), abs=1e-6)
-    assert len(loaded) == 1
+    assert [load["dreamsim_type"] for load in packages.loaded] == ["ensemble"]
 
 
-def test_imagereward_is_the_package_score_of_each_image(monkeypatch):
-    """Not installed here: this stands in for its interface."""
-    loaded, model = [], SimpleNamespace(score=lambda prompt, image: len(prompt) + image.width / 100)
-    model.eval = lambda: model
-    package = SimpleNamespace(load=lambda name, **given: loaded.append((name, given)) or model)
-    monkeypatch.setitem(sys.modules, "ImageReward", package)
-    reward = build_rewards({"imagereward": 1.0}, {"imagereward": {"cache_dir": "x"}}, "cuda:1")[
-        "imagereward"
-    ]
-    assert not loaded
+def test_imagereward_is_the_package_score_of_each_image(packages):
+    kwargs = {"imagereward": {"cache_dir": "x"}}
+    (reward,) = build_rewards({"imagereward": 1.0}, kwargs, "cuda:1").values()
+    assert not packages.loaded
     for _ in range(2):
-        assert reward(IMAGES, ITEMS).tolist() == [len(PROMPT) + 0.64] * 3
-    assert loaded == [("ImageReward-v1.0", {"device": "cuda:1", "download_root": "x"})]
+        expected = [
+            share_of(item.prompt, image.tobytes())
+            for image, item in zip(IMAGES, ITEMS, strict=True)
+        ]
+        assert reward(IMAGES, ITEMS).tolist() == expected
+    expected = {"name": "ImageReward-v1.0", "device": "cuda:1", "download_root": "x"}
+    assert packages.loaded == [expected]
 
 
 def test_jpeg_rewards_are_the_size_of_a_file(tmp_path):

@@ -1,0 +1,131 @@
+"""Each image is scored with its own item by every reward, in whatever order, call and process."""
+
+import itertools
+import multiprocessing
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from fakes import fake_judge, free_port
+from wired import (
+    IMAGES,
+    ITEM_IDS,
+    ITEMS,
+    LEFT_OUT,
+    MODELS,
+    OCR_SCORES,
+    edit_scores,
+    read_text,
+    respond,
+    scores_on,
+    shown_to_judge,
+    submit_in_parts,
+)
+
+from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.rewards.registry import REWARDS, build_rewards
+
+ORDER = [4, 9, 0, 12, 7, 2, 10, 5, 1, 8, 3, 11, 6]  # in which images are decoded
+OF_JUDGE = ("consistency_score", "between_images", "win_rate", "consistency_for_editing")
+
+
+@pytest.fixture
+def judge():
+    with fake_judge.FakeJudge(respond, models=MODELS) as server:
+        yield server
+
+
+@pytest.fixture
+def kwargs(judge, clip_folder, tiny_open_clip, packages, tmp_path, monkeypatch):
+    """The arguments of every registered reward."""
+    monkeypatch.setattr("paco_grpo.rewards.ocr._rapidocr", lambda threads: read_text)
+    open_clip = dict(zip(("model", "pretrained"), tiny_open_clip, strict=True))
+    clip = {"model": clip_folder, "processor": clip_folder}
+    arguments = {name: {"base_url": judge.url} for name in (*OF_JUDGE, "grid_layout")}
+    arguments |= {"edit_score": {"base_url": judge.url, "num_pass": 2}}
+    arguments |= {"clipscore": clip, "pickscore": clip, "ocr": {"threads": 1}}
+    arguments |= {"subfig_clipI": open_clip, "subfig_clipT": open_clip}
+    arguments |= {"subfig_dreamsim": {"cache_dir": str(tmp_path)}, "imagereward": {}}
+    arguments |= {"jpeg_compressibility": {}, "jpeg_incompressibility": {}}
+    assert set(arguments) == set(REWARDS)
+    return arguments
+
+
+def scores_alone(reward) -> np.ndarray:
+    """Scores of images that are scored one by one, or item by item where they are compared.
+
+    The one that is left out has none.
+    """
+    scores = np.full(len(IMAGES), np.nan)
+    keys = ITEM_IDS if reward.compares_images else range(len(IMAGES))
+    for key in set(keys):
+        positions = [position for position, other in enumerate(keys) if other == key]
+        if LEFT_OUT in positions:
+            positions.remove(LEFT_OUT)
+        images = [IMAGES[position] for position in positions]
+        if images:
+            scores[positions] = reward(images, [ITEMS[position] for position in positions])
+    return scores
+
+
+def test_every_reward_scores_each_image_with_its_own_item(kwargs):
+    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs)
+    columns = []
+    for name, reward in rewards.items():
+        columns.append(scores_alone(reward))
+        assert len(set(np.round(columns[-1], 9))) == len(IMAGES), name
+    expected = np.stack(columns, axis=1)
+    assert len(set(expected[0].round(9))) == len(rewards)
+    of_ocr = np.delete(columns[list(rewards).index("ocr")], LEFT_OUT)
+    np.testing.assert_allclose(of_ocr, np.delete(OCR_SCORES, LEFT_OUT))
+    queue = ScoreQueue(rewards, 4)
+    submit_in_parts(queue, ORDER, ORDER)
+    scores = queue.gathered(Accelerator(cpu=True), len(IMAGES), lambda: False)
+    queue.close()
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+
+
+def test_processes_exchange_the_images_of_an_item_and_nothing_else(judge):
+    kwargs = {name: {"base_url": judge.url} for name in OF_JUDGE} | {"jpeg_compressibility": {}}
+    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs)
+    expected = np.stack([scores_alone(reward) for reward in rewards.values()], axis=1)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["wired"])
+    answers = context.Queue()
+    port = free_port()
+    for rank in range(2):
+        context.Process(target=scores_on, args=(rank, 2, port, kwargs, answers)).start()
+    errors = []
+    for _ in range(2):
+        scores, error = answers.get(timeout=240)
+        np.testing.assert_allclose(scores, expected, atol=1e-6)
+        assert f"unlike_others: ValueError: {ITEMS[0].prompt}" in error
+        errors.append(error)
+    assert sum("another process" in error for error in errors) == 1  # one fails, both report it
+
+
+def test_edit_score_averages_passes_that_differ(judge, packages):
+    """Each pass has a seed of its own; of two scores, the lower one counts."""
+    kwargs = {"base_url": judge.url, "num_pass": 3, "score_range": 25}
+    (reward,) = build_rewards({"edit_score": 1.0}, {"edit_score": kwargs}).values()
+    scores = reward(IMAGES[:2], ITEMS[:2])
+    lowest = {}
+    for request in judge.requests:
+        shown = shown_to_judge(request)
+        *_, image, text = [part for part in shown if not str(part).startswith("<img")]
+        kind = "edit" if "edit, 0 to 25" in text else "quality"
+        assert (kind == "edit") == (len(shown) == 5)
+        if kind == "edit":
+            (item,) = [item for item in ITEMS[:2] if item.prompt in text]
+            assert shown[1] == item.image.tobytes()
+        key = (image, request["seed"], kind)
+        lowest[key] = min(edit_scores(shown, request["seed"])) / 25
+    seeds = sorted({seed for _, seed, _ in lowest})
+    assert len(lowest) == len(judge.requests) == 12 and len(seeds) == 3
+    for image, score in zip(IMAGES, scores, strict=False):
+        passes = []
+        for seed in seeds:
+            edit, quality = (lowest[image.tobytes(), seed, kind] for kind in ("edit", "quality"))
+            passes.append(np.sqrt(edit * quality))
+        assert score == pytest.approx(np.mean(passes))
+    assert len(set(itertools.chain(scores))) == 2
