@@ -167,7 +167,7 @@ def _hub_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     from paco_judge.errors import UserError
-    from paco_judge.hub import explain_missing
+    from paco_judge.weights import explain_missing
 
     patterns = ["config.json", *PROCESSOR_FILES]
     try:

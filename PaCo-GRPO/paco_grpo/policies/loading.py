@@ -15,7 +15,7 @@ from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
-from paco_judge.hub import explain_missing
+from paco_judge.weights import explain_missing
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from paco_grpo.rewards.registry import Reward, RewardError
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
-from paco_judge.hub import explain_missing
-from paco_judge.weights import from_pretrained_strict
+from paco_judge.weights import explain_missing, from_pretrained_strict
 
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

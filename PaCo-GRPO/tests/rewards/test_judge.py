@@ -225,6 +225,7 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed():
         for edited in ((0, 0, 255), (255, 0, 0))
         for text in (kept, followed)
     ]
+    wanted.append([(255, 0, 0), (0, 0, 255), followed])  # of the second reward
     assert asked(judge) == sorted(wanted, key=str)
     answers[kept] = None
     with judge_that(lambda parts: answers[parts[-1]]) as judge:

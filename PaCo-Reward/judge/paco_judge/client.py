@@ -18,7 +18,6 @@ from PIL import Image
 from paco_judge import transport
 from paco_judge.errors import UserError
 from paco_judge.images import UnreadableImage, encode
-from paco_judge.json_io import parse
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_logprobs
 
@@ -78,7 +77,7 @@ class JudgeClient:
         deadline = time.monotonic() + MODELS_TIMEOUT_S
         try:
             answer = transport.run(transport.request("GET", url, self._headers, deadline))
-            served = [str(row["id"]) for row in parse(answer)["data"]]
+            served = [str(row["id"]) for row in json.loads(answer)["data"]]
         except transport.NoAnswer as error:
             if error.status in (401, 403):
                 raise UserError(
@@ -204,7 +203,7 @@ class JudgeClient:
         except transport.NoAnswer as error:
             return f"judge at {self.base_url}: {error}"
         try:
-            return parse(answer)["choices"][0]
+            return json.loads(answer)["choices"][0]
         except (ValueError, LookupError, TypeError) as error:
             return _unreadable(error, answer)
 

@@ -86,10 +86,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     see the same. An image that has passed is not changed again.
     """
     image = _upright(image)
-    if image.mode.startswith("I"):
-        return _shades_of_16_bits(image)
+    if image.mode.startswith("I"):  # 16-bit gray, of which Pillow would make nearly all white
+        pixels = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
+        image = Image.fromarray((pixels >> 8).astype(np.uint8))
     if image.has_transparency_data:
-        colors = _with_8_bit_key(image).convert("RGBA")
+        colors = image.convert("RGBA")
         white = Image.new("RGBA", colors.size, "white")
         return Image.alpha_composite(white, colors).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -101,26 +102,6 @@ def _upright(image: Image.Image) -> Image.Image:
     if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
         return image  # without the copy that ``exif_transpose`` would make
     return ImageOps.exif_transpose(image)
-
-
-def _with_8_bit_key(image: Image.Image) -> Image.Image:
-    """An image whose transparent color fits its pixels: Pillow reads 16-bit RGB as 8-bit."""
-    key = image.info.get("transparency")
-    if not isinstance(key, tuple) or max(key) <= 255:
-        return image
-    image = image.copy()
-    image.info["transparency"] = tuple(value >> 8 for value in key)
-    return image
-
-
-def _shades_of_16_bits(image: Image.Image) -> Image.Image:
-    """16-bit gray by its upper 8 bits: Pillow alone would make nearly all of it white."""
-    pixels = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
-    shades = (pixels >> 8).astype(np.uint8)
-    transparent = image.info.get("transparency")  # one shade
-    if transparent is not None:
-        shades[pixels == transparent] = 255
-    return Image.fromarray(shades).convert("RGB")
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:

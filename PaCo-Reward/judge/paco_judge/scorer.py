@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.adapters import load_adapter, local_folder
-from paco_judge.hub import explain_missing
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Answer, Verdict, p_yes_from_logits
-from paco_judge.weights import from_pretrained_strict
+from paco_judge.weights import explain_missing, from_pretrained_strict, load_adapter, local_folder
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names

@@ -1,19 +1,95 @@
-"""Loading with transformers that refuses incomplete weights.
-
-transformers itself fills them with random values.
-    python -m paco_judge.weights MODEL
-
-checks a model by the headers of its files. Exit status 1 and one sentence for wrong weights, 3 and
-the reason if they cannot be checked.
-"""
+"""Weights: loaded whole or not at all, and what to do about those that cannot be had."""
 
 import json
+import logging
 import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paco_judge.errors import UserError
-from paco_judge.hub import explain_missing
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "adapter_config.json"
+# Adapters that were trained with transformers before 4.52 name the layers as the published folders
+# do.
+_NEW_NAMES = {
+    "^visual": "model.visual",
+    r"^model(?!\.(language_model|visual))": "model.language_model",
+}
+_REMEDY = (
+    ". Download them once with `hf download {0}` (if they are gated, first accept their license at "
+    "https://huggingface.co/{0} and run `hf auth login`), or give a local folder. HF_ENDPOINT names "
+    "a mirror of the hub, HF_HOME the folder of its cache."
+)
+_ABSENT = "they are not in the cache, and the hub cannot be reached" + _REMEDY
+
+
+@contextmanager
+def explain_missing(name: str | Path) -> Iterator[None]:
+    """Say in one message why the weights ``name`` are neither in a folder, cached, nor on the hub.
+
+    Errors about a folder that exists stay as they are.
+
+    Raises:
+        UserError: What is wrong, and what to do.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError) or Path(name).expanduser().is_dir():
+            raise
+        problem = _problem_of(error)
+        if problem is None:
+            raise
+        raise UserError(f"the weights {name} are not available: {problem.format(name)}") from error
+
+
+def _problem_of(error: BaseException | None) -> str | None:
+    """What the hub's client said, at whatever depth of causes; None: it said nothing."""
+    import httpx
+    from huggingface_hub import errors
+
+    problems = {
+        errors.HFValidationError: "this is neither an existing folder nor a name on the hub, such "
+        "as organization/model",
+        errors.GatedRepoError: "they are gated, and the hub does not know that you accepted their "
+        "license" + _REMEDY,
+        errors.RepositoryNotFoundError: "there is no such folder, and the hub has no such model or "
+        "hides it" + _REMEDY,
+        errors.OfflineModeIsEnabled: "they are not in the cache, and HF_HUB_OFFLINE forbids to ask "
+        "the hub" + _REMEDY,
+        errors.LocalEntryNotFoundError: _ABSENT,
+        errors.EntryNotFoundError: "the hub's repository lacks a file" + _REMEDY,
+        httpx.HTTPError: _ABSENT,
+    }
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for kind, problem in problems.items():
+        if any(isinstance(link, kind) for link in chain):
+            return problem
+    return None
+
+
+def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
+    """A local folder, or the folder of a hub model's matching files, downloaded if necessary.
+
+    Raises UserError.
+    """
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    with explain_missing(name):
+        return Path(snapshot_download(str(name), allow_patterns=list(patterns)))
 
 
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
@@ -63,6 +139,79 @@ def save_model(model: Any, folder: str | Path) -> None:
     """
     published_names = not model.config.model_type.startswith("qwen3_5")
     model.save_pretrained(folder, save_original_format=published_names)
+
+
+def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Module":
+    """The model with a peft adapter. Logs how much of the model it changes.
+
+    Raises:
+        UserError: The adapter is missing, has no tensors, tensors that no layer takes, too few, or
+            other shapes.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import load_peft_weights
+    from safetensors import SafetensorError
+
+    folder = local_folder(adapter, ("adapter_*",))
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is no adapter in PEFT's format: it has no {CONFIG}")
+    try:
+        tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
+        if not tensors:
+            raise UserError(f"the adapter in {folder} has no tensors; train or copy it again")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
+    except (RuntimeError, UserWarning, SafetensorError) as error:
+        raise UserError(f"the adapter in {folder} does not fit its base: {error}") from error
+    taken = get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    if untaken := sorted(set(tensors) - set(taken)):
+        raise UserError(
+            f"the adapter in {folder} has {len(untaken)} tensors for layers that its base lacks: "
+            f"{some_of(untaken)}"
+        )
+    layers = [module for module in loaded.modules() if isinstance(module, LoraLayer)]
+    _report(folder, layers, tensors)
+    _warn_of_another_base(folder, str(getattr(model, "name_or_path", "")))
+    return loaded
+
+
+def _report(folder: Path, layers: Sequence, tensors: dict) -> None:
+    """Log one line about an adapter that was loaded, and a warning if it changes nothing."""
+    with_tensors = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    ranks = sorted({rank for layer in layers for rank in layer.r.values()})
+    scales = sorted({scale for layer in layers for scale in layer.scaling.values()})
+    logger.info(
+        "adapter %s: %d of %d layers, %d tensors, rank %s, scale %s",
+        folder,
+        len(with_tensors),
+        len(layers),
+        len(tensors),
+        _numbers(ranks),
+        _numbers(scales),
+    )
+    # The update is B·A, and B is zero before training.
+    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_A" not in name):
+        logger.warning("the adapter %s changes nothing: its lora_B are zero everywhere", folder)
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _warn_of_another_base(folder: Path, model: str) -> None:
+    """A folder is often a copy or a download, so only the last parts of the names count."""
+    trained_on = json.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path") or ""
+    names = {Path(name).name.casefold() for name in (trained_on, model) if name}
+    if len(names) == 2:
+        logger.warning(
+            "the adapter %s was trained on %s, but is applied to %s: if these are other weights, "
+            "or have the adapter merged in already, the scores are wrong",
+            folder,
+            trained_on,
+            model,
+        )
 
 
 def main(path: str) -> int:

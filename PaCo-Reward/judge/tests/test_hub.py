@@ -6,11 +6,9 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from paco_judge.adapters import local_folder
 from paco_judge.errors import UserError
-from paco_judge.hub import explain_missing
 from paco_judge.scorer import JudgeScorer
-from paco_judge.weights import from_pretrained_strict
+from paco_judge.weights import explain_missing, from_pretrained_strict, local_folder
 
 
 @pytest.fixture

@@ -117,23 +117,8 @@ def test_16_bit_gray_is_turned_too():
     assert read_image(png(Image.fromarray(pixels), exif=exif)).size == (8, 4)
 
 
-def rgb16(color: tuple[int, int, int]) -> bytes:
-    """A PNG of one pixel with 16 bits per channel, whose color is declared transparent."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0))
-    key = struct.pack(">3H", *color)
-    data = chunk(b"tRNS", key) + chunk(b"IDAT", zlib.compress(b"\0" + key))
-    return b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b"")
-
-
 palette = Image.new("P", (2, 2), 0)
 palette.putpalette([0, 0, 0, 255, 0, 0])
-gray16 = Image.fromarray(np.full((2, 2), 300, dtype=np.uint16))
 TRANSPARENT = {
     "RGBA": png(Image.new("RGBA", (2, 2), (0, 0, 0, 0))),
     "LA": png(Image.new("LA", (2, 2), (0, 0))),
@@ -142,8 +127,6 @@ TRANSPARENT = {
     "RGB key": png(Image.new("RGB", (2, 2), (9, 9, 9)), transparency=(9, 9, 9)),
     "gray key": png(Image.new("L", (2, 2), 7), transparency=7),
     "one-bit key": png(Image.new("1", (2, 2), 0), transparency=0),
-    "16-bit gray key": png(gray16, transparency=300),
-    "16-bit RGB key": rgb16((0x1234, 0x5678, 0x9ABC)),
 }
 
 

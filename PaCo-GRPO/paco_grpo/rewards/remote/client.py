@@ -1,5 +1,6 @@
 """A reward that runs in another process: the client of ``paco_grpo.rewards.remote.service``."""
 
+import json
 import logging
 import math
 import os
@@ -13,7 +14,6 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.registry import RewardError
 from paco_grpo.rewards.remote.wire import decode_scores, encode_request
 from paco_judge import transport
-from paco_judge.json_io import parse
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RemoteReward:
             deadline = time.monotonic() + _CHECK_TIMEOUT_S
             address = f"{self.server}/health"
             health = transport.run(transport.request("GET", address, self._headers, deadline))
-            served = parse(health)["reward"]
+            served = json.loads(health)["reward"]
         except transport.NoAnswer as error:
             hint = (
                 f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, "

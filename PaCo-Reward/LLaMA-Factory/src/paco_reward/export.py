@@ -7,12 +7,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_judge.adapters import load_adapter, local_folder
 from paco_judge.errors import UserError
-from paco_judge.hub import explain_missing
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer, trained_limits
-from paco_judge.weights import from_pretrained_strict, save_model
+from paco_judge.weights import (
+    explain_missing,
+    from_pretrained_strict,
+    load_adapter,
+    local_folder,
+    save_model,
+)
 from paco_reward.families import write_limits
 
 # The merged model writes these itself.

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
-from paco_judge.hub import explain_missing
 from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
+from paco_judge.weights import explain_missing
 
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat
 # template renders.
