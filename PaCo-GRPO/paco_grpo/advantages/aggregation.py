@@ -7,20 +7,14 @@ each call.
 """
 
 import dataclasses
-import importlib
-import inspect
-import runpy
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from scipy.stats import gmean, hmean
 
-from paco_grpo.suggest import did_you_mean
+from paco_grpo.options.functions import find_function, place_of
 
 GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]
@@ -178,7 +172,25 @@ def get_aggregate_fn(
         spec: ``config.train.aggregate_fn``: None, a function, or what ``describe`` records of one.
         reward_weights, global_std: Of the run: defaults of the built-in functions that take them.
     """
-    function = _find(spec, reward_weights, global_std)
+    of_run = {"reward_weights": reward_weights, "global_std": global_std}
+    name = spec
+    arguments: Mapping[str, Any] = {}
+    if _is_table(spec):
+        name = spec.get("name")
+        arguments = spec.get("arguments", {})
+    try:
+        if name is None or callable(name):
+            function = name
+        elif name in FACTORIES:
+            parameters = _arguments(FACTORIES[name])
+            defaults = {key: value for key, value in of_run.items() if key in parameters}
+            function = FACTORIES[name](**defaults | dict(arguments))
+        elif arguments:
+            raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
+        else:
+            function = MEANS.get(name) or find_function(str(name), [*MEANS, *FACTORIES])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.train.aggregate_fn={name!r} cannot be used: {error}") from error
     # Checked here, because the function is called only after an epoch's sampling.
     function_weights = getattr(function, "reward_weights", None)
     if function_weights is not None:
@@ -189,45 +201,11 @@ def get_aggregate_fn(
     return function
 
 
-def _find(
-    spec: Any, reward_weights: Mapping[str, float] | None, global_std: bool
-) -> AggregateFn | None:
-    if spec is None or callable(spec):
-        return spec
-    name = spec
-    arguments: dict[str, Any] = {}
-    if _is_table(spec):
-        name = spec.get("name")
-        arguments = dict(spec.get("arguments", {}))
-    place, _, function = str(name).rpartition(":")
-    try:
-        if name in FACTORIES:
-            factory = FACTORIES[name]
-            of_run = {"reward_weights": reward_weights, "global_std": global_std}
-            parameters = _arguments(factory)
-            defaults = {key: value for key, value in of_run.items() if key in parameters}
-            return factory(**defaults | arguments)
-        if arguments:
-            raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
-        if name in MEANS:
-            return MEANS[name]
-        if place.endswith(".py"):
-            return runpy.run_path(place)[function]
-        if place:
-            return getattr(importlib.import_module(place), function)
-    except (TypeError, ValueError, ImportError, AttributeError, KeyError, OSError) as error:
-        raise ValueError(f"config.train.aggregate_fn={name!r} cannot be used: {error}") from error
-    known = [*MEANS, *FACTORIES, "package.module:function", "file.py:function"]
-    hint = f"{did_you_mean(str(name), known)} Known: {', '.join(known)}"
-    raise ValueError(f"config.train.aggregate_fn={name!r} is unknown.{hint}")
-
-
 def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
     """What config.yaml records of an aggregation; ``get_aggregate_fn`` finds it again by that.
 
     A built-in mean: its name. A built-in factory's result: ``{"name": …, "arguments": {…}}``.
-    Another function: ``package.module:function``, or ``/absolute/file.py:function`` if its file
-    cannot be imported by name. Raises ValueError for a lambda or a function inside a function.
+    Another function: where it is. Raises ValueError for a lambda or a function inside a function.
     """
     if aggregate_fn is None or isinstance(aggregate_fn, str) or _is_table(aggregate_fn):
         return aggregate_fn
@@ -240,22 +218,12 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
                 value = {name: float(weight) for name, weight in value.items()}
             arguments[argument] = value
         return {"name": factory.__name__, "arguments": arguments}
-    name = getattr(aggregate_fn, "__qualname__", "")
-    module = getattr(aggregate_fn, "__module__", None) or ""
-    if MEANS.get(name) is aggregate_fn:
-        return name
-    is_class = isinstance(aggregate_fn, type)
-    in_module = getattr(sys.modules.get(module), name, None) is aggregate_fn and not is_class
-    # A configuration file is loaded by its path, so its module cannot be imported by name.
-    if in_module and PathFinder.find_spec(module.partition(".")[0]):
-        return f"{module}:{name}"
-    if inspect.isfunction(aggregate_fn) and name.isidentifier():
-        return f"{Path(aggregate_fn.__code__.co_filename).resolve()}:{name}"
-    raise ValueError(
-        f"config.train.aggregate_fn is {name or aggregate_fn!r}, which a saved run could not find "
-        "again: give a function at the top level of the configuration file or of an importable "
-        "module"
-    )
+    if aggregate_fn in MEANS.values():
+        return aggregate_fn.__name__
+    try:
+        return place_of(aggregate_fn)
+    except ValueError as error:
+        raise ValueError(f"config.train.aggregate_fn is {error}") from error
 
 
 def _is_table(value: Any) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import AggregateFn, normalize
-from paco_grpo.advantages.diversity import nearest_neighbor_factors, perceptual_entropy_bonus
 from paco_grpo.options.schema import RunOptions
 
 
@@ -31,7 +30,6 @@ def compute_advantages(
     prompts: Sequence[str],
     aggregate_fn: AggregateFn,
     options: RunOptions,
-    features: np.ndarray | None = None,
 ) -> AdvantageResult:
     """Advantages of all N samples of an epoch (gathered over processes).
 
@@ -40,15 +38,13 @@ def compute_advantages(
         item_ids: (N,), the groups.
         prompts: (N,) texts; the keys that ``aggregate_fn`` sees are made from them.
         aggregate_fn: Several rewards → one number, see :mod:`paco_grpo.advantages.aggregation`.
-        options: ``sample.global_std``, ``per_prompt_stat_tracking``, ``train.rank_grpo``,
-            ``train.perceptual_entropy`` and ``train.neighbor_factor``, as docs/configuration.md
-            describes them. Items with one image each are one group in any case.
-        features: (N, d), for the last two, see :mod:`paco_grpo.advantages.diversity`.
+        options: ``sample.global_std``, ``per_prompt_stat_tracking`` and ``train.rank_grpo``, as
+            docs/configuration.md describes them. Items with one image each are one group in any
+            case.
 
     Raises:
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
-    train = options.train
     item_ids = np.asarray(item_ids)
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
@@ -69,17 +65,10 @@ def compute_advantages(
         return AdvantageResult(advantages, kept, stats)
 
     # Several rewards become one number per sample.
-    if train.rank_grpo:
+    if options.train.rank_grpo:
         scores = {name: _ranks(values, members_of_groups) for name, values in scores.items()}
     totals = _aggregate(aggregate_fn, scores, groups)
     is_advantage = getattr(aggregate_fn, "returns_advantages", False)
-    if train.perceptual_entropy:
-        bonus = train.perceptual_entropy * perceptual_entropy_bonus(features, members_of_groups)
-        for key, members in groups.items():
-            group_bonus = bonus[members]
-            if is_advantage:  # nothing normalizes these, and a bonus is never negative
-                group_bonus = group_bonus - group_bonus.mean()
-            totals[key] = totals[key] + group_bonus
 
     # That number is compared with the others of its group.
     std = None
@@ -87,9 +76,6 @@ def compute_advantages(
         std = float(np.concatenate(list(totals.values())).std())
     for key, members in groups.items():
         advantages[members] = totals[key] if is_advantage else normalize(totals[key], std)
-    if train.neighbor_factor:
-        factors = nearest_neighbor_factors(features, members_of_groups)
-        advantages *= np.where(advantages > 0, factors, 1.0)
 
     # np.ptp, because the std of equal numbers can be a rounding error above 0
     stats["zero_std_share"] = float(np.mean([np.ptp(total) == 0 for total in totals.values()]))

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.distributed.launch import start_processes
-from paco_grpo.distributed.processes import Replicated, main_decides
+from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.evaluation.agreement import agreement, measuring, table
 from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation
@@ -126,7 +126,7 @@ def prepare(
 
 
 def sample_adapters(
-    prompt_set: PromptSet, strategy: Replicated, adapters: Mapping[Path, Path | None]
+    prompt_set: PromptSet, strategy: Strategy, adapters: Mapping[Path, Path | None]
 ) -> None:
     """Write images and scores of each adapter (None: the base model) to its folder."""
     options, items, rewards = prompt_set

@@ -8,13 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.processes import Replicated, full_tensor
+from paco_grpo.distributed.processes import Strategy, full_tensor
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import lora_parameters
 
 
-class FSDP2(Replicated):
+class FSDP2(Strategy):
     """The transformer's weights are sharded over the processes, block by block.
 
     With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base,
@@ -57,7 +57,7 @@ class FSDP2(Replicated):
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """As in ``Replicated``; gradients of sharded parameters were summed during the backward."""
+        """As in ``Strategy``; gradients of sharded parameters were summed during the backward."""
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, max_norm)
         return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -12,13 +12,13 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import InitProcessGroupKwargs
 
 from paco_grpo.distributed.fsdp2 import FSDP2
-from paco_grpo.distributed.processes import Replicated
+from paco_grpo.distributed.processes import Strategy
 from paco_grpo.options import ConfigError, RunOptions
 
 logger = logging.getLogger(__name__)
 
 
-def start_processes(options: RunOptions) -> Replicated:
+def start_processes(options: RunOptions) -> Strategy:
     """The strategy over the processes that the launcher started."""
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
     # gets none.
@@ -27,7 +27,7 @@ def start_processes(options: RunOptions) -> Replicated:
     return build_strategy(options, accelerator)
 
 
-def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
+def build_strategy(options: RunOptions, accelerator: Accelerator) -> Strategy:
     """The strategy that ``config.train.sharding`` names."""
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
@@ -36,12 +36,12 @@ def build_strategy(options: RunOptions, accelerator: Accelerator) -> Replicated:
             "config.train.sharding='fsdp2' to shard"
         )
     if options.train.sharding is None:
-        return Replicated(accelerator)
+        return Strategy(accelerator)
     if accelerator.num_processes == 1:
         logger.warning(
             "config.train.sharding='fsdp2', but there is only one process: nothing is sharded"
         )
-        return Replicated(accelerator)
+        return Strategy(accelerator)
     for option, value in (
         ("speed.compile", options.speed.compile),
         ("pretrained.quantize", options.pretrained.quantize),

@@ -6,6 +6,7 @@ Every function that takes an ``Accelerator`` is a collective operation: all proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,6 +24,10 @@ Decision = TypeVar("Decision")
 
 class Stopped(Exception):
     """A loop ended because a process was asked to stop."""
+
+
+class ProcessError(RuntimeError):
+    """An error of one process, raised on all of them."""
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
@@ -90,10 +95,10 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
-class Replicated:
+class Strategy:
     """How weights, gradients and optimizer states are spread over the processes.
 
-    The mathematics does not depend on it.
+    Here every process has all of them. The mathematics does not depend on it.
 
     Losses are divided by the number of kept samples of all processes, so a strategy *sums*
     gradients. This one does it once per optimizer step: LoRA gradients are small, so one message
@@ -137,20 +142,44 @@ class Replicated:
     ) -> Iterator[Batch]:
         """The ``batches``; in lockstep, every process has equally many.
 
-        ``should_stop`` is asked before each batch. If it is true anywhere, every process raises
-        ``Stopped``: in lockstep at the same batch, otherwise when it has finished its own.
+        ``should_stop`` is asked before each batch, and ends the loop with ``Stopped``: in lockstep
+        on every process at the same batch, otherwise where it is true (see ``same_outcome``).
         """
-        stop = False
         for batch in batches:
             if should_stop is not None:
                 stop = should_stop()
                 if self.lockstep:
                     stop = any_process(self.accelerator, stop)
-            if stop:
-                break
+                if stop:
+                    raise Stopped
             yield batch
-        if should_stop is not None and any_process(self.accelerator, stop):
+
+    @contextmanager
+    def same_outcome(self) -> Iterator[None]:
+        """What ends the block early on one process ends it on every process.
+
+        Inside, no process may wait for another: one that has failed would keep them waiting. So in
+        lockstep, errors stay where they are, and the launcher ends the other processes.
+
+        Raises:
+            Stopped: A process was asked to stop.
+            ProcessError: A process has failed; the message is its error.
+        """
+        if self.lockstep or self.accelerator.num_processes == 1:
+            yield
+            return
+        problem = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below, on every process
+            problem = error
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        outcomes = gather_object([(isinstance(problem, Stopped), text)])
+        if any(stopped for stopped, _ in outcomes):
             raise Stopped
+        texts = [text for _, text in outcomes if text is not None]
+        if texts:
+            raise ProcessError(texts[0]) from problem
 
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float

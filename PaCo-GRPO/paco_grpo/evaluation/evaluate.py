@@ -16,12 +16,12 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed.processes import Replicated, Stopped
+from paco_grpo.distributed.processes import Stopped, Strategy
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.streams import Stream
@@ -73,7 +73,7 @@ class Evaluation:
     items: Sequence[Item]
     rewards: Mapping[str, Reward]
     options: RunOptions
-    strategy: Replicated
+    strategy: Strategy
     merge_lora: bool = False
 
     def run(
@@ -107,7 +107,9 @@ class Evaluation:
             if not keep_images:
                 pictures.clear()
         accelerator.wait_for_everyone()
-        queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size)
+        reward_fn = self.options.test.reward_fn or self.options.train.reward_fn
+        watched = [name for name, weight in reward_weights(reward_fn).items() if weight == 0]
+        queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             try:
                 num_finite = self._sample(images, pictures, queue, should_stop)
@@ -166,14 +168,15 @@ class Evaluation:
         (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
         sampling = Sampling(self.options.test.num_steps, merge_lora=self.merge_lora)
         synced = self.strategy.synced_batches(batches, dummy, should_stop)
-        for position, (batch, is_dummy) in enumerate(synced):
-            if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
-                ahead = batches[position : position + _ENCODED_AHEAD]
-                self._encode_ahead(images, ahead)
-            in_batch = [images[number] for number in batch.numbers]
-            latents = evaluation_latents(policy, in_batch, batch, sampling)
-            if not is_dummy:
-                deliver(decode(policy, latents, batch), batch)
+        with self.strategy.same_outcome():
+            for position, (batch, is_dummy) in enumerate(synced):
+                if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
+                    ahead = batches[position : position + _ENCODED_AHEAD]
+                    self._encode_ahead(images, ahead)
+                in_batch = [images[number] for number in batch.numbers]
+                latents = evaluation_latents(policy, in_batch, batch, sampling)
+                if not is_dummy:
+                    deliver(decode(policy, latents, batch), batch)
         pictures.write_sheet(accelerator.is_main_process)
         return sum(gather_object([pictures.count]))
 

@@ -11,7 +11,6 @@ The trainer (``training/update.py``) calls ``loss`` for one step of the schedule
 backpropagates at once, so only one step's activations exist at a time.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paco_grpo.options.functions import find_function
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import transition
-from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import NoiseStep, Rollout, to_device
 
 
@@ -234,18 +233,10 @@ def get_objective(name: str) -> type[Objective]:
     Raises:
         ValueError: The name is unknown, or cannot be imported.
     """
-    target = OBJECTIVES.get(name, name)
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
-        known = ", ".join(OBJECTIVES)
-        raise ValueError(
-            f"config.train.loss_type={name!r} is unknown.{did_you_mean(name, OBJECTIVES)} "
-            f"Known: {known}, or package.module:name"
-        )
     try:
-        imported = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"config.train.loss_type={name!r} cannot be imported: {error}") from error
+        imported = find_function(OBJECTIVES.get(name, name), list(OBJECTIVES))
+    except ValueError as error:
+        raise ValueError(f"config.train.loss_type={error}") from error
     if isinstance(imported, type) and issubclass(imported, Objective):
         return imported
     return _objective_of(imported)

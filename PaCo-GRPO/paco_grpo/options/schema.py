@@ -193,15 +193,6 @@ class TrainOptions:
         "reference of KL term and health probe: base model or, with start, lora_path's adapter",
     )
     rank_grpo: bool = option(False, "rewards replaced by their rank within the group")
-    perceptual_entropy: NonNegative = beyond_paper(
-        0.0, "λ: adds −λ·log p of an image's features within its group to the reward"
-    )
-    neighbor_factor: bool = beyond_paper(
-        False, "positive advantages times the distance to the group's nearest image (GARDO)"
-    )
-    diversity_features: str = beyond_paper(
-        "openai/clip-vit-large-patch14", "features of these two: CLIP model or latents"
-    )
     max_missing_reward_fraction: Share = beyond_paper(
         0.1, "share of missing scores above which the run saves and stops"
     )

@@ -1,9 +1,10 @@
 """Rewards in the background: they score images while further ones are sampled."""
 
 import copy
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from paco_grpo.distributed.processes import Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.exchange import exchange_images
 from paco_grpo.rewards.registry import CheckedReward
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
 
@@ -37,12 +40,15 @@ class Lane:
 
     A reward is called from one thread, with ``batch_size`` images at a time. One with
     ``parallel_calls`` > 1 gets one image per call, from so many threads. One with
-    ``compares_images`` gets all images of an item in one call.
+    ``compares_images`` gets all images of an item in one call. If one that is only ``watched``
+    raises, that is a warning, and the images of the call have no score.
     """
 
-    def __init__(self, name: str, reward: CheckedReward, batch_size: int) -> None:
+    def __init__(self, name: str, reward: CheckedReward, batch_size: int, watched: bool) -> None:
         threads = reward.parallel_calls
         self.name = name
+        self.watched = watched
+        self.has_failed = False  # as far as a warning says
         self.reward = reward
         self.batch_size = batch_size if threads == 1 else 1
         self.waiting: list[Submission] = []
@@ -73,7 +79,20 @@ class Lane:
     def _score(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         # Copies: a reward may paint on its images or change an item's metadata, and others must not
         # see it.
-        return self.reward([image.copy() for image in images], [_copy(item) for item in items])
+        try:
+            return self.reward([image.copy() for image in images], [_copy(item) for item in items])
+        except Exception as error:
+            if not self.watched:
+                raise
+            if not self.has_failed:
+                self.has_failed = True
+                logger.warning(
+                    "%s has weight 0 and failed, so images have no score by it (%s: %s)",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                )
+            return np.full(len(images), math.nan)
 
     def close(self) -> None:
         """Drop the calls that have not begun."""
@@ -91,11 +110,18 @@ class ScoreQueue:
         wait_seconds: Time that ``results`` has waited.
     """
 
-    def __init__(self, rewards: Mapping[str, CheckedReward], batch_size: int = 8) -> None:
-        """``batch_size``: images per call."""
+    def __init__(
+        self,
+        rewards: Mapping[str, CheckedReward],
+        batch_size: int = 8,
+        watched: Collection[str] = (),
+    ) -> None:
+        """``batch_size``: images per call. ``watched``: rewards that nothing depends on."""
         self.rewards = dict(rewards)
         self.wait_seconds = 0.0
-        self._lanes = [Lane(name, reward, batch_size) for name, reward in rewards.items()]
+        self._lanes = []
+        for name, reward in rewards.items():
+            self._lanes.append(Lane(name, reward, batch_size, name in watched))
         self._comparing = [lane for lane in self._lanes if lane.reward.compares_images]
         self._to_compare: list[Submission] = []
 

@@ -22,14 +22,13 @@ from paco_grpo.advantages.aggregation import (
     get_aggregate_fn,
     weighted_sum,
 )
-from paco_grpo.advantages.features import GroupFeatures
 from paco_grpo.atomic import write_atomically
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
-from paco_grpo.distributed.processes import Replicated, main_decides
+from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import BaseProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, finite_numbers
 from paco_grpo.objectives import Objective
@@ -99,7 +98,6 @@ class Prepared:
     objective: Objective
     items: Mapping[str, list[Item]]  # by split
     rewards: RewardSets
-    features: GroupFeatures | None
     tracker: Tracker | None
 
 
@@ -119,7 +117,6 @@ class Run:
     updater: Updater
     checkpoints: Checkpoints
     probe: BaseProbe | None
-    features: GroupFeatures | None  # for advantages that look at the images of a group
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
     claimed: files.RunFolder  # ``folder``, which no other trainer can use until it is released
@@ -199,15 +196,12 @@ def _read_and_check(
     }
     earlier = main_decides(accelerator, lambda: find_earlier(options, folder.path, items))
     checks.check_items(options, items)
+    main_decides(accelerator, lambda: checks.check_references(items))
     num_tokens = text_length(options, [*items["train"], *items["test"]])
     options = dataclasses.replace(options, max_sequence_length=num_tokens)
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     rewards = _reward_sets(options, accelerator, folder.path, items)
-    train = options.train
-    features = None
-    if train.perceptual_entropy > 0 or train.neighbor_factor:
-        features = GroupFeatures(train, accelerator.device)
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
@@ -217,10 +211,10 @@ def _read_and_check(
             options.run_name,
             options_to_dict(options),
         )
-    return Prepared(options, folder, earlier, objective, items, rewards, features, tracker)
+    return Prepared(options, folder, earlier, objective, items, rewards, tracker)
 
 
-def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
+def _assemble(prepared: Prepared, policy: Policy, strategy: Strategy) -> Run:
     """The run around a loaded generator: adapter, optimizer, average, sampler and monitoring."""
     options = prepared.options
     items = prepared.items
@@ -270,7 +264,6 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Replicated) -> Run:
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=BaseProbe(policy, probe_items, options) if probe_items else None,
-        features=prepared.features,
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=prepared.tracker,
         claimed=prepared.folder,

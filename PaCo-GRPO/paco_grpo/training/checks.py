@@ -3,9 +3,11 @@
 import dataclasses
 import importlib.util
 import logging
+import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
 import torch
@@ -13,9 +15,10 @@ import torch
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check too
 from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.item import Reference
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies import fewest_steps, lora, policy_class, size_multiple
+from paco_grpo.policies import fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
@@ -25,16 +28,6 @@ from paco_grpo.types import Item
 logger = logging.getLogger(__name__)
 
 FEW_STEPS = 8  # at most as many does a model take that was distilled to few steps
-# Of files in a checkpoint and of other adapters.
-_USED_NAMES = ("trainable", "ema", "optimizer", lora.START, lora.SAVED)
-MOST_IMAGES = 10_000_000  # of an epoch; more is a typing error
-
-
-def raise_if_any(problems: Iterable[str]) -> None:
-    """Raise a ``ConfigError`` with a line for each problem, which begins with the option's name."""
-    lines = [f"config.{problem}" for problem in problems]
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def check_run(options: RunOptions) -> Objective:
@@ -54,51 +47,26 @@ def check_run(options: RunOptions) -> Objective:
         problem = attention_problem(options.speed.attention)
         if problem:
             problems.append(f"speed.attention={problem}")
+    problems += model_problems(options)
     objective = None
     try:
         describe(train.aggregate_fn)
-        objective_problems = get_objective(train.loss_type).check(options) or []
-        if isinstance(objective_problems, str):
-            objective_problems = [objective_problems]
-        problems += objective_problems
+        problems += get_objective(train.loss_type).check(options)
         objective = create_objective(train)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    if objective:
-        problems += snapshot_problems(options, objective)
-    raise_if_any(problems)
-    check_model(options)
-    for warning in questionable(options, objective):
-        logger.warning("config.%s", warning)
-    return objective
-
-
-def snapshot_problems(options: RunOptions, objective: Objective) -> Iterator[str]:
-    """Why the run cannot keep the snapshots of ``objective``, or not sample from them."""
-    train = options.train
-    if objective.snapshots and not options.use_lora:
-        yield (
+    if objective and objective.snapshots and not options.use_lora:
+        problems.append(
             f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
             "its old policy is an adapter"
         )
-    names: list[str] = []
-    for snapshot in objective.snapshots:
-        name = snapshot.name
-        is_used = name in (*names, *_USED_NAMES) or hasattr(torch.nn.ModuleDict(), name)
-        # peft saves every adapter whose name contains the trained one's.
-        if is_used or lora.TRAINED in name or not name.isidentifier():
-            yield (
-                f"train.loss_type={train.loss_type!r}: its snapshot {name!r} needs another name, "
-                "a word that no other adapter and no file of a checkpoint has"
-            )
-        names.append(name)
-        recomputes = objective.needs_noise_steps and train.old_log_prob != "rollout"
-        if snapshot.samples_from is not None and recomputes:
-            yield (
-                f"train.old_log_prob={train.old_log_prob!r} would replace the log-probabilities "
-                f"of the snapshot {name!r}, which samples the images, by those of the trained "
-                "weights; set it to 'rollout'"
-            )
+    if problems:
+        raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
+    if train.lora_path is not None:
+        find_lora(train.lora_path)
+    for warning in questionable(options, objective):
+        logger.warning("config.%s", warning)
+    return objective
 
 
 def questionable(options: RunOptions, objective: Objective) -> list[str]:
@@ -147,12 +115,6 @@ def contradictions(options: RunOptions) -> list[str]:
             "--config.train.reward_fn.jpeg_compressibility=1"
         )
     group = sample.num_images_per_prompt
-    images = group * sample.unique_sample_num_per_epoch
-    if images > MOST_IMAGES:
-        problems.append(
-            f"sample.num_images_per_prompt={group} times sample.unique_sample_num_per_epoch"
-            f"={images // group} are {images:,} images an epoch, more than {MOST_IMAGES:,}"
-        )
     if group % sample.latents_per_prompt:
         problems.append(
             f"sample.latents_per_prompt={sample.latents_per_prompt} does not divide the {group} "
@@ -164,8 +126,12 @@ def contradictions(options: RunOptions) -> list[str]:
             f"sample.noise_steps={sample.noise_steps}: with sample.num_steps={sample.num_steps}, "
             f"steps are 0 to {last}"
         )
-    if sample.num_noise_steps is not None and sample.num_noise_steps > len(sample.noise_steps):
-        problems.append("sample.num_noise_steps is more than sample.noise_steps has")
+    distinct = len(set(sample.noise_steps))
+    if sample.num_noise_steps is not None and sample.num_noise_steps > distinct:
+        problems.append(
+            f"sample.num_noise_steps={sample.num_noise_steps} is more than the {distinct} steps of "
+            "sample.noise_steps"
+        )
     if train.timesteps == ():
         problems.append("train.timesteps is empty; None trains on every noise step")
     if train.reference == "start" and train.lora_path is None:
@@ -195,8 +161,8 @@ def contradictions(options: RunOptions) -> list[str]:
     return problems
 
 
-def check_model(options: RunOptions) -> None:
-    """Refuse what the model cannot do; only its small configuration files are read."""
+def model_problems(options: RunOptions) -> list[str]:
+    """What the model cannot do; only its small configuration files are read."""
     model = options.pretrained.model
     multiple = size_multiple(model)
     fewest = fewest_steps(model)
@@ -212,9 +178,19 @@ def check_model(options: RunOptions) -> None:
             problems.append(
                 f"{name}.resolution={side} is not a multiple of {multiple}, as {model} needs"
             )
-    raise_if_any(problems)
-    if options.train.lora_path is not None:
-        find_lora(options.train.lora_path)
+    return problems
+
+
+def out_of_memory(options: RunOptions, error: torch.OutOfMemoryError) -> str:
+    """What helps when a GPU is full, with the values of the options."""
+    return (
+        f"the GPU has too little memory ({str(error).partition('. ')[0]}). Lower "
+        f"config.sample.batch_size={options.sample.batch_size}, "
+        f"config.train.batch_size={options.train.batch_size} or "
+        f"config.test.batch_size={options.test.batch_size}, set "
+        "config.enable_gradient_checkpointing=True, or add _48gb or _24gb to the configuration's "
+        "name"
+    )
 
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:
@@ -279,6 +255,30 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
                 f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: "
                 f"with config.item_size='exact', both sides need at least {multiple} pixels"
             )
+
+
+def check_references(splits: Mapping[str, Sequence[Item]]) -> None:
+    """Read every reference image once: a bad one would end the run in the epoch that draws it.
+
+    Raises a ``DataError`` that names all of them.
+    """
+
+    def problem_of(reference: Reference) -> str | None:
+        try:
+            if callable(reference):
+                reference()
+        except DataError as error:
+            return str(error)
+        return None
+
+    references: list[Reference] = []
+    for items in splits.values():
+        for item in items:
+            references += item.references
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        problems = [problem for problem in threads.map(problem_of, references) if problem]
+    if problems:
+        raise DataError("\n".join(dict.fromkeys(problems)))
 
 
 def with_text_length(options: RunOptions) -> RunOptions:

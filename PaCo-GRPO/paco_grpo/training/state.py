@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.distributed.processes import Replicated
+from paco_grpo.distributed.processes import Strategy
 from paco_grpo.policies import Policy
 
 
@@ -60,12 +60,13 @@ class TrainState:
     snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]
     ema: EMA | None  # of ``parameters``
     optimizer: torch.optim.Optimizer  # over ``parameters``
-    strategy: Replicated  # how all this is spread over the processes
+    strategy: Strategy  # how all this is spread over the processes
     sampler: GroupSampler
     optimizer_steps: int = 0  # taken so far
     # Whether old log-probabilities are recomputed before each update; None: not yet decided.
     must_recompute: bool | None = None
     epoch: int = 0  # finished epochs
+    between_epochs: bool = True  # the weights are those after ``epoch`` epochs
     train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
 
     def averaged(self) -> contextlib.AbstractContextManager:

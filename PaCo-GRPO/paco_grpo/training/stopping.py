@@ -1,17 +1,25 @@
 """How a run ends early: its state is saved where that is good, and the message says how to resume."""
 
 import contextlib
+import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+import torch
+
 from paco_grpo.checkpoint import files
 from paco_grpo.distributed.launch import StopSignal
-from paco_grpo.distributed.processes import Stopped
+from paco_grpo.distributed.processes import ProcessError, Stopped
 from paco_grpo.evaluation.evaluate import EvaluationError
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import Run
+from paco_grpo.training.checks import out_of_memory
 from paco_grpo.training.update import NonFiniteError
+from paco_judge.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingStopped(RuntimeError):
@@ -56,9 +64,6 @@ def resumable(run: Run, signals: StopSignal) -> Iterator[None]:
     except StopTraining as reason:
         run.checkpoints.save_epoch()
         _stop(run, str(reason))
-    except ScoringError as error:
-        run.checkpoints.save_epoch()
-        _stop(run, f"a reward failed after {state.epoch} finished epochs ({error})")
     except EvaluationError as error:
         _stop(
             run,
@@ -71,6 +76,33 @@ def resumable(run: Run, signals: StopSignal) -> Iterator[None]:
         name = f"stopped_{files.checkpoint_name(state.epoch + 1)}"
         folder = run.checkpoints.save(name)
         _stop(run, f"{error} State at that point: {folder}")
+    except Exception as error:
+        _save_after(error, run)
+        raise
+
+
+def _save_after(error: Exception, run: Run) -> None:
+    """Save what an error leaves whole; stop, unless the error is a defect.
+
+    Nothing is done after an error that only this process knows of: the others do not save.
+    """
+    text = str(error)
+    is_shared = run.accelerator.num_processes == 1 or isinstance(error, ProcessError | ScoringError)
+    if not is_shared or isinstance(error, files.CheckpointError):
+        return
+    cause = error.__cause__ if isinstance(error, ProcessError) else error
+    if isinstance(cause, torch.OutOfMemoryError):
+        text = out_of_memory(run.options, cause)
+        traceback.clear_frames(cause.__traceback__)  # saving needs the memory of their tensors
+        torch.cuda.empty_cache()
+    saved = "the last checkpoint is kept"
+    if run.state.between_epochs:
+        run.checkpoints.save_epoch()
+        saved = f"the state after epoch {run.state.epoch} is saved"
+    is_defect = not isinstance(cause, UserError | ScoringError | torch.OutOfMemoryError | None)
+    if not is_defect:
+        _stop(run, f"{text}; {saved}")
+    logger.error("an error ends the run; %s", saved)
 
 
 def _stop(run: Run, why: str, signal_number: int | None = None) -> NoReturn:

@@ -54,14 +54,21 @@ class Trainer:
     def epoch(self) -> None:
         """Sample, score and update once, and log it; ``fit`` saves and evaluates."""
         self._begin()
-        queue = ScoreQueue(self.run.rewards.train, self.options.sample.reward_batch_size)
+        run = self.run
+        rewards = run.rewards
+        watched = [name for name in rewards.train if name not in rewards.weights]
+        queue = ScoreQueue(rewards.train, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
-            # This needs no scores, so it is done while the last images are scored.
-            self._recompute_old_log_probs(rollouts)
+            with self._timed("train"), self.state.strategy.same_outcome():
+                # This needs no scores, so it is done while the last images are scored.
+                run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
         result = self._advantages(scores, rollouts)
-        losses = self._update(rollouts, result)
+        with self._timed("train"):
+            losses = run.updater.update(
+                rollouts, result.advantages, result.kept, self.state.epoch, self._signaled
+            )
         observed = self._observe(rollouts, scores)
         self._end()
         metrics = epoch_metrics(
@@ -74,8 +81,8 @@ class Trainer:
         run = self.run
         checkpoints = run.checkpoints
         try:
+            load_state(run)
             with self.signals.listening(), resumable(run, self.signals):
-                load_state(run)
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.
                     run.probe.prepare()
@@ -115,6 +122,7 @@ class Trainer:
         self.seconds["epoch"] = time.perf_counter() - self.started
         self.state.train_seconds += self.seconds["epoch"]
         self.state.epoch += 1
+        self.state.between_epochs = True
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -131,18 +139,15 @@ class Trainer:
         if adapter:
             sampled_weights = lora.using_adapter(policy, adapter)
 
-        # ``numbers`` count this process's samples, see ``Rollouts``.
         def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
             queue.submit(images, items, numbers)
             self.observer.add(images, numbers)
-            if run.features:
-                run.features.add(images, numbers)
 
         def should_stop() -> bool:
             return self._signaled() or queue.failed()
 
         try:
-            with self._timed("sample"), sampled_weights:
+            with self._timed("sample"), sampled_weights, self.state.strategy.same_outcome():
                 return sample_epoch(
                     self.state, run.plan, run.train_items, self.options, deliver, should_stop
                 )
@@ -150,10 +155,6 @@ class Trainer:
             if not any_process(self.accelerator, self._signaled()):
                 self._scores(queue)  # a reward has failed, and this raises its error
             raise
-
-    def _recompute_old_log_probs(self, rollouts: Rollouts) -> None:
-        with self._timed("train"):
-            self.run.updater.recompute_old_log_probs(rollouts)
 
     def _scores(self, queue: ScoreQueue) -> dict[str, np.ndarray]:
         """Scores of all N images of the epoch by position, (N,) each; NaN = missing."""
@@ -169,26 +170,16 @@ class Trainer:
         shares = {name: values.mean() for name, values in missing.items()}
         images = f"the images of epoch {self.state.epoch + 1}"
         require_scores(share, shares, images, self.options.train)
-        features = None
-        if run.features:
-            latents = [sample.clean_latents for sample in rollouts.samples]
-            features = run.features.gathered(latents, len(rollouts.item_ids))
         prompts = [run.train_items[i].prompt for i in rollouts.item_ids]
         aggregate_fn = run.rewards.aggregate_fn
         try:
             return compute_advantages(
-                trained, rollouts.item_ids, prompts, aggregate_fn, self.options, features
+                trained, rollouts.item_ids, prompts, aggregate_fn, self.options
             )
         except ValueError as error:  # from the aggregation, about these scores
             raise StopTraining(
                 f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})"
             ) from error
-
-    def _update(self, rollouts: Rollouts, result: AdvantageResult) -> dict[str, float]:
-        with self._timed("train"):
-            return self.run.updater.update(
-                rollouts, result.advantages, result.kept, self.state.epoch, self._signaled
-            )
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Signs of collapse: health/… and reward/{within,between,within_minus_between}."""

@@ -93,6 +93,7 @@ class Updater:
         """
         train = self.options.train
         policy = self.state.policy
+        strategy = self.state.strategy
         advantages = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
         records: list[dict[str, float]] = []  # of each optimizer step
         for inner_epoch in range(train.num_inner_epochs):
@@ -108,12 +109,13 @@ class Updater:
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
                 # Gradients add up over the micro-batches, and over the steps of the schedule.
-                for micro_batch in self.state.strategy.unless_stopped(micro_batches, may_stop):
-                    for step in micro_batch.build_steps():
-                        loss, metrics = self.objective.loss(step, policy)
-                        (loss * step.weight).sum().backward()
-                        if not micro_batch.is_dummy:
-                            meter.add({"loss": loss, **metrics}, step.weight)
+                with strategy.same_outcome():
+                    for micro_batch in strategy.unless_stopped(micro_batches, may_stop):
+                        for step in micro_batch.build_steps():
+                            loss, metrics = self.objective.loss(step, policy)
+                            (loss * step.weight).sum().backward()
+                            if not micro_batch.is_dummy:
+                                meter.add({"loss": loss, **metrics}, step.weight)
                 records.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         self._blend_snapshots(every_step=False)
@@ -258,6 +260,7 @@ class Updater:
                 f"{state.optimizer_steps + 1}; the weights are unchanged. Lower "
                 "config.train.learning_rate, or look at the rewards of this epoch."
             )
+        state.between_epochs = False
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         state.optimizer_steps += 1

@@ -27,7 +27,6 @@ SMALL = {
     "train__num_sigmas": 1,
 }
 RUNS = {name: {} for name in OBJECTIVES}
-RUNS["ppo"] = {"train__perceptual_entropy": 0.1, "train__diversity_features": "latents"}
 RUNS["dgpo"] = {"train__dgpo_reference": "slow"}
 
 
@@ -73,7 +72,7 @@ def test_configuration_page_is_current():
 
 def test_page_marks_what_goes_beyond_the_paper():
     marked = set(re.findall(r"`([\w.]+)` †", PAGE))
-    assert {"train.neighbor_factor", "train.awm_clip_range", "speed.compile"} <= marked
+    assert {"train.awm_clip_range", "speed.compile"} <= marked
     published = {"train.learning_rate", "sample.noise_level", "train.nft_beta", "train.reward_fn"}
     assert marked.isdisjoint(published)
 

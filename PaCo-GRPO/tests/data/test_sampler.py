@@ -49,3 +49,12 @@ def test_epochs_differ_and_are_reproducible():
         np.array_equal(here.seeds, others.seeds) for others in (one.samples(8), other.samples(7))
     )
     assert not np.array_equal(here.item_ids, np.sort(here.item_ids))
+
+
+def test_the_order_of_the_samples_changes_with_the_epoch():
+    """Whichever prompts an epoch has: which samples belong together is compared."""
+    orders = set()
+    for epoch in range(5):
+        item_ids = GroupSampler(9, 3, 4, seed=1).samples(epoch).item_ids.tolist()
+        orders.add(tuple(item_ids.index(item_id) for item_id in item_ids))
+    assert len(orders) == 5

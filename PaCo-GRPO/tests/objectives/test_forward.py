@@ -190,17 +190,17 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
         assert terms.metrics["beyond_share"].unique().tolist() == [float(beyond)]
 
 
-def test_flow_dppo_recomputes_beyond_a_tenth_of_tau():
+@pytest.mark.parametrize("name", ["ppo", "guard_grpo", "flow_dppo"])
+def test_old_values_are_recomputed_from_a_deviation_of_1(name):
+    """A quarter of the clip range, or a tenth of τ."""
     policy = ToyPolicy(dtype=f64)
     train = TrainOptions()
     step = step_of(policy, (1.0, 1.0, 1.0))
-    objective = get_objective("flow_dppo")(train)
-
-    def deviation():
-        return objective.first_deviation(step, policy).mean().item()
-
-    assert deviation() == 0
+    objective = get_objective(name)(train)
+    assert objective.first_deviation(step, policy).tolist() == [0, 0, 0]
     trained = transition(policy, step.rollout, step.noise.latents, step.index)
-    distance = math.sqrt(2 * train.dppo_divergence / 10) * float(trained.std[0])
-    step.noise.mean = trained.mean.detach() + distance
-    assert deviation() == pytest.approx(1)
+    step.noise.mean = trained.mean.detach() + math.sqrt(
+        2 * train.dppo_divergence / 10
+    ) * trained.std.view(-1, 1, 1)
+    step.noise.log_prob = step.noise.log_prob - math.log(1 + train.clip_range / 4)
+    assert objective.first_deviation(step, policy).tolist() == pytest.approx([1, 1, 1])

@@ -13,32 +13,17 @@ from named import load as load_named
 from tiny_policies import load
 
 from paco_grpo.data.prompts import DataError, load_prompts
-from paco_grpo.objectives import Objective, Snapshot
-from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.objectives import Objective
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, size_multiple
-from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.training.build import add_adapters
-from paco_grpo.training.checks import check_items, check_model, check_run, check_writable
+from paco_grpo.training.checks import check_items, check_run, model_problems
 from paco_grpo.types import Item
 
 
-class WithSnapshots(Objective):
-    """An objective of a user, with copies of the LoRA."""
+class OnCleanImages(Objective):
+    """An objective of a user."""
 
-    names = ("old",)
-    samples_from: int | None = None
-
-    def __init__(self, train):
-        super().__init__(train)
-        for name in self.names:
-            snapshot = Snapshot(name, decay=lambda step: 0.5, samples_from=self.samples_from)
-            self.snapshots += (snapshot,)
-
-
-def options_with_snapshots(model: Path, *overrides: tuple[str, str]) -> RunOptions:
-    own = ("train.loss_type", f"{__name__}:WithSnapshots")
-    plain = [("test.reward_fn", ""), ("train.reward_fn_kwargs", "")]
-    return load_named("toy_t2is", ("pretrained.model", str(model)), own, *plain, *overrides)
+    needs_noise_steps = False
 
 
 def test_contradiction_names_the_option():
@@ -49,93 +34,34 @@ def test_contradiction_names_the_option():
         check_run(options)
 
 
-class Tempered(Objective):
-    """An objective of a user, with an argument, whose check returns nothing or one text."""
-
-    def __init__(self, train, temperature):
-        super().__init__(train)
-
-    @classmethod
-    def check(cls, options):
-        if options.num_epochs == 0:
-            return f"num_epochs=0 is too few for {cls.__name__}"
-
-
-def test_arguments_of_the_objective_are_checked_before_weights_are_loaded(tiny_flux_dir):
-    own = ("train.loss_type", f"{__name__}:Tempered")
-    argument = ("train.loss_kwargs.temperature", "2")
-    options = options_with_snapshots(tiny_flux_dir, own, argument)
-    assert options.train.loss_kwargs == {"temperature": 2}
-    assert check_run(options).snapshots == ()
-    misspelled = ("train.loss_kwargs.temprature", "1")
-    with pytest.raises(ConfigError, match=r"^config.train.loss_kwargs.*'temprature'"):
-        check_run(options_with_snapshots(tiny_flux_dir, own, argument, misspelled))
-    with pytest.raises(ConfigError, match="^config.num_epochs=0"):
-        check_run(options_with_snapshots(tiny_flux_dir, own, argument, ("num_epochs", "0")))
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("ema",),
-        ("optimizer",),
-        ("trainable",),
-        ("start",),
-        ("saved",),
-        ("default",),
-        ("old_default",),  # peft's file of the adapter "default" would hold it, too
-        ("keys",),  # peft keeps adapters in a ModuleDict
-        ("a.b",),
-        ("../old",),
-        ("",),
-        ("old", "slow", "old"),
-    ],
-)
-def test_a_snapshot_has_a_name_of_its_own(tiny_flux_dir, monkeypatch, names):
-    monkeypatch.setattr(WithSnapshots, "names", names)
-    with pytest.raises(ConfigError, match=f"^config.train.loss_type=.*snapshot {names[0]!r}"):
-        check_run(options_with_snapshots(tiny_flux_dir))
-
-
-def test_a_snapshot_may_be_called_like_a_part_of_the_model(tiny_flux_dir, monkeypatch):
-    monkeypatch.setattr(WithSnapshots, "names", ("attn", "attn_2"))
-    options = options_with_snapshots(tiny_flux_dir)
-    objective = check_run(options)
-    policy = load("flux", tiny_flux_dir)
-    add_adapters(policy, options, objective)
-    trained = set(lora_parameters(policy, "default"))
-    for name in ("attn", "attn_2"):
-        copies = lora_parameters(policy, name)
-        assert len(copies) == len(trained)
-        assert trained.isdisjoint(copies)
-
-
-def test_noise_steps_that_a_snapshot_samples_keep_their_log_probabilities(
-    tiny_flux_dir, monkeypatch
-):
-    """Recomputed, they would be those of the trained weights, which did not sample."""
-    for samples_from, mode, is_refused in (
-        (0, "auto", True),
-        (200, "recompute", True),
-        (0, "rollout", False),
-        (None, "recompute", False),
-    ):
-        monkeypatch.setattr(WithSnapshots, "samples_from", samples_from)
-        options = options_with_snapshots(tiny_flux_dir, ("train.old_log_prob", mode))
-        refused = pytest.raises(ConfigError, match=f"^config.train.old_log_prob='{mode}'.*'old'")
-        with refused if is_refused else contextlib.nullcontext():
-            check_run(options)
-    monkeypatch.setattr(WithSnapshots, "samples_from", 0)
-    monkeypatch.setattr(WithSnapshots, "needs_noise_steps", False)
-    check_run(options_with_snapshots(tiny_flux_dir))
-
-
-def test_an_objective_that_needs_no_noise_steps_takes_images_without(tiny_flux_dir, monkeypatch):
-    without_noise = ("sample.noise_level", "0")
+def test_an_objective_that_needs_no_noise_steps_takes_images_without(tiny_flux_dir):
+    plain = {
+        "pretrained.model": str(tiny_flux_dir),
+        "test.reward_fn": "",
+        "train.reward_fn_kwargs": "",
+        "sample.noise_level": "0",
+    }
     with pytest.raises(ConfigError, match="^config.sample.noise_level=0"):
-        check_run(options_with_snapshots(tiny_flux_dir, without_noise))
-    monkeypatch.setattr(WithSnapshots, "needs_noise_steps", False)
-    check_run(options_with_snapshots(tiny_flux_dir, without_noise))
+        check_run(load_named("toy_t2is", *plain.items(), ("train.loss_type", "ppo")))
+    own = ("train.loss_type", f"{__name__}:OnCleanImages")
+    assert check_run(load_named("toy_t2is", *plain.items(), own)).snapshots == ()
+
+
+def test_all_contradictions_are_named_at_once(tiny_flux_dir):
+    changes = {
+        "pretrained.model": str(tiny_flux_dir),
+        "train.resolution": "60",
+        "sample.noise_steps": "1,1,2",
+        "sample.num_noise_steps": "3",
+        "train.loss_type": "awm",
+        "train.loss_kwargs.temprature": "1",
+        "use_lora": "False",
+    }
+    with pytest.raises(ConfigError) as refused:
+        check_run(load_named("toy_t2is", *changes.items()))
+    lines = str(refused.value).splitlines()
+    for start in ("train.resolution=60", "sample.num_noise_steps=3", "train.loss_kwargs"):
+        assert any(line.startswith(f"config.{start}") for line in lines), start
 
 
 def test_options_that_train_nothing_are_warned_about(tiny_flux_dir, caplog):
@@ -241,15 +167,6 @@ def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
         and len(policy.sigmas(fewest, 32, 32)) == fewest + 1
     )
     changes = {"pretrained.model": str(folder), "test.num_steps": "1", "train.resolution": "60"}
-    with pytest.raises(ConfigError, match="config.train.resolution=60 ") as caught:
-        check_model(load_named("toy_t2is", *changes.items()))
-    assert ("config.test.num_steps=1 " in str(caught.value)) == (fewest > 1)
-
-
-def test_unusable_folder_names_the_option(tmp_path):
-    (tmp_path / "file").write_text("")
-    for option in ("config.save_dir", "--output"):
-        with pytest.raises(ConfigError, match=f"cannot write.*set {option} to another"):
-            check_writable(tmp_path / "file" / "runs", option=option)
-    with pytest.raises(ConfigError, match="MiB free.*config.save_dir"):
-        check_writable(tmp_path, needed_bytes=1 << 60)
+    problems = model_problems(load_named("toy_t2is", *changes.items()))
+    assert problems[-1].startswith("train.resolution=60 ")
+    assert problems[0].startswith("test.num_steps=1 ") == (fewest > 1)

@@ -418,10 +418,17 @@ def test_low_precision_recomputes_old_values_where_it_must(make):
     assert rows_of(run.options, "train")[0]["train/ratio_deviation"] == 0
 
 
-@pytest.mark.parametrize(("decay_type", "is_new"), [(0, True), (None, False)])
-def test_how_the_old_adapter_follows(decay_type, is_new, make):
-    """After one step, type 0 has the new weights; type 1, nft's default, keeps 0.001 of the old."""
-    run = one_epoch(make(train__loss_type="nft", train__decay_type=decay_type))
+@pytest.mark.parametrize(
+    ("changes", "is_new"),
+    [
+        ({"train__loss_type": "nft", "train__decay_type": 0}, True),
+        ({"train__loss_type": "nft"}, False),
+        ({"train__loss_type": "awm", "train__num_inner_epochs": 2, "train__num_sigmas": 1}, True),
+    ],
+)
+def test_how_the_old_adapter_follows(changes, is_new, make):
+    """After one epoch it has the new weights; by nft's default, it keeps 0.001 of the old ones."""
+    run = one_epoch(make(**changes))
     equal = []
     for name, new in run.state.parameters.items():
         old = run.state.snapshots["old"][name.replace(".default.", ".old.")]

@@ -1,0 +1,45 @@
+"""Functions by name: ``package.module:name``, or ``/absolute/file.py:name``."""
+
+import importlib
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from paco_grpo.suggest import did_you_mean
+
+
+def find_function(place: str, known: Sequence[str] = ()) -> Any:
+    """What is at ``place``. Raises ValueError: nothing is; ``known`` are names to suggest."""
+    module, colon, name = place.rpartition(":")
+    if not colon:
+        names = ", ".join([*known, "package.module:name", "file.py:name"])
+        raise ValueError(f"{place!r} is unknown.{did_you_mean(place, known)} Known: {names}")
+    try:
+        if module.endswith(".py"):
+            return runpy.run_path(module)[name]
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, KeyError, OSError) as error:
+        raise ValueError(
+            f"{place!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where ``find_function`` finds a function again. Raises ValueError for one inside another."""
+    name = getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None) or ""
+    is_class = isinstance(function, type)
+    in_module = getattr(sys.modules.get(module), name, None) is function and not is_class
+    # A configuration file is loaded by its path, so its module cannot be imported by name.
+    if in_module and PathFinder.find_spec(module.partition(".")[0]):
+        return f"{module}:{name}"
+    if inspect.isfunction(function) and name.isidentifier():
+        return f"{Path(function.__code__.co_filename).resolve()}:{name}"
+    raise ValueError(
+        f"{name or function!r}, which a saved run could not find again: give a function at the top "
+        "level of the configuration file or of an importable module"
+    )

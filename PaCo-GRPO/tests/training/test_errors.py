@@ -1,0 +1,136 @@
+"""What ends a run early: the finished epochs are saved, and the message says what to do."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from tiny_run import rows_of, tiny_edit_options, tiny_options, train
+
+from paco_grpo.checkpoint import files
+from paco_grpo.data.prompts import DataError
+from paco_grpo.training.build import build_run
+from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.trainer import Trainer
+
+LATE = {"save_freq": 0, "num_epochs": 3, "health__probe_images": 0, "test__num_images": 1}
+
+
+def saved(folder):
+    return [path.name for path in files.list_checkpoints(folder / "runs" / "run" / "checkpoints")]
+
+
+def failing_at(call, error):
+    """Raises ``error`` at call number ``call`` of the function that it wraps."""
+
+    def wrap(function):
+        calls = []
+
+        def wrapped(*arguments, **keywords):
+            calls.append(1)
+            if len(calls) == call:
+                raise error
+            return function(*arguments, **keywords)
+
+        return wrapped
+
+    return wrap
+
+
+def test_bad_reference_images_are_named_together_before_the_first_epoch(tiny_folder, tmp_path):
+    options = tiny_edit_options(tiny_folder("flux_kontext"), tmp_path)
+    prompts = tmp_path / "prompts"
+    whole = (prompts / "train3.png").read_bytes()
+    (prompts / "train3.png").write_bytes(whole[: len(whole) // 2])
+    (prompts / "train1.png").write_bytes(b"")
+    (prompts / "test2.png").write_bytes(b"GIF")
+    with pytest.raises(DataError) as refused:
+        build_run(options)
+    for name in ("train1.png", "train3.png", "test2.png"):
+        assert str(refused.value).count(name) == 1
+    assert "train0.png" not in str(refused.value)
+
+
+def test_a_reference_image_that_disappears_saves_what_is_finished(tiny_folder, tmp_path):
+    changes = LATE | {"sample__unique_sample_num_per_epoch": 4}
+    options = tiny_edit_options(tiny_folder("flux_kontext"), tmp_path, **changes)
+    trainer = Trainer(build_run(options))
+    log_epoch = trainer._log_epoch
+
+    def lose_image(metrics):
+        log_epoch(metrics)
+        (tmp_path / "prompts" / "train2.png").unlink()
+
+    trainer._log_epoch = lose_image
+    with pytest.raises(TrainingStopped, match=r"train2\.png.*resume_from=latest"):
+        trainer.fit()
+    assert saved(tmp_path) == ["epoch_0001"]
+
+
+@pytest.mark.parametrize(
+    ("place", "kept"), [("sampling", "epoch_0001"), ("loss", "epoch_0001"), ("later", None)]
+)
+def test_out_of_memory_names_what_helps(tiny_flux_dir, tmp_path, place, kept):
+    """With two optimizer steps an epoch, the weights of the second one belong to no epoch."""
+    changes = LATE | {"train__gradient_step_per_epoch": 2}
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+    per_step = 2  # micro-batches
+    if place == "sampling":
+        run.state.policy.decode = failing_at(4, error)(run.state.policy.decode)
+    else:
+        call = 2 * per_step + 1 if place == "loss" else 3 * per_step + 1
+        run.objective.loss = failing_at(call, error)(run.objective.loss)
+    with pytest.raises(TrainingStopped) as stopped:
+        Trainer(run).fit()
+    for name in ("train.batch_size=3", "enable_gradient_checkpointing", "_24gb", "resume_from"):
+        assert name in str(stopped.value)
+    assert saved(tmp_path) == ([kept] if kept else [])
+
+
+def test_a_defect_saves_what_is_finished_and_keeps_its_traceback(tiny_flux_dir, tmp_path, caplog):
+    options = tiny_options(tiny_flux_dir, tmp_path, **LATE)
+    run = build_run(options)
+    run.objective.loss = failing_at(4, ZeroDivisionError("of mine"))(run.objective.loss)
+    with pytest.raises(ZeroDivisionError, match="of mine"):
+        Trainer(run).fit()
+    assert saved(tmp_path) == ["epoch_0001"] and "epoch 1 is saved" in caplog.text
+    resumed = train(dataclasses.replace(options, resume_from="latest")).run
+    first, second, third = rows_of(options, "train")
+    assert [row["epoch"] for row in (first, second, third)] == [1, 2, 3]
+    for before, after in ((first, second), (second, third)):
+        passed = after["train_time"] - before["train_time"]
+        assert passed == pytest.approx(after["time/epoch_s"])
+    assert resumed.state.train_seconds == third["train_time"] > 0
+
+
+def test_a_limit_of_minutes_counts_the_time_before_a_resume(tiny_flux_dir, tmp_path):
+    options = tiny_options(tiny_flux_dir, tmp_path, **LATE | {"num_epochs": 1})
+    seconds = train(options).run.state.train_seconds
+    limited = dataclasses.replace(
+        options, num_epochs=9, max_train_minutes=1.01 * seconds / 60, resume_from="latest"
+    )
+    assert train(limited).run.state.epoch == 2
+
+
+def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_flux_dir, tmp_path):
+    rewards = {"tiny_run:brightness": 1.0, "reward_factories:no_scores": 1.0}
+    options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards, **LATE)
+    with pytest.raises(TrainingStopped, match="no_scores 100%"):
+        train(options)
+
+
+def test_a_reward_of_weight_0_that_fails_is_one_warning(tiny_flux_dir, tmp_path, caplog):
+    rewards = {"tiny_run:brightness": 1.0, "reward_factories:failing": 0.0}
+    changes = {
+        "train__reward_fn": rewards,
+        "train__reward_fn_kwargs": "{'reward_factories:failing': {'after': 2}}",
+        "test__reward_fn": rewards,
+        "sample__reward_batch_size": 2,
+    }
+    options = tiny_options(tiny_flux_dir, tmp_path, **LATE | changes | {"num_epochs": 1})
+    with caplog.at_level(logging.WARNING):
+        train(options)
+    (row,) = rows_of(options, "train")
+    assert row["reward/missing_share"] == 0
+    assert caplog.text.count("failing has weight 0") == 2  # in the epoch, and in the evaluation
