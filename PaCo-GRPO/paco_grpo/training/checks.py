@@ -18,7 +18,7 @@ from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.item import Reference
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.policies import fewest_steps, policy_class, size_multiple
+from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
@@ -47,7 +47,6 @@ def check_run(options: RunOptions) -> Objective:
         problem = attention_problem(options.speed.attention)
         if problem:
             problems.append(f"speed.attention={problem}")
-    problems += model_problems(options)
     objective = None
     try:
         describe(train.aggregate_fn)
@@ -60,6 +59,10 @@ def check_run(options: RunOptions) -> Objective:
             f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
             "its old policy is an adapter"
         )
+    try:
+        problems += model_problems(options)
+    except PolicyLoadError as error:
+        problems.append(str(error).removeprefix("config."))
     if problems:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
     if train.lora_path is not None:
