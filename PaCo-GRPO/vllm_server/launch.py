@@ -16,38 +16,40 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
+import httpx
 import psutil
+from PIL import Image
 
+from paco_judge.errors import UserError, run_command
+from paco_judge.files import locked
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages, theme_question
 from vllm_server.engines import (
-    Engine,
-    check_weights,
+    Place,
     choose_engine,
+    count_gpus,
+    divide_gpus,
     engine_command,
-    num_api_servers,
     process_environment,
     reduces_images,
+    visible_gpus,
 )
-from vllm_server.gpus import Place, divide_gpus, visible_gpus
-from vllm_server.settings import LaunchError, LaunchSettings, Model, read_models
-from vllm_server.state import (
+from vllm_server.servers import (
     GATEWAY,
-    MARK,
-    STATE,
     Server,
+    all_servers,
     end_servers,
     label_folder,
-    locked,
-    read_servers,
     write_servers,
 )
+from vllm_server.settings import LaunchSettings, Model, read_model
 
 _POLL_S = 0.25
 _PROGRESS_S = 10.0
+_OTHER_LAUNCH_S = 120.0  # for another launch to start its servers
 _LOG_LINES = 40
 # Below the ports that the kernel gives to outgoing connections: those could take one while a model
 # is loading.
@@ -58,47 +60,40 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main() -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="launch.sh", description=__doc__)
-    parser.parse_args()
+    argparse.ArgumentParser(prog="launch.sh", description=__doc__).parse_args()
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
-    try:
-        launch(os.environ)
-        return 0
-    except (LaunchError, OSError) as error:
-        print(f"launch: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        print(f"launch: interrupted ({error}); nothing is left running", file=sys.stderr)
-        return 130
+    return run_command(lambda: launch(os.environ), OSError)
 
 
 def _interrupt(number: int, frame: object) -> None:
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)  # what follows is not interrupted
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    raise KeyboardInterrupt
 
 
 def launch(environment: Mapping[str, str]) -> None:
-    """Start the servers and wait until they answer. Raises LaunchError, OSError."""
+    """Start the servers and wait until they answer. Raises UserError, OSError.
+
+    A launch that fails or is interrupted leaves no process behind.
+    """
     settings = LaunchSettings.from_environment(environment)
     folder = label_folder(environment)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    label_lock = locked(folder / "lock", f"label {folder.name!r}")
-    port_lock = locked(folder.parent / f"port-{settings.port}.lock", f"port {settings.port}")
+    folder.mkdir(exist_ok=True)
     children: list[subprocess.Popen] = []
     servers: list[Server] = []
     try:
-        with label_lock, port_lock:
-            _refuse_running(read_servers(folder), folder, f"label {folder.name!r}")
-            _refuse_port(settings, folder.parent)
+        # vLLM shares its port with other servers: two launches must not take it for free.
+        with locked(folder.parent, _OTHER_LAUNCH_S):
+            _refuse_running(settings, folder)
+            _refuse_port(settings.host, settings.port)
             servers = plan_servers(settings, environment)
             for server in servers:
                 children.append(start(server, folder, environment))
                 write_servers(folder, servers[: len(children)])
-            wait_until_ready(servers, children, settings)
+        wait_until_ready(servers, children, settings)
     except BaseException:
-        if children:  # a launch that fails or is interrupted leaves no process behind
+        if children:
             end_servers(folder, servers[: len(children)], 5.0)
         raise
     front = servers[0]
@@ -108,172 +103,102 @@ def launch(environment: Mapping[str, str]) -> None:
     print(f"Stop:   VLLM_LABEL={folder.name} bash vllm_server/stop.sh", flush=True)
 
 
-def _refuse_running(servers: Sequence[Server], folder: Path, what: str) -> None:
-    """Raises LaunchError, which names what an earlier launch has left running."""
-    for server in servers:
-        if members := server.members():
-            first = members[0]
-            started = datetime.fromtimestamp(first.create_time()).isoformat(" ", "seconds")
-            raise LaunchError(
-                f"{what} is in use: {server.name} at {server.url}, pid {first.pid}, started "
-                f"{started}. End it with `VLLM_LABEL={folder.name} bash vllm_server/stop.sh`, or "
-                "choose another VLLM_LABEL and VLLM_PORT"
-            )
+def _refuse_running(settings: LaunchSettings, folder: Path) -> None:
+    """Raises UserError: A server of an earlier launch still has the label or the port."""
+    for label, servers in all_servers(folder.parent).items():
+        for server in servers:
+            has_label = label == folder.name
+            has_port = server.url.endswith(f":{settings.port}")
+            if (has_label or has_port) and (members := server.members()):
+                what = f"label {label!r}" if has_label else f"port {settings.port}"
+                raise UserError(
+                    f"{what} is in use: {server.name} at {server.url} of label {label!r}, pid "
+                    f"{members[0]}. End it with `VLLM_LABEL={label} bash vllm_server/stop.sh`, or "
+                    "choose another VLLM_LABEL and VLLM_PORT"
+                )
 
 
-def _refuse_port(settings: LaunchSettings, root: Path) -> None:
-    """vLLM would share the port with another server. Raises LaunchError."""
-    host = settings.host
-    port = settings.port
+def _refuse_port(host: str, port: int) -> None:
+    """Raises UserError: We cannot listen there."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except OSError as error:
-        reason = error.strerror
-        if error.errno == errno.EADDRINUSE:
-            reason = _listener(port, root) or "another program listens there"
-        raise LaunchError(
-            f"cannot listen on {host}:{port} ({reason}): choose another VLLM_PORT, or end the "
-            "program that uses it"
+        is_used = error.errno == errno.EADDRINUSE
+        reason = "another program listens there" if is_used else error.strerror
+        raise UserError(
+            f"VLLM_HOST and VLLM_PORT: cannot listen on {host}:{port} ({reason})"
         ) from error
 
 
-def _listener(port: int, root: Path) -> str | None:
-    """The launch whose server has a port."""
-    for state_file in sorted(root.glob(f"*/{STATE}")):
-        try:
-            servers = read_servers(state_file.parent)
-        except LaunchError:
-            continue  # `status.sh` reports damaged files
-        for server in servers:
-            if server.url.endswith(f":{port}") and server.alive():
-                label = state_file.parent.name
-                return f"{server.name} of label {label!r}, pid {server.pid}, listens there"
-    return None
-
-
 def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> list[Server]:
-    """Check models, engine, GPUs and weights, and print what was decided. Raises LaunchError."""
-    models = read_models(settings)
-    gpus = visible_gpus(environment)
-    num_gpus = len(gpus)
-    if "CUDA_VISIBLE_DEVICES" not in environment:
-        gpus = gpus[: len(models)]  # the rest is for the training
+    """Read the models, choose engine and GPUs, and print what was decided. Raises UserError."""
+    models = [read_model(name, path) for name, path in settings.models]
+    num_needed = len(models) * settings.tensor_parallel * (settings.replicas or 1)
+    gpus = visible_gpus(environment, num_needed)
     engine = choose_engine(settings, environment, gpus)
     print(
         f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs"
     )
-    try:
-        places = place_models(engine, settings, models, gpus)
-    except LaunchError as error:
-        if num_gpus == len(gpus):
-            raise
-        raise LaunchError(
-            f"{error}; CUDA_VISIBLE_DEVICES is not set, so each model gets one of {num_gpus} GPUs: "
-            "set it to give the judge more"
-        ) from error
+    places = divide_gpus(settings, engine.name, len(models), gpus)
     # vLLM's own key protects only some of its routes.
     has_gateway = len(models) > 1 or settings.api_key is not None
+    addresses = [(settings.host, settings.port)]
     if has_gateway:
         addresses = [(_LOOPBACK, port) for port in _free_ports(len(models))]
-    else:
-        addresses = [(settings.host, settings.port)]
     servers = []
     for model, place, address in zip(models, places, addresses, strict=True):
-        servers.append(_engine_server(engine, settings, model, place, address, len(models)))
-        _print_server(servers[-1], model, place, has_gateway)
-        if reduces_images(settings, model):
-            print(
-                f"Note:   {model.name} sees images of at most {settings.max_pixels} pixels, as in "
-                f"the judge's training (its own limit: {model.max_pixels}; VLLM_MAX_PIXELS)"
-            )
-    if num_gpus > len(gpus):
-        print(
-            f"Note:   Using GPU {','.join(gpus)} of {num_gpus}; set CUDA_VISIBLE_DEVICES to give "
-            "the judge others or more"
-        )
-    used = {gpu for place in places for gpu in place.gpus}
-    if unused := [gpu for gpu in gpus if gpu not in used]:
-        print(f"Note:   GPUs {','.join(unused)} stay unused")
+        command = engine_command(engine, settings, model, place, address, len(models))
+        url = _local_url(*address)
+        names = [model.name]
+        servers.append(Server(model.name, url, engine.name, names, list(place.gpus), command))
+        _print_server(servers[-1], settings, model, place)
+    _print_gpus(gpus, places, environment)
     if has_gateway:
         print("Gateway in front")
         # First, since it occupies the public port while models load.
         servers.insert(0, _gateway_server(settings, servers))
     sys.stdout.flush()
-    if engine.name == "vllm":  # the transformers engine checks its own
-        for model in models:
-            check_weights(model)
     return servers
 
 
-def place_models(
-    engine: Engine, settings: LaunchSettings, models: Sequence[Model], gpus: Sequence[str]
-) -> list[Place]:
-    """The GPUs of each model. Raises LaunchError."""
-    if engine.name == "vllm" and gpus:
-        return divide_gpus(settings, models, gpus)
-    if engine.name == "vllm" and (settings.tensor_parallel or settings.replicas):
-        raise LaunchError(
-            "VLLM_TP and VLLM_REPLICAS are for GPUs, and there is no GPU here; unset them"
-        )
-    if not gpus:
-        return [Place(()) for _ in models]
-    # The transformers engine's servers use one GPU each, in turn.
-    return [Place((gpus[index % len(gpus)],)) for index in range(len(models))]
-
-
-def _engine_server(
-    engine: Engine,
-    settings: LaunchSettings,
-    model: Model,
-    place: Place,
-    address: tuple[str, int],
-    num_models: int,
-) -> Server:
-    api_servers = num_api_servers(settings, num_models, place) if engine.name == "vllm" else 1
-    return Server(
-        model.name,
-        model.path,
-        url=_local_url(*address),
-        engine=engine.name,
-        names=(model.name,),
-        gpus=place.gpus,
-        command=engine_command(engine, settings, model, address, place, api_servers),
-        api_servers=api_servers,
-    )
-
-
-def _print_server(server: Server, model: Model, place: Place, is_private: bool) -> None:
-    words = [f"Model:  {model.name} from {model.path}"]
+def _print_server(server: Server, settings: LaunchSettings, model: Model, place: Place) -> None:
+    words = [f"Model:  {model.name} from {model.path}", f"at {server.url}"]
     if place.gpus:
         words.append(f"GPU {','.join(place.gpus)}")
     if place.copies > 1:
         words.append(f"{place.copies} copies")
-    if server.api_servers > 1:
-        words.append(f"{server.api_servers} API servers (VLLM_API_SERVERS)")
-    if is_private:
-        words.append(f"private port at {server.url}")
     print(", ".join(words))
     print(f"        {shlex.join(server.command)}")
+    if reduces_images(settings, model):
+        print(
+            f"Note:   {model.name} sees images of at most {settings.max_pixels} pixels, as in the "
+            f"judge's training (its own limit: {model.max_pixels}; VLLM_MAX_PIXELS)"
+        )
+
+
+def _print_gpus(
+    gpus: Sequence[str], places: Sequence[Place], environment: Mapping[str, str]
+) -> None:
+    """Say which GPUs are not used."""
+    if "CUDA_VISIBLE_DEVICES" not in environment and (count := count_gpus()) > len(gpus):
+        print(
+            f"Note:   Using GPU {','.join(gpus)} of {count}; set CUDA_VISIBLE_DEVICES to give the "
+            "judge others or more"
+        )
+    used = {gpu for place in places for gpu in place.gpus}
+    if unused := [gpu for gpu in gpus if gpu not in used]:
+        print(f"Note:   GPUs {','.join(unused)} stay unused")
 
 
 def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Server:
     """Its key is in its environment: everybody can read command lines."""
-    urls = {name: server.url for server in engines for name in server.names}
     command = [sys.executable, "-m", "vllm_server.gateway"]
     command += ["--host", settings.host, "--port", str(settings.port)]
-    command += ["--max-body-mb", str(settings.max_body_mb)]
-    command += [f"--upstream={name}={url}" for name, url in urls.items()]
+    command += [f"--upstream={server.name}={server.url}" for server in engines]
     url = _local_url(settings.host, settings.port)
-    return Server(
-        name=GATEWAY,
-        model="",
-        url=url,
-        engine=GATEWAY,
-        names=tuple(urls),
-        gpus=(),
-        command=command,
-    )
+    names = [server.name for server in engines]
+    return Server(GATEWAY, url, GATEWAY, names, [], command)
 
 
 def _local_url(host: str, port: int) -> str:
@@ -295,15 +220,10 @@ def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subpr
     Its process and its log are noted in it.
     """
     server.log = str(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', server.name)}.log")
-    server.mark = uuid.uuid4().hex
-    variables = process_environment(server.engine, server.gpus, environment, server.api_servers)
-    # vLLM's processes write their titles over their environment, where stop.sh looks for the mark,
-    # unless SPT_NOENV.
-    variables |= {MARK: server.mark, "SPT_NOENV": "1"}
     with open(server.log, "wb") as file:
         child = subprocess.Popen(
             server.command,
-            env=variables,
+            env=process_environment(server.engine, server.gpus, environment),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -317,11 +237,11 @@ def start(server: Server, folder: Path, environment: Mapping[str, str]) -> subpr
 
 
 def wait_until_ready(
-    servers: list[Server], children: list[subprocess.Popen], settings: LaunchSettings
+    servers: Sequence[Server], children: Sequence[subprocess.Popen], settings: LaunchSettings
 ) -> None:
-    """Wait until every server lists its names, with progress lines.
+    """Wait until every server lists its names, with progress lines, and every model answers.
 
-    Raises LaunchError with the end of a log.
+    Raises UserError with the end of a log.
     """
     began = time.monotonic()
     printed = began
@@ -331,36 +251,57 @@ def wait_until_ready(
         for server, child in zip(servers, children, strict=True):
             status = child.poll()
             if status is not None:
-                raise LaunchError(
+                raise UserError(
                     f"the server of {server.name} ended with status {status}.\n{_log_tail(server)}"
                 )
         waited = time.monotonic() - began
         waiting = [server for server in waiting if server.state(settings.api_key) != "healthy"]
         if waiting and waited > settings.start_timeout_s:
-            raise LaunchError(
+            raise UserError(
                 f"the server of {waiting[0].name} did not answer within "
                 f"{settings.start_timeout_s:g} s (VLLM_START_TIMEOUT).\n{_log_tail(waiting[0])}"
             )
         if time.monotonic() - printed > _PROGRESS_S:
             printed = time.monotonic()
             for server in waiting:
-                if server.engine == GATEWAY:
-                    continue  # it waits for the others
-                print(f"  {server.name} loading, {waited:.0f} s: {_progress(server)}", flush=True)
+                if server.engine != GATEWAY:  # it waits for the others
+                    lines = _log_lines(server) or ["nothing in its log yet"]
+                    print(f"  {server.name} loading, {waited:.0f} s: {lines[-1][:120]}", flush=True)
+    for server in servers:
+        if server.engine != GATEWAY:
+            _ask_first_question(servers[0].url, server, settings)
 
 
-def _progress(server: Server) -> str:
-    """The last line of a server's log; before it has one, what shows that the server works."""
-    if lines := _log_lines(server):
-        return lines[-1][:120]
-    seconds = 0.0
-    for process in server.members():
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        seconds += times.user + times.system
-    return f"importing its libraries, nothing in its log yet ({seconds:.0f} s of processor time)"
+def _ask_first_question(url: str, server: Server, settings: LaunchSettings) -> None:
+    """Ask a model about two images: it may be listed without answering, and is slow at first.
+
+    Raises UserError with the end of its log.
+    """
+    images = [data_url(Image.new("RGB", (64, 64), color)) for color in ("red", "blue")]
+    request = {
+        "model": server.name,
+        "messages": build_messages(images, theme_question("a square")),
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    try:
+        answer = httpx.post(
+            f"{url}/v1/chat/completions",
+            json=request,
+            headers=headers,
+            timeout=settings.start_timeout_s,
+            trust_env=False,
+        )
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        reason = error.response.text if isinstance(error, httpx.HTTPStatusError) else repr(error)
+        raise UserError(
+            f"{server.name} does not answer a question about two images: {reason[:1000]}\n"
+            f"{_log_tail(server)}"
+        ) from error
 
 
 def _log_lines(server: Server) -> list[str]:

@@ -12,15 +12,13 @@
 #   VLLM_ENGINE            vllm, transformers or auto (default: auto = vLLM where it is installed)
 #   CUDA_VISIBLE_DEVICES   GPUs (default: one per model, the rest is for the training); all of a
 #                          node of eight: 0,1,2,3,4,5,6,7; empty = the CPU
-#   VLLM_TP, VLLM_REPLICAS GPUs per copy, copies of each model (default: as few GPUs and as many
-#                          copies as fit on CUDA_VISIBLE_DEVICES; weights that are not downloaded
-#                          have an unknown size and get one copy on all of them)
+#   VLLM_TP, VLLM_REPLICAS GPUs per copy (default: 1), and copies of each model (default: as many as
+#                          there are GPUs for in CUDA_VISIBLE_DEVICES)
 #   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, or if that is
 #                          more, one per 8 cores, up to 4)
 #   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
 #                          training); 0 = the model's own
-#   VLLM_MAX_IMAGES        images in one request (default: 16)
-#   VLLM_MAX_BODY_MB       largest request (default: 32)
+#   VLLM_MAX_IMAGES        images in one request to vLLM (default: 16)
 #   MAX_MODEL_LEN          longest request in tokens (default: 8192)
 #   GPU_MEMORY_UTILIZATION vLLM's share of a GPU's memory (default: 0.85)
 #   VLLM_EXTRA_ARGS        further arguments for the engine; they win
@@ -32,6 +30,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
-choose_python psutil pydantic fastapi httpx uvicorn
+choose_python psutil pydantic fastapi httpx uvicorn filelock
 export PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m vllm_server.launch "$@"

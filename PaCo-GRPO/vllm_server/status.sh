@@ -10,6 +10,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
-choose_python psutil pydantic fastapi httpx uvicorn
-export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m vllm_server.status "$@"
+choose_python psutil pydantic httpx filelock
+export PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m vllm_server.servers status "$@"

@@ -3,40 +3,64 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # vllm_server is run from its folder, not installed
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT.parent / "PaCo-Reward" / "tests")]
 from serving_tools import Shell
 
+from paco_judge.client import Pair
+from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer
+from paco_judge.weights import save_model
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    """Makes a Qwen2.5-VL of random weights (shared with PaCo-Reward's tests)."""
+def pairs() -> list[Pair]:
+    """Questions whose images, sizes and prompts all differ."""
     import tiny_judge
 
-    return tiny_judge
+    pairs = []
+    for index in range(24):
+        first = tiny_judge.picture(index, 28 + 9 * (index % 7))
+        second = tiny_judge.picture(50 + index, 30 + 11 * (index % 5))
+        theme = f"{index} foxes" + " and a boat" * (index % 3)
+        pairs.append(Pair(first, second, theme_question(theme)))
+    return pairs
 
 
 @pytest.fixture(scope="session")
-def judge_folder(tiny, tmp_path_factory) -> Path:
-    """A random judge whose Yes and No have larger embeddings.
+def judge_folder(tmp_path_factory, pairs) -> Path:
+    """A random judge whose Yes and No are always among the top 20.
 
-    Random weights seldom put them among the top 20.
+    Otherwise every P(Yes) would be 1. Half of its longer answers begin with another token.
     """
-    folder = tiny.save_judge(tmp_path_factory.mktemp("judge"))
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    words = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["Yes", "No"])
-    with torch.no_grad():
-        model.get_input_embeddings().weight[words] *= 4
-    model.save_pretrained(folder)
+    import tiny_judge
+
+    folder = tmp_path_factory.mktemp("judge")
+    judge = JudgeScorer.from_pretrained(tiny_judge.save_judge(folder))
+    states = []
+    hook = judge.model.lm_head.register_forward_pre_hook(
+        lambda _, inputs: states.append(inputs[0][:, -1])
+    )
+    judge.first_token_logits([judge.chat(pair) for pair in pairs])
+    hook.remove()
+    states = torch.cat(states)
+    towards = states.mean(0)
+    head = judge.model.lm_head.weight.detach().clone()
+    words = [*judge.yes_ids, *judge.no_ids]
+    # Neither word is nearer to the mean state than the other.
+    head[words] -= torch.outer(head[words] @ towards, towards) / (towards @ towards)
+    head[words] += towards * 2 / (states @ towards).min()
+    judge.model.lm_head.weight = torch.nn.Parameter(head)
+    judge.model.config.tie_word_embeddings = False
+    judge.model.config.get_text_config().tie_word_embeddings = False
+    save_model(judge.model, folder)
     return folder
 
 
@@ -45,16 +69,25 @@ def scorer(judge_folder):
     return JudgeScorer.from_pretrained(judge_folder)
 
 
+@pytest.fixture(scope="session")
+def scores(scorer, pairs) -> np.ndarray:
+    """P(Yes) of ``pairs``; an exchange of two answers, or of two images, changes it."""
+    scores = np.array([verdict.p_yes for verdict in scorer.score(pairs, top=20)])
+    turned = [Pair(pair.image_b, pair.image_a, pair.question) for pair in pairs]
+    other_scores = np.array([verdict.p_yes for verdict in scorer.score(turned, top=20)])
+    assert np.ptp(scores) > 1e-2
+    assert np.diff(np.sort(scores)).min() > 2e-5
+    assert np.abs(scores - other_scores).max() > 1e-2
+    return scores
+
+
 @pytest.fixture
 def model(tmp_path) -> Path:
     """A folder that looks like a model."""
     folder = tmp_path / "model"
     folder.mkdir()
-    text = {"max_position_embeddings": 2048, "num_attention_heads": 28, "num_key_value_heads": 4}
-    quantized = {}  # its weights are then not checked, which takes seconds
-    config = {"model_type": "qwen2_5_vl", "text_config": text, "quantization_config": quantized}
+    config = {"model_type": "qwen2_5_vl", "text_config": {"max_position_embeddings": 2048}}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -69,6 +102,5 @@ def two(model) -> dict:
 def shell(tmp_path, model):
     shell = Shell(tmp_path)
     yield shell
-    root = Path(shell.environment["PACO_RUNTIME_DIR"])
-    for label in [path.parent.name for path in root.glob("*/state.json")]:
-        shell.run("stop.sh", VLLM_LABEL=label)
+    for folder in shell.folder.parent.glob("*/"):
+        shell.run("stop.sh", VLLM_LABEL=folder.name)

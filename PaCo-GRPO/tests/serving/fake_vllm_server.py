@@ -1,6 +1,7 @@
-"""A fake of vLLM's server for the launch tests.
+"""A fake of vLLM's server for the launch tests, which takes vLLM's command line.
 
-It takes vLLM's command line, and fails as FAKE_VLLM requests.
+FAKE_VLLM: the server of this name dies; "hangs": it never listens, and ignores SIGTERM; "refuses":
+it answers no question.
 """
 
 import argparse
@@ -19,41 +20,36 @@ parser.add_argument("model")
 parser.add_argument("--served-model-name", required=True)
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
-arguments, rest = parser.parse_known_args()
+arguments, _ = parser.parse_known_args()
+name = arguments.served_model_name
 fault = os.environ.get("FAKE_VLLM", "")
-if fault.partition(" ")[0] not in (arguments.served_model_name, fault.partition(" ")[0].lower()):
-    fault = ""  # "Other dies" is meant for the server of that name
-names = [arguments.served_model_name]
-if folder := os.environ.get("FAKE_VLLM_RECORD"):
-    child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
-    record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}
-    Path(folder).mkdir(exist_ok=True)
-    part = Path(folder, f"{arguments.port}.part")
-    part.write_text(json.dumps(record))
-    part.rename(part.with_suffix(".json"))
-if "stubborn" in fault:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
+record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}
+part = Path(os.environ["FAKE_VLLM_RECORD"], f"{arguments.port}.part")
+part.write_text(json.dumps(record))
+part.rename(part.with_suffix(".json"))
 print("Loading a model", flush=True)
-if "dies" in fault:
+if fault == name:
     sys.exit("ValueError: no room for the key-value cache")
-if "hangs" in fault:
+if fault == "hangs":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def do_GET(self):
-        self.answer({"data": [{"id": name} for name in names]})
+        self.answer({"data": [{"id": name}]})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        choice = {"message": {"role": "assistant", "content": request["model"]}}
+        if fault == "refuses":
+            return self.answer({"error": {"message": "no images, please"}}, 400)
+        choice = {"message": {"role": "assistant", "content": f"{name} {request['model']}"}}
         self.answer({"choices": [choice]})
 
-    def answer(self, content):
+    def answer(self, content, status=200):
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

@@ -1,6 +1,5 @@
 """Running launch.sh, stop.sh and status.sh in tests, with a fake vLLM where that is enough."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -10,25 +9,18 @@ import time
 import venv
 from pathlib import Path
 
+import numpy
 import psutil
 from fakes import free_port
 
+from paco_judge.client import Pair
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages
+
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = Path(__file__).with_name("fake_vllm_server.py")
 REPO = ROOT.parent
-WITH_VLLM = (  # what the launcher imports, or asks for, of the packages that come with vLLM
-    *(
-        "psutil",
-        "pydantic",
-        "pydantic_core",
-        "annotated_types",
-        "typing_extensions",
-        "typing_inspection",
-        "fastapi",
-    ),
-    *("uvicorn", "httpx", "httpcore", "h11", "anyio", "idna", "certifi", "sniffio"),
-)
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
+PACKAGES = Path(numpy.__file__).parents[1]
 
 
 def option(words: list[str], name: str) -> str:
@@ -36,23 +28,31 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
+def body(pair: Pair, **fields) -> dict:
+    """The request of a question about two images."""
+    messages = build_messages([*map(data_url, pair.images)], pair.question)
+    scoring = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+    return {"model": "Judge", "messages": messages} | scoring | fields
+
+
 class Shell:
     """Runs our scripts with their own environment and working folder."""
 
-    def __init__(self, tmp_path: Path):
-        self.vllm = tmp_path / "vllm-environment"  # with nothing but a fake vLLM
+    def __init__(self, folder: Path) -> None:
+        self.vllm = folder / "vllm-environment"  # our packages, and a fake vLLM
         venv.create(self.vllm, symlinks=True)
         (site,) = self.vllm.glob("lib/python3*/site-packages")
+        (site / "ours.pth").write_text(str(PACKAGES))
         package = site / "vllm" / "entrypoints" / "cli"
         package.mkdir(parents=True)
-        for folder in (package, package.parent, package.parent.parent):
-            (folder / "__init__.py").touch()
-        shutil.copy(FAKE, package / "main.py")
-        for name in WITH_VLLM:
-            file = Path(importlib.util.find_spec(name).origin)
-            module = file.parent if file.stem == "__init__" else file
-            (site / module.name).symlink_to(module)
-        self.cwd, self.port = tmp_path, free_port()
+        (site / "vllm" / "__init__.py").touch()
+        shutil.copy(Path(__file__).with_name("fake_vllm_server.py"), package / "main.py")
+        self.cwd = folder
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = folder / "run" / "test"  # of the launch's label
+        self.recorded = folder / "records"
+        self.recorded.mkdir()
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": os.environ["PATH"],
@@ -62,24 +62,15 @@ class Shell:
             "VLLM_MODEL_NAMES": "Judge",
             "VLLM_PORT": str(self.port),
             "VLLM_LABEL": "test",
-            "PACO_RUNTIME_DIR": str(tmp_path / "run"),
+            "PACO_RUNTIME_DIR": str(folder / "run"),
             "CUDA_VISIBLE_DEVICES": "",
-            "FAKE_VLLM_RECORD": str(tmp_path / "records"),
+            "FAKE_VLLM_RECORD": str(self.recorded),
         }
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def folder(self) -> Path:
-        """Of the launch's label."""
-        return Path(self.environment["PACO_RUNTIME_DIR"]) / "test"
-
-    def start(self, script: str, *arguments, **variables) -> subprocess.Popen:
+    def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen:
         return subprocess.Popen(
             ["bash", str(ROOT / "vllm_server" / script), *arguments],
-            env={**self.environment, **variables},
+            env=self.environment | variables,
             cwd=self.cwd,
             start_new_session=True,
             text=True,
@@ -87,51 +78,46 @@ class Shell:
             stderr=subprocess.PIPE,
         )
 
-    def run(
-        self, script: str, *arguments, timeout: float = 300, **variables
-    ) -> tuple[int, str, str]:
+    def run(self, script: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
+        """Exit status, output, errors."""
         process = self.start(script, *arguments, **variables)
-        output, errors = process.communicate(timeout=timeout)
+        output, errors = process.communicate()
         return process.returncode, output, errors
 
-    def launch(self, timeout: float = 300, **variables) -> str:
+    def launch(self, **variables: str) -> str:
         """A launch that succeeds; its output."""
-        status, output, errors = self.run("launch.sh", timeout=timeout, **variables)
+        status, output, errors = self.run("launch.sh", **variables)
         assert status == 0, errors
         return output
 
-    def failed_launch(self, **variables) -> str:
+    def failed_launch(self, **variables: str) -> str:
         """A launch that fails; its errors."""
         status, _, errors = self.run("launch.sh", **variables)
-        assert status == 1 and "Traceback" not in errors
+        assert status == 1
+        assert "Traceback" not in errors
         return errors
 
-    def stop(self, **variables) -> None:
-        status, _, errors = self.run("stop.sh", **variables)
-        assert status == 0, errors
-
     def records(self, count: int = 1) -> list[dict]:
-        """What ``count`` fake vLLMs were started with, in the order of their ports."""
-        folder = Path(self.environment["FAKE_VLLM_RECORD"])
-        wait_for(lambda: len(list(folder.glob("*.json"))) >= count)
-        return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        """What ``count`` fake vLLMs were started with; they are forgotten then."""
+        wait_for(lambda: len(list(self.recorded.glob("*.json"))) >= count)
+        files = list(self.recorded.glob("*.json"))
+        records = [json.loads(file.read_text()) for file in files]
+        for file in files:
+            file.unlink()
+        return records
 
-    def fake_pids(self, count: int = 1) -> list[int]:
-        """The processes of ``count`` fake vLLMs: each server and its child."""
-        return [pid for record in self.records(count) for pid in record["pids"]]
-
-    def status(self, **variables) -> list[dict]:
+    def status(self, **variables: str) -> list[dict]:
         return json.loads(self.run("status.sh", "--json", **variables)[1])
 
 
 def all_ended(pids: list[int]) -> None:
-    def running(pid: int) -> bool:
+    def is_running(pid: int) -> bool:
         try:
             return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
-    wait_for(lambda: not any(map(running, pids)), 10)
+    wait_for(lambda: not any(map(is_running, pids)), 10)
 
 
 def wait_for(condition, timeout_s: float = 60.0):

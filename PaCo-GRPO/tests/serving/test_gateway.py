@@ -1,174 +1,161 @@
-"""The gateway: one port, each request to the server of its model."""
+"""The gateway: one port, each request once to the server of its model."""
 
-from urllib.parse import unquote
+import asyncio
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from serving_tools import body
 
+from paco_judge.verdict import p_yes_from_top_logprobs
+from vllm_server import transformers_server
 from vllm_server.gateway import build_app
+
+PORTS = {"A": 1, "A=2": 1, "B": 2, "down": 3, "hangs": 4, "breaks": 5}
 
 
 class Upstreams(httpx.AsyncBaseTransport):
     """Servers by port: 1 and 2 serve, 3 is down, 4 hangs, 5 breaks off."""
 
-    def __init__(self):
-        self.asked: list[tuple[int, str, dict]] = []
-        self.apps = {port: httpx.ASGITransport(self.server(port)) for port in (1, 2)}
+    def __init__(self) -> None:
+        self.requests: list[httpx.Request] = []
+        listed = {1: ["A", "A=2"], 2: ["private", "B"]}
+        self.apps = {port: httpx.ASGITransport(serve(port, listed[port])) for port in listed}
 
-    def server(self, port: int) -> FastAPI:
-        app = FastAPI()
-
-        @app.get("/health")
-        async def health():
-            return {}
-
-        @app.get("/v1/models")
-        async def models():
-            return {
-                "data": [{"id": name} for name in {1: ["A", "a-lora"], 2: ["B", "private"]}[port]]
-            }
-
-        @app.post("/v1/{path:path}")
-        async def answer(request: Request, path: str):
-            body = await request.json()
-            self.asked.append((port, path, dict(request.headers)))
-            if body.get("stream"):
-                return StreamingResponse(
-                    iter([b"data: 1\n\n", b"data: [DONE]\n\n"]), media_type="text/event-stream"
-                )
-            if body.get("bad"):
-                return JSONResponse({"error": {"message": "bad"}}, 400, {"server": "secret"})
-            return {"port": port, "model": body["model"]}
-
-        return app
-
-    async def handle_async_request(self, request):
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.requests.append(request)
         errors = {3: httpx.ConnectError, 4: httpx.ReadTimeout, 5: httpx.RemoteProtocolError}
         if request.url.port in errors:
             raise errors[request.url.port]("no")
         return await self.apps[request.url.port].handle_async_request(request)
 
 
-NAMES = {"A": 1, "a-lora": 1, "B": 2, "down": 3, "hangs": 4, "breaks": 5}
+def serve(port: int, names: list[str]) -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/health")
+    async def health():
+        return {}
+
+    @app.get("/v1/models")
+    async def models():
+        return {"data": [{"id": name} for name in names]}
+
+    @app.post("/v1/{path:path}")
+    async def answer(request: Request, path: str):
+        asked = await request.json()
+        if asked.get("stream"):
+            return StreamingResponse(iter(["data: 1\n\n", "data: [DONE]\n\n"]))
+        if asked.get("bad"):
+            return JSONResponse({"error": {"message": "bad"}}, 400, {"server": "secret"})
+        return {"port": port, "path": path, "asked": asked}
+
+    return app
 
 
-@pytest.fixture
-def upstreams():
-    return Upstreams()
+def gateway(transport, names=("A", "A=2", "B"), api_key=None) -> tuple:
+    """Its life, and a client that asks it."""
+    urls = {name: f"http://u:{PORTS[name]}" for name in names}
+    app = build_app(urls, api_key, transport)
+    transport = httpx.ASGITransport(app)
+    client = httpx.AsyncClient(transport=transport, base_url="http://g")
+    return app.router.lifespan_context(app), client
 
 
-async def client(upstreams, names=("A", "a-lora", "B"), **options):
-    urls = {name: f"http://u:{NAMES[name]}" for name in names}
-    app = build_app(urls, transport=upstreams, **options)
-    return app.router.lifespan_context(app), httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://g"
-    )
+async def test_each_request_goes_once_to_the_server_of_its_model():
+    upstreams = Upstreams()
+    life, http = gateway(upstreams)
+    async with life, http:
+        questions = []
+        for index in range(12):
+            model = ("A", "B", "A=2")[index % 3]
+            questions.append({"model": model, "messages": [index], "max_tokens": index + 1})
+        paths = ["chat/completions", "embeddings", "completions", "rerank"] * 3
+        headers = {"x-request-id": "7", "cookie": "c"}
+        posts = []
+        for path, question in zip(paths, questions, strict=True):
+            posts.append(http.post(f"/v1/{path}", json=question, headers=headers))
+        for path, question, answer in zip(
+            paths, questions, await asyncio.gather(*posts), strict=True
+        ):
+            port = PORTS[question["model"]]
+            assert answer.json() == {"port": port, "path": path, "asked": question}
+        assert len(upstreams.requests) == len(questions)
+        for request in upstreams.requests:
+            assert request.headers["x-request-id"] == "7"
+            assert "cookie" not in request.headers
+            # Answers wait for all earlier questions; callers have deadlines of their own.
+            assert request.extensions["timeout"]["read"] >= 600
+            assert request.extensions["timeout"]["pool"] is None
 
-
-async def test_requests_go_to_the_server_of_their_model(upstreams):
-    lifespan, http = await client(upstreams)
-    async with lifespan, http:
-        for name in ("A", "a-lora", "B"):
-            headers = {"x-request-id": "7", "cookie": "c"}
-            answer = await http.post("/v1/chat/completions", json={"model": name}, headers=headers)
-            assert answer.json() == {"port": NAMES[name], "model": name}
-        _, path, headers = upstreams.asked[-1]
-        assert (
-            path == "chat/completions"
-            and headers["x-request-id"] == "7"
-            and "cookie" not in headers
-        )
-        assert (await http.post("/v1/embeddings", json={"model": "B"})).status_code == 200
-        listed = [row["id"] for row in (await http.get("/v1/models")).json()["data"]]
-        assert listed == ["A", "a-lora", "B"], "not what is served elsewhere"
-        assert (await http.get("/health")).json() == {
-            "models": {"A": True, "a-lora": True, "B": True}
-        }
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [row["id"] for row in listed] == ["A", "A=2", "B"]
+        assert (await http.get("/health")).json() == {"models": {"A": True, "A=2": True, "B": True}}
         bad = await http.post("/v1/chat/completions", json={"model": "A", "bad": 1})
-        assert (
-            bad.status_code == 400
-            and bad.json()["error"]["message"] == "bad"
-            and "server" not in bad.headers
-        )
-        async with http.stream(
-            "POST", "/v1/chat/completions", json={"model": "A", "stream": True}
-        ) as stream:
-            assert stream.headers["content-type"].startswith("text/event-stream")
-            assert await stream.aread() == b"data: 1\n\ndata: [DONE]\n\n"
+        assert (bad.status_code, bad.json()["error"]["message"]) == (400, "bad")
+        assert "server" not in bad.headers
+        stream = {"model": "A", "stream": True}
+        answer = await http.post("/v1/chat/completions", json=stream)
+        assert answer.content == b"data: 1\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "status"),
+    ("content", "status", "num_sent"),
     [
-        (b"{", 400),
-        (b"[1]", 400),
-        (b"{}", 400),
-        (b"[" * 100_000, 400),
-        (b"\xff", 400),
-        (b'{"model": 3}', 404),
-        (b'{"model": "C"}', 404),
-        (b"x" * (1 << 20) + b"x", 413),
-        (b'{"model": "down"}', 502),
-        (b'{"model": "hangs"}', 502),
-        (b'{"model": "breaks"}', 502),
+        (b"{", 400, 0),
+        (b"[1]", 400, 0),
+        (b"\xff", 400, 0),
+        (b'{"model": "C"}', 404, 0),
+        (b'{"model": "down"}', 502, 1),
+        (b'{"model": "hangs"}', 502, 1),
+        (b'{"model": "breaks"}', 502, 1),
     ],
 )
-async def test_what_cannot_be_forwarded_is_an_error_in_openais_format(upstreams, content, status):
-    lifespan, http = await client(upstreams, NAMES, max_body_bytes=1 << 20)
-    async with lifespan, http:
+async def test_what_cannot_be_answered_is_an_error_in_openais_format(content, status, num_sent):
+    upstreams = Upstreams()
+    life, http = gateway(upstreams, PORTS)
+    async with life, http:
         health = await http.get("/health")
         assert health.status_code == 503
-        assert health.json()["models"] == {name: port < 3 for name, port in NAMES.items()}
+        assert health.json()["models"] == {name: port < 3 for name, port in PORTS.items()}
         models = (await http.get("/v1/models")).json()["data"]
-        assert [row["id"] for row in models] == ["A", "a-lora", "B"]
+        assert [row["id"] for row in models] == ["A", "A=2", "B"]
         answer = await http.post("/v1/chat/completions", content=content)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert not upstreams.asked
+        assert len(upstreams.requests) == num_sent
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/../health", "/v1/%2e%2e/health", "/v1//health", "/v1/x/", "/v1/%00", "/v1/a%0ab"]
-)
-async def test_no_path_leads_out_of_v1(upstreams, path):
-    """httpx would tidy them up first, so the gateway gets them as a server hands them over."""
-    app = build_app({"A": "http://u:1"}, transport=upstreams)
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "headers": [],
-        "path": unquote(path),
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-    }
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": b'{"model": "A"}'}
-
-    async def send(message):
-        sent.append(message)
-
-    async with app.router.lifespan_context(app):
-        await app(scope, receive, send)
-    assert sent[0]["status"] == 404 and not upstreams.asked
-
-
-async def test_the_key_is_checked_and_passed_on(upstreams):
-    lifespan, http = await client(upstreams, api_key="secret")
-    async with lifespan, http:
+async def test_the_key_is_checked_and_passed_on():
+    upstreams = Upstreams()
+    life, http = gateway(upstreams, api_key="secret")
+    async with life, http:
         assert (await http.get("/health")).status_code == 200
-        for path in ("/v1/models", "/v1/unknown", "/docs"):
-            assert (await http.get(path)).status_code == 401
-        assert (
-            await http.post("/v1/completions", json={"model": "A"})
-        ).status_code == 401 and not upstreams.asked
+        for key in ("", "secre", "secret1", "other"):
+            http.headers["authorization"] = f"Bearer {key}"
+            for path in ("/v1/models", "/v1/unknown", "/docs"):
+                assert (await http.get(path)).status_code == 401
+            assert (await http.post("/v1/completions", json={"model": "A"})).status_code == 401
+        assert not upstreams.requests
         http.headers["authorization"] = "Bearer secret"
         assert (await http.post("/v1/completions", json={"model": "A"})).status_code == 200
-        assert upstreams.asked[-1][2]["authorization"] == "Bearer secret"
-        assert (await http.get("/docs")).status_code == 404
+        assert upstreams.requests[0].headers["authorization"] == "Bearer secret"
+
+
+async def test_scores_of_a_judge_behind_the_gateway(scorer, pairs, scores):
+    """Asked at once, as a training asks, through both servers."""
+    worker = transformers_server.BatchWorker(scorer, 1024)
+    judge = transformers_server.build_app(worker, "Judge")
+    app = build_app({"Judge": "http://j"}, transport=httpx.ASGITransport(judge))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g", timeout=120)
+    async with (
+        judge.router.lifespan_context(judge),
+        app.router.lifespan_context(app),
+        client as http,
+    ):
+        posts = [http.post("/v1/chat/completions", json=body(pair)) for pair in pairs]
+        for answer, score in zip(await asyncio.gather(*posts), scores, strict=True):
+            top = answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            assert p_yes_from_top_logprobs(top) == pytest.approx(score, abs=1e-5)

@@ -17,21 +17,25 @@ _END = 2**16  # bytes of the beginning and of the end of larger ones
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Keep other processes out of ``folder`` until the block or this process ends.
+
+    Args:
+        folder: It exists.
+        wait_s: Seconds for another process to leave it.
 
     Raises:
         UserError: Another process uses it.
     """
-    with _locked(folder / ".lock", folder):
+    with _locked(folder / ".lock", folder, wait_s):
         yield
 
 
 @contextmanager
-def _locked(lock_file: Path, what: Path) -> Iterator[None]:
+def _locked(lock_file: Path, what: Path, wait_s: float = 0.0) -> Iterator[None]:
     lock = FileLock(lock_file)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait_s)
     except Timeout:
         raise UserError(f"another process uses {what}; wait for it, or name another") from None
     try:

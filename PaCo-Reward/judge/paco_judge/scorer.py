@@ -4,7 +4,7 @@
     question = theme_question("one fox in four seasons")
     verdicts = judge.score([Pair(load_image("a.png"), load_image("b.png"), question)])
 
-`paco-reward`, the benchmarks and judge_server score here. It needs the extra ``scorer`` (torch,
+`paco-reward`, the benchmarks and vllm_server score here. It needs the extra ``scorer`` (torch,
 transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 

@@ -1,0 +1,325 @@
+"""A judge on a machine without vLLM: the part of OpenAI's chat API that a judge needs.
+
+    python -m vllm_server.transformers_server --model FOLDER --served-model-name NAME --port 8000
+
+It answers with transformers, greedily. ``top_logprobs`` are those of the first token. Requests that
+arrive while a batch runs become the next batch: on a CPU they are answered five times as fast so.
+"""
+
+import argparse
+import asyncio
+import base64
+import logging
+import os
+import reprlib
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
+from paco_judge.errors import run_command
+from paco_judge.images import UnreadableImage, read_image
+from paco_judge.scorer import EDGES, Chat, JudgeScorer, set_limits
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 32  # requests
+_LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: str = Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,")  # nothing is fetched
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _unwrap(cls, url: Any) -> Any:
+        """OpenAI's form of it is an object with a ``url``."""
+        return url.get("url") if isinstance(url, dict) else url
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
+
+
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: list[_Part] = Field(min_length=1)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_parts(cls, content: Any) -> Any:
+        """A string is a list of one text."""
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class ChatRequest(BaseModel):
+    """The accepted fields; sampling options accept only the value of a greedy answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)  # None: until the model ends its answer
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    temperature: float = Field(0, ge=0, le=0)
+    seed: int | None = None  # without effect
+    stream: Literal[False] = False
+
+    def chat(self) -> Chat:
+        """What the scorer is asked. Raises ValueError."""
+        images = []
+        messages = []
+        for message in self.messages:
+            content = []
+            for part in message.content:
+                if isinstance(part, _ImagePart):
+                    _, _, data = part.image_url.partition(",")
+                    images.append(read_image(base64.b64decode(data, validate=True)))
+                    content.append({"type": "image"})
+                else:
+                    content.append({"type": "text", "text": part.text})
+            messages.append({"role": message.role, "content": content})
+        return Chat(messages, images)
+
+
+def parse_request(content: bytes, served: str) -> ChatRequest:
+    """Checks a request's body. Raises ApiError."""
+    try:
+        request = ChatRequest.model_validate_json(content)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        where = [str(part) for part in first["loc"]] or ["body"]
+        value = reprlib.repr(first["input"])
+        message = f"{'.'.join(where)}: {first['msg']}, got {value}; use vLLM for other requests"
+        raise ApiError(message, param=where[0]) from invalid
+    if request.model != served:
+        message = f"model {request.model[:200]!r} is not served here; served: {served}"
+        raise ApiError(message, 404, param="model", code="model_not_found")
+    return request
+
+
+@dataclass
+class Job:
+    """A request in the queue; ``future`` receives ``result``."""
+
+    request: ChatRequest
+    future: asyncio.Future
+    chat: Chat | None = None
+    num_tokens: int = 0  # of its prompt
+    limit: int = 1  # tokens of its answer
+    result: dict | ApiError | None = None  # choices and usage
+
+
+class BatchWorker:
+    """Answers requests in batches. ``max_model_len``: tokens of prompt and answer together."""
+
+    def __init__(self, scorer: JudgeScorer, max_model_len: int) -> None:
+        self.scorer = scorer
+        self.max_model_len = max_model_len
+        self._tokenizer = scorer.processor.tokenizer
+        eos = scorer.model.generation_config.eos_token_id
+        self._eos_ids = {self._tokenizer.eos_token_id, *np.atleast_1d(eos).tolist()} - {None}
+        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+
+    async def ask(self, request: ChatRequest) -> dict:
+        """Choices and usage, as OpenAI writes them. Raises ApiError."""
+        job = Job(request, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(job)
+        return await job.future
+
+    async def run(self) -> None:
+        """Work on the queue until it is cancelled."""
+        while True:
+            jobs = [await self._queue.get()]
+            while len(jobs) < MAX_BATCH and not self._queue.empty():
+                jobs.append(self._queue.get_nowait())
+            await asyncio.to_thread(self.work, jobs)
+            for job in jobs:
+                if job.future.done():  # its caller has left
+                    continue
+                if isinstance(job.result, ApiError):
+                    job.future.set_exception(job.result)
+                else:
+                    job.future.set_result(job.result)
+
+    def work(self, jobs: Sequence[Job]) -> None:
+        """Find the result of each job; what is wrong with one costs the others nothing."""
+        batches = defaultdict(list)  # by the length of the answers
+        for job in jobs:
+            try:
+                self._open(job)
+                batches[job.limit].append(job)
+            except ApiError as error:
+                job.result = error
+        for batch in batches.values():
+            self._answer(batch)
+
+    def _open(self, job: Job) -> None:
+        """Read a request's images, and measure its prompt. Raises ApiError."""
+        try:
+            job.chat = job.request.chat()
+            job.num_tokens = self.scorer.length(job.chat)
+        except UnreadableImage as error:
+            message = f"an image {error}"
+            raise ApiError(message, param="messages", code="invalid_image") from error
+        except Exception as error:  # a chat template may refuse a conversation in any way
+            raise ApiError(str(error), param="messages") from error
+        room = self.max_model_len - job.num_tokens
+        job.limit = job.request.max_tokens or max(room, 1)
+        if job.limit > room:
+            raise ApiError(
+                f"a prompt of {job.num_tokens} and an answer of {job.limit} tokens are more than "
+                f"{self.max_model_len} (MAX_MODEL_LEN)",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    def _answer(self, batch: Sequence[Job]) -> None:
+        """Generate answers of the same greatest length together."""
+        try:
+            chats = [job.chat for job in batch]
+            ids, logits = self.scorer.generate(chats, batch[0].limit)
+        except Exception:
+            logger.exception("%d requests failed", len(batch))
+            if len(batch) == 1:
+                message = "the engine failed on this request; its log says why"
+                batch[0].result = ApiError(message, 500)
+                return
+            for job in batch:  # one may be too large, or all together
+                self._answer([job])
+            return
+        for job, job_ids, job_logits in zip(batch, ids.tolist(), logits, strict=True):
+            job.result = self._result(job, self._until_end(job_ids), job_logits)
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        """Generated tokens up to the first that ends the answer; the rest is padding."""
+        for place, token in enumerate(ids):
+            if token in self._eos_ids:
+                return ids[: place + 1]
+        return ids
+
+    def _result(self, job: Job, ids: list[int], logits: np.ndarray) -> dict | ApiError:
+        """Choices and usage. ``logits``: of the first token, (V,)."""
+        if np.isnan(logits).any():
+            # No 5xx, after which clients would ask again.
+            return ApiError("the model's logits are not numbers: its weights are damaged", 422)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": "stop" if ids[-1] in self._eos_ids else "length",
+        }
+        if job.request.logprobs:
+            logprobs = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1)
+            top = logprobs.topk(min(job.request.top_logprobs, len(logprobs)))
+            entries = list(map(self._entry, top.indices.tolist(), top.values.tolist()))
+            first = self._entry(ids[0], logprobs[ids[0]].item())
+            choice["logprobs"] = {"content": [first | {"top_logprobs": entries}]}
+        usage = {
+            "prompt_tokens": job.num_tokens,
+            "completion_tokens": len(ids),
+            "total_tokens": job.num_tokens + len(ids),
+        }
+        return {"choices": [choice], "usage": usage}
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        return {"token": self._tokenizer.decode([token]), "logprob": max(logprob, _LOWEST)}
+
+
+def build_app(worker: BatchWorker, name: str, api_key: str | None = None) -> FastAPI:
+    """The worker as an application. ``api_key``: needed on every route except ``/health``."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI):
+        work = asyncio.create_task(worker.run())
+        yield
+        work.cancel()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
+    if api_key:
+        app.add_middleware(KeyGuard, key=api_key)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        row = {"id": name, "object": "model", "max_model_len": worker.max_model_len}
+        return JSONResponse({"object": "list", "data": [row | {"owned_by": "paco-rl"}]})
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        result = await worker.ask(parse_request(await request.body(), name))
+        head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+        return JSONResponse(head | result)
+
+    return app
+
+
+def limit_images(scorer: JudgeScorer, max_pixels: int) -> None:
+    """Shrink images of more pixels, and no others: a limit of the model's own is not raised."""
+    size = scorer.processor.image_processor.size
+    set_limits(scorer.processor, {edge: min(size[edge], max_pixels) for edge in EDGES})
+
+
+def serve() -> None:
+    """The command, which runs until it is ended."""
+    parser = argparse.ArgumentParser(
+        description="Serve a judge with transformers (a subset of OpenAI's API)"
+    )
+    parser.add_argument("--model", required=True, help="local folder or hub name")
+    parser.add_argument("--served-model-name", help="default: the value of --model")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument(
+        "--max-pixels", type=int, help="shrink larger images to it (default: as the model says)"
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logger.info("loading the weights of %s", arguments.model)
+    scorer = JudgeScorer.from_pretrained(arguments.model)
+    if arguments.max_pixels:
+        limit_images(scorer, arguments.max_pixels)
+    config = scorer.model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", arguments.max_model_len)
+    worker = BatchWorker(scorer, min(arguments.max_model_len, longest))
+    name = arguments.served_model_name or arguments.model
+    uvicorn.run(
+        build_app(worker, name, os.environ.get("VLLM_API_KEY")),
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=10,
+        **SERVER_SETTINGS,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(serve, OSError, ValueError))
