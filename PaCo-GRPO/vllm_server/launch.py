@@ -23,6 +23,7 @@ import httpx
 import psutil
 from PIL import Image
 
+from paco_judge.compiler import missing_for_compilation
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import locked
 from paco_judge.images import data_url
@@ -140,6 +141,8 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
     print(
         f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs"
     )
+    if engine.name == "vllm" and gpus and (problem := missing_for_compilation(engine.include)):
+        raise UserError(problem)
     places = divide_gpus(settings, engine.name, len(models), gpus)
     # vLLM's own key protects only some of its routes.
     has_gateway = len(models) > 1 or settings.api_key is not None

@@ -16,6 +16,7 @@ from paco_judge.client import Pair
 from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import save_model
+from vllm_server.servers import all_servers, end_servers
 
 torch.set_num_threads(1)
 
@@ -102,5 +103,5 @@ def two(model) -> dict:
 def shell(tmp_path, model):
     shell = Shell(tmp_path)
     yield shell
-    for folder in shell.folder.parent.glob("*/"):
-        shell.run("stop.sh", VLLM_LABEL=folder.name)
+    for label, servers in all_servers(shell.folder.parent).items():
+        end_servers(shell.folder.parent / label, servers, 1.0)

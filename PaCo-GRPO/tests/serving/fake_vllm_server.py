@@ -25,7 +25,7 @@ name = arguments.served_model_name
 fault = os.environ.get("FAKE_VLLM", "")
 child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
 record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}
-part = Path(os.environ["FAKE_VLLM_RECORD"], f"{arguments.port}.part")
+part = Path(os.environ["FAKE_VLLM_RECORD"], f"{os.getpid()}.part")
 part.write_text(json.dumps(record))
 part.rename(part.with_suffix(".json"))
 print("Loading a model", flush=True)

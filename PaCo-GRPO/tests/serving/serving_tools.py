@@ -16,6 +16,7 @@ from fakes import free_port
 from paco_judge.client import Pair
 from paco_judge.images import data_url
 from paco_judge.questions import build_messages
+from vllm_server.servers import all_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
@@ -106,8 +107,12 @@ class Shell:
             file.unlink()
         return records
 
-    def status(self, **variables: str) -> list[dict]:
-        return json.loads(self.run("status.sh", "--json", **variables)[1])
+    def states(self, api_key: str | None = None) -> list[tuple[str, str, str]]:
+        """Label, name and state of each server."""
+        states = []
+        for label, servers in all_servers(self.folder.parent).items():
+            states += [(label, server.name, server.state(api_key)) for server in servers]
+        return states
 
 
 def all_ended(pids: list[int]) -> None:

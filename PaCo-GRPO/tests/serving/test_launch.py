@@ -1,5 +1,6 @@
 """launch.sh, stop.sh and status.sh as a user types them: on a fake vLLM, and on real engines."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from serving_tools import VLLM_PYTHON, all_ended, body, option, wait_for
 
 from paco_judge.client import JudgeClient
 from paco_judge.verdict import p_yes_from_top_logprobs
-from vllm_server.servers import Server
+from vllm_server.servers import Server, read_servers
 
 
 def test_launch_status_stop(shell):
@@ -30,9 +31,9 @@ def test_launch_status_stop(shell):
     assert output.startswith("Engine: vllm")
     assert str(shell.vllm) in output
     assert f"Ready:  Judge at {shell.url}/v1" in output
-    (row,) = shell.status()
-    assert row["state"] == "healthy"
-    assert (row["label"], row["name"], row["engine"]) == ("test", "Judge", "vllm")
+    status, output, _ = shell.run("status.sh", "--json")
+    (row,) = json.loads(output)
+    assert (status, row["state"], row["label"], row["name"]) == (0, "healthy", "test", "Judge")
     (record,) = shell.records()
     assert all(map(psutil.pid_exists, record["pids"]))  # it outlives the shell that started it
     assert "VLLM_LABEL" in shell.failed_launch(VLLM_PORT=str(free_port()))
@@ -40,13 +41,15 @@ def test_launch_status_stop(shell):
     for pid in record["pids"]:
         os.kill(pid, signal.SIGKILL)
     all_ended(record["pids"])
-    assert [row["state"] for row in shell.status()] == ["ended"]
+    status, output, _ = shell.run("status.sh")
+    assert status == 3
+    assert "ended" in output
     shell.launch()  # the label of a dead launch is replaced
     (record,) = shell.records()
     assert "ended" in shell.run("stop.sh")[1]
     all_ended(record["pids"])
     assert shell.run("stop.sh")[0] == 0
-    assert shell.status() == []
+    assert shell.states() == []
 
 
 def test_of_two_launches_on_one_port_only_one_is_ready(shell):
@@ -57,8 +60,8 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
     for (output, errors), status in ends:
         assert ("Ready:" in output) == (status == 0)
         assert (str(shell.port) in errors) == (status == 1)
-    (row,) = shell.status()
-    assert row["state"] == "healthy"
+    (state,) = shell.states()
+    assert state[1:] == ("Judge", "healthy")
 
 
 def test_after_the_launcher_was_killed_its_servers_are_known(shell):
@@ -69,7 +72,7 @@ def test_after_the_launcher_was_killed_its_servers_are_known(shell):
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate()
     assert f"pid {server}" in shell.failed_launch()
-    assert [row["state"] for row in shell.status()] == ["loading or stuck"]
+    assert shell.states() == [("test", "Judge", "loading or stuck")]
     os.kill(server, signal.SIGKILL)  # its child outlives it, and may hold a GPU's memory
     assert f"pid {child}" in shell.failed_launch()
     assert shell.run("stop.sh")[0] == 0
@@ -93,7 +96,7 @@ def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     launch.communicate()
     assert launch.returncode == 130
     all_ended([*pids, *record["pids"]])
-    assert shell.status() == []
+    assert shell.states() == []
 
 
 def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two):
@@ -113,11 +116,10 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
         assert choice["message"]["content"] == f"{name} {name}"
     assert ask("Third", "geheim").status_code == 404
     assert ask("Judge", "other").status_code == 401
-    rows = shell.status(VLLM_API_KEY="geheim")
-    assert [row["name"] for row in rows] == ["gateway", "Judge", "Other"]
-    assert {row["state"] for row in rows} == {"healthy"}
-    assert shell.status()[0]["state"] == "other key"
-    pids = [row["pid"] for row in rows]
+    names = ("gateway", "Judge", "Other")
+    assert shell.states("geheim") == [("test", name, "healthy") for name in names]
+    assert shell.states()[0][2] == "other key"
+    pids = [server.pid for server in read_servers(shell.folder)]
     for record in shell.records(2):
         assert option(record["argv"], "--host") == "127.0.0.1"
         assert record["env"]["VLLM_API_KEY"] == "geheim"
@@ -128,7 +130,8 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     shell.launch(VLLM_PORT=str(free_port()), VLLM_LABEL="other", VLLM_API_KEY="k")
     shell.run("stop.sh")
     all_ended(pids)
-    assert [row["label"] for row in shell.status()] == ["other", "other"]
+    others = [("other", "gateway", "healthy"), ("other", "Judge", "healthy")]
+    assert shell.states("k") == others
 
 
 def recorded(pid: int, started: float) -> Server:

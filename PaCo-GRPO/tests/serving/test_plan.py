@@ -32,6 +32,7 @@ def planned(monkeypatch, model, two):
     They serve one model by default.
     """
     monkeypatch.setattr(launch, "choose_engine", lambda *_: VLLM)
+    monkeypatch.setattr(launch, "missing_for_compilation", lambda include: None)
     monkeypatch.chdir(model.parent)
 
     def plan(**variables: str) -> dict:
@@ -122,6 +123,13 @@ def test_the_command_line(planned, model):
         "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
     }
+
+
+def test_vllm_on_gpus_needs_a_compiler(planned, monkeypatch):
+    monkeypatch.setattr(launch, "missing_for_compilation", lambda include: "install gcc")
+    with pytest.raises(UserError, match="gcc"):
+        planned()
+    assert planned(CUDA_VISIBLE_DEVICES="")
 
 
 def test_the_gateway_leads_to_each_model(planned, two):

@@ -31,7 +31,7 @@ def test_help_is_the_comment_at_the_top(script):
 def test_launch_help_lists_every_variable():
     text = (ROOT / "vllm_server" / "launch.sh").read_text()
     readme = (ROOT / "vllm_server" / "README.md").read_text()
-    listed = set(re.findall(r"[A-Z]+_[A-Z_]+", text))
+    listed = set(re.findall(r"\b[A-Z]+_[A-Z_]+", text))
     assert {field.alias for field in LaunchSettings.model_fields.values()} <= listed
     assert set(re.findall(r"VLLM_[A-Z_]+", readme)) <= listed
 
