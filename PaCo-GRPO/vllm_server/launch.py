@@ -156,7 +156,11 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
         names = [model.name]
         servers.append(Server(model.name, url, engine.name, names, list(place.gpus), command))
         _print_server(servers[-1], settings, model, place)
-    _print_gpus(gpus, places, environment)
+    if "CUDA_VISIBLE_DEVICES" not in environment and (count := count_gpus()) > len(gpus):
+        print(
+            f"Note:   Using GPU {','.join(gpus)} of {count}; set CUDA_VISIBLE_DEVICES to give the "
+            "judge others or more"
+        )
     if has_gateway:
         print("Gateway in front")
         # First, since it occupies the public port while models load.
@@ -180,20 +184,6 @@ def _print_server(server: Server, settings: LaunchSettings, model: Model, place:
         )
 
 
-def _print_gpus(
-    gpus: Sequence[str], places: Sequence[Place], environment: Mapping[str, str]
-) -> None:
-    """Say which GPUs are not used."""
-    if "CUDA_VISIBLE_DEVICES" not in environment and (count := count_gpus()) > len(gpus):
-        print(
-            f"Note:   Using GPU {','.join(gpus)} of {count}; set CUDA_VISIBLE_DEVICES to give the "
-            "judge others or more"
-        )
-    used = {gpu for place in places for gpu in place.gpus}
-    if unused := [gpu for gpu in gpus if gpu not in used]:
-        print(f"Note:   GPUs {','.join(unused)} stay unused")
-
-
 def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Server:
     """Its key is in its environment: everybody can read command lines."""
     command = [sys.executable, "-m", "vllm_server.gateway"]
@@ -205,10 +195,7 @@ def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Serv
 
 
 def _local_url(host: str, port: int) -> str:
-    host = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
-    if ":" in host:
-        host = f"[{host}]"
-    return f"http://{host}:{port}"
+    return f"http://{_LOOPBACK if host == '0.0.0.0' else host}:{port}"
 
 
 def _free_ports(count: int) -> list[int]:

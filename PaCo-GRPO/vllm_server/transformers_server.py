@@ -44,15 +44,13 @@ class _TextPart(BaseModel):
     text: str
 
 
+class _ImageUrl(BaseModel):
+    url: str = Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,")  # nothing is fetched
+
+
 class _ImagePart(BaseModel):
     type: Literal["image_url"]
-    image_url: str = Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,")  # nothing is fetched
-
-    @field_validator("image_url", mode="before")
-    @classmethod
-    def _unwrap(cls, url: Any) -> Any:
-        """OpenAI's form of it is an object with a ``url``."""
-        return url.get("url") if isinstance(url, dict) else url
+    image_url: _ImageUrl
 
 
 _Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
@@ -91,7 +89,7 @@ class ChatRequest(BaseModel):
             content = []
             for part in message.content:
                 if isinstance(part, _ImagePart):
-                    _, _, data = part.image_url.partition(",")
+                    _, _, data = part.image_url.url.partition(",")
                     images.append(read_image(base64.b64decode(data, validate=True)))
                     content.append({"type": "image"})
                 else:

@@ -178,7 +178,7 @@ def check_scores(shell, scorer, pairs, scores, tolerance: float) -> None:
         logprobs = np.sort(logits - np.logaddexp.reduce(logits))[::-1]
         expected = pytest.approx(logprobs[:20], abs=10 * tolerance)
         assert sorted((each["logprob"] for each in top), reverse=True)[:20] == expected
-        assert choice["message"]["content"].strip() == scorer.reasons([pair], 5)[0]
+        assert choice["message"]["content"].strip() == scorer.reasons([pair], 5)[0].text
     remote = body(pairs[0])
     remote["messages"][-1]["content"][1]["image_url"]["url"] = "http://127.0.0.1:1/a.png"
     assert httpx.post(url, json=remote, trust_env=False).status_code == 400

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import io
 
 import httpx
 import numpy as np
@@ -67,28 +68,51 @@ async def test_answers_of_mixed_batches_are_the_scorers(http, worker, pairs, sco
         limit = limits.get(index, 1)
         assert num_tokens == limit or (num_tokens < limit and choice["finish_reason"] == "stop")
         text = choice["message"]["content"]
-        assert text.strip() == worker.scorer.reasons([pairs[index]], limit)[0]
+        assert text.strip() == worker.scorer.reasons([pairs[index]], limit)[0].text
         texts.add(text)
     assert len(texts) > 6
 
 
-async def test_an_answer_ends_where_the_model_ends_it(http, worker, pairs, monkeypatch):
-    ends = worker.scorer.processor.tokenizer.eos_token_id
-    generate = worker.scorer.generate
+async def test_an_answer_ends_with_any_token_that_ends_answers(scorer, pairs, monkeypatch):
+    """The model's settings may name others than the tokenizer's."""
+    chats = [scorer.chat(pair) for pair in pairs]
+    ids, _ = scorer.generate(chats, 2)
+    index = (ids[:, 0] != ids[:, 1]).int().argmax().item()
+    first, end = ids[index].tolist()
+    assert first != end
+    monkeypatch.setattr(scorer.model.generation_config, "eos_token_id", [1, end])
+    app = build_app(BatchWorker(scorer, 1024), "Judge")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e")
+    async with app.router.lifespan_context(app), client as http:
+        long, short = await ask(
+            http, body(pairs[index], max_tokens=6), body(pairs[index], max_tokens=1)
+        )
+    for answer, count, reason in ((long, 2, "stop"), (short, 1, "length")):
+        assert answer.json()["usage"]["completion_tokens"] == count
+        assert answer.json()["choices"][0]["finish_reason"] == reason
 
-    def generate_end(chats, max_new_tokens):
-        ids, logits = generate(chats, max_new_tokens)
-        ids = ids.clone()
-        ids[:, 2] = ends
-        return ids, logits
 
-    first_two = worker.scorer.reasons([pairs[0]], 2)[0]
-    monkeypatch.setattr(worker.scorer, "generate", generate_end)
-    (answer,) = await ask(http, body(pairs[0], max_tokens=6))
-    choice = answer.json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert answer.json()["usage"]["completion_tokens"] == 3
-    assert choice["message"]["content"].strip() == first_two
+async def test_images_are_shown_as_a_person_sees_them(http, pairs):
+    """Turned as their EXIF data say."""
+    first, second = pairs[0].images
+    urls = []
+    for image in (first, first.rotate(90, expand=True)):
+        exif = Image.Exif()
+        exif[274] = 1 if image is first else 6  # turn it to the right
+        file = io.BytesIO()
+        image.save(file, "PNG", exif=exif)
+        urls.append("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+    bodies = []
+    for url in (*urls, data_url(first.rotate(90, expand=True))):
+        messages = build_messages([url, data_url(second)], pairs[0].question)
+        bodies.append(body(pairs[0], messages=messages))
+    upright, turned, other = await ask(http, *bodies)
+    tops = []
+    for answer in (upright, turned, other):
+        entries = answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        tops.append([entry["logprob"] for entry in entries])
+    assert tops[1] == pytest.approx(tops[0], abs=1e-5)
+    assert tops[2] != pytest.approx(tops[0], abs=1e-3)
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
