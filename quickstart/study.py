@@ -301,20 +301,18 @@ def evaluations_of(folder: Path) -> list[dict[str, float]]:
     return evaluations
 
 
-AGREEMENT_COLUMNS = {"w": "within", "b": "between", "w_minus_b": "within_minus_between"}
-
-
 def agreement_columns(run: Run) -> dict[str, float]:
     """Columns of ``agreement_command``'s results."""
     results = json.loads((run.folder / "agreement" / "results.json").read_text())
-    (agreement,) = results["agreement"].values()
-    categories = {"oracle": "all"}
+    measured = results["results"]["adapter"]
+    prefixes = {"oracle": "oracle_"}
     if STUDIES[run.study].judged:
-        categories = {"oracle": "all, oracle_consistency", "judge": "all, consistency_score"}
+        prefixes["judge"] = ""
     columns = {}
-    for reader, category in categories.items():
-        for column, name in AGREEMENT_COLUMNS.items():
-            columns[f"{reader}_{column}"] = agreement[category][name]["mean"]
+    for reader, prefix in prefixes.items():
+        columns[f"{reader}_w"] = measured[f"{prefix}within"]["mean"]
+        columns[f"{reader}_b"] = measured[f"{prefix}between"]["mean"]
+        columns[f"{reader}_w_minus_b"] = measured[f"{prefix}within_minus_between"]["mean"]
     return columns
 
 

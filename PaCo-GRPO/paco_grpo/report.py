@@ -298,18 +298,15 @@ def _purpose(run: RunReport, page: Page) -> str:
 
 def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
     """The run in one line: its size, whether it ended early, and how many minutes it took."""
-    epochs = f"{run.epochs} epoch" if run.epochs == 1 else f"{run.epochs} epochs"
-    parts = [epochs]
+    parts = [f"{run.epochs} epochs"]
     if run.config:
         planned = run.config["num_epochs"]
-        if run.epochs < planned:
-            epochs = f"stopped after {run.epochs} of {planned} epochs"
+        stopped = "stopped after " if run.epochs < planned else ""
         prompts = run.option("sample", "unique_sample_num_per_epoch")
         images = run.option("sample", "num_images_per_prompt")
-        side = run.option("train", "resolution")
         parts = [
-            epochs,
-            f"{prompts} × {images} images at {side} px an epoch",
+            f"{stopped}{run.epochs} of {planned} epochs",
+            f"{prompts} × {images} images at {run.option('train', 'resolution')} px an epoch",
             f"evaluated at {run.option('test', 'resolution')} px",
             f"seed {run.config.get('seed')}",
         ]

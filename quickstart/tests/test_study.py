@@ -1,6 +1,5 @@
 """study.py: options of its runs, rows of results.csv, tables. No training."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +8,8 @@ import pytest
 from PIL import Image
 
 import study
-from paco_grpo.evaluation.agreement import agreement, pairs_of
+from paco_grpo.commands.compare import results
+from paco_grpo.evaluation.agreement import pairs_of
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
@@ -51,10 +51,9 @@ def test_the_results_of_an_evaluation_become_columns(name, readers, tmp_path, mo
     assert len(pairs) == len(readers)
     rewards = {name: 0.75 for pair in pairs for name in pair}
     row = {"item_id": 0, "category": "c", "open": True, "rewards": rewards}
-    measured = {key: dataclasses.asdict(value) for key, value in agreement([row]).items()}
     (run.folder / "agreement").mkdir(parents=True)
-    results = json.dumps({"agreement": {"base": measured}})
-    (run.folder / "agreement" / "results.json").write_text(results)
+    (run.folder / "agreement" / "eval_data.jsonl").write_text(json.dumps(row) + "\n")
+    results(run.folder / "agreement", None, None)
     columns = study.agreement_columns(run)
     for reader in readers:
         assert columns[f"{reader}_w"] == 0.75

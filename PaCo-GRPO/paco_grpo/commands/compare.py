@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
-from paco_grpo.evaluation.agreement import agreement, measuring, table
+from paco_grpo.evaluation.agreement import measuring
 from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.folder import is_complete
-from paco_grpo.evaluation.intervals import markdown, reward_intervals
+from paco_grpo.evaluation.intervals import intervals, markdown
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.evaluation.verify import Verification, skip_reason
 from paco_grpo.options import ConfigError, RunOptions, read_options
@@ -40,7 +40,6 @@ from paco_grpo.types import Item
 from paco_judge.files import write_atomically
 
 BASE = "base"
-DIFFERENCE = "difference"  # column of the results
 logger = logging.getLogger("evaluate")
 
 
@@ -153,33 +152,28 @@ def sample_adapters(
 
 
 def results(folder: Path, adapter: str | None, against: str | None) -> str:
-    """The tables of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    name = adapter or BASE
+    """The table of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
     rows = read_rows(folder)
-    agreements = {name: agreement(rows)}
-    columns = {name: reward_intervals(rows)}
+    columns = {"adapter": intervals(rows)}
     if against is not None:
-        other = f"{against} (against)" if against in (name, DIFFERENCE) else against
         other_rows = read_rows(folder / "against")
-        agreements[other] = agreement(other_rows)
-        agreements[DIFFERENCE] = agreement(rows, other_rows)
-        columns[other] = reward_intervals(other_rows)
-        columns[DIFFERENCE] = reward_intervals(rows, other_rows)
+        columns["against"] = intervals(other_rows)
+        columns["difference"] = intervals(rows, other_rows)
     missing = {}
     for reward in rows[0]["rewards"]:
         missing[reward] = sum(row["rewards"][reward] is None for row in rows)
     record = {
-        "adapter": name,
+        "adapter": adapter or BASE,
         "against": against,
         "missing": missing,
         "results": columns,
-        "agreement": agreements,
     }
     text = json.dumps(record, indent=1, default=dataclasses.asdict)
     write_atomically(folder / "results.json", text)
-    tables = markdown(columns)
-    if agreements[name]:
-        tables += "\n" + table(agreements)
+    title = f"adapter: {adapter or BASE}"
+    if against is not None:
+        title += f"; against: {against}"
+    tables = f"{title}\n\n{markdown(columns)}"
     write_atomically(folder / "results.md", tables)
     return tables
 

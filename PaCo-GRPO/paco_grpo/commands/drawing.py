@@ -4,10 +4,10 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -49,23 +49,21 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     apply_speed(options, policy)
 
     images = [EvaluationImage(item, seed) for item in items for seed in command.seeds]
-    files = [folder / f"{item.item_id:05d}_seed{seed}.png" for item, seed in images]
-    pictures = _sample(options, policy, images, files)
+    pictures = _sample(options, policy, images, folder)
     items_of_images = [item for item, _ in images]
     captions: list[str] = []
-    kept = set(range(len(images)))
+    num_kept = len(images)
     if judge is not None:
         write_records({"judge": judge}, folder)
-        scores = judge(pictures, items_of_images)
+        rows = _score(judge, images, pictures)
         if command.best is not None:
-            kept = _best(items_of_images, scores, command.best)
-        captions = _captions(scores, kept if command.best is not None else set())
-        _write_scores(folder / "scores.jsonl", images, scores, kept)
-    for number, file in enumerate(files):
-        if number not in kept:
-            file.unlink()
-    _write_sheet(folder / "sheet.png", items_of_images, pictures, captions)
-    return len(kept)
+            num_kept = _keep_best(rows, command.best, folder)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (folder / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
+        captions = [_caption(row) for row in rows]
+    references = [item.image for item in items_of_images if item.image is not None]
+    contact_sheet(pictures, captions, references).save(folder / "sheet.png")
+    return num_kept
 
 
 def read_items(prompts: Sequence[str], file: Path | None, images: Sequence[Path]) -> list[Item]:
@@ -102,9 +100,9 @@ def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
 
 
 def _sample(
-    options: RunOptions, policy: Policy, images: Sequence[EvaluationImage], files: Sequence[Path]
+    options: RunOptions, policy: Policy, images: Sequence[EvaluationImage], folder: Path
 ) -> list[Image.Image]:
-    """Sample the images and write them to ``files``."""
+    """Sample the images and write them to ``folder``."""
     pictures: list = [None] * len(images)
     sampling = Sampling(options.test.num_steps)
     items = [image.item for image in images]
@@ -112,57 +110,45 @@ def _sample(
         in_batch = [images[number] for number in batch.numbers]
         latents = evaluation_latents(policy, in_batch, batch, sampling)
         for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):
+            name = _file_name(*images[number])
             if picture is None:
                 raise ConfigError(
-                    f"{files[number].name} is not finite: look at the weights and "
-                    "config.mixed_precision"
+                    f"{name} is not finite: look at the weights and config.mixed_precision"
                 )
-            picture.save(files[number], compress_level=1)
+            picture.save(folder / name, compress_level=1)
             pictures[number] = picture
     return pictures
 
 
-def _best(items: Sequence[Item], scores: np.ndarray, best: int) -> set[int]:
-    """Numbers of the ``best`` images of each prompt; missing scores come last."""
-    ranks: Counter[int] = Counter()
-    numbers = set()
-    for number in np.argsort(-np.nan_to_num(scores, nan=-math.inf), kind="stable").tolist():
-        item_id = items[number].item_id
-        ranks[item_id] += 1
-        if ranks[item_id] <= best:
-            numbers.add(number)
-    return numbers
+def _score(
+    judge: Reward, images: Sequence[EvaluationImage], pictures: Sequence[Image.Image]
+) -> list[dict[str, Any]]:
+    """Rows of scores.jsonl; a missing score is None."""
+    scores = judge(pictures, [image.item for image in images])
+    rows = []
+    for (item, seed), score in zip(images, scores.tolist(), strict=True):
+        row = {"file": _file_name(item, seed), "prompt": item.prompt, "seed": seed, "kept": True}
+        rows.append(row | {"judge": None if math.isnan(score) else score})
+    return rows
 
 
-def _captions(scores: np.ndarray, best: set[int]) -> list[str]:
-    captions = []
-    for number, score in enumerate(scores.tolist()):
-        caption = "judge –" if math.isnan(score) else f"judge {score:.3f}"
-        captions.append(f"best {caption}" if number in best else caption)
-    return captions
+def _keep_best(rows: Sequence[dict[str, Any]], best: int, folder: Path) -> int:
+    """Remove all but the ``best`` images of each prompt; returns how many are kept."""
+    ranks: Counter[str] = Counter()
+    # Missing scores come last.
+    for row in sorted(rows, key=lambda row: math.inf if row["judge"] is None else -row["judge"]):
+        prompt = row["file"].partition("_")[0]  # its number
+        ranks[prompt] += 1
+        row["kept"] = ranks[prompt] <= best
+        if not row["kept"]:
+            (folder / row["file"]).unlink()
+    return sum(row["kept"] for row in rows)
 
 
-def _write_scores(
-    file: Path, images: Sequence[EvaluationImage], scores: np.ndarray, kept: set[int]
-) -> None:
-    lines = []
-    for number, ((item, seed), score) in enumerate(zip(images, scores.tolist(), strict=True)):
-        row = {
-            "file": f"{item.item_id:05d}_seed{seed}.png",
-            "prompt": item.prompt,
-            "seed": seed,
-            "kept": number in kept,
-            "judge": None if math.isnan(score) else score,  # null: missing
-        }
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    file.write_text("".join(lines), encoding="utf-8")
+def _caption(row: Mapping[str, Any]) -> str:
+    score = "–" if row["judge"] is None else f"{row['judge']:.3f}"
+    return f"judge {score}" if row["kept"] else f"judge {score}, removed"
 
 
-def _write_sheet(
-    file: Path, items: Sequence[Item], pictures: Sequence[Image.Image], captions: Sequence[str]
-) -> None:
-    references = []
-    for item in items:
-        if item.image is not None:
-            references.append(item.image)
-    contact_sheet(pictures, captions, references).save(file)
+def _file_name(item: Item, seed: int) -> str:
+    return f"{item.item_id:05d}_seed{seed}.png"

@@ -1,13 +1,13 @@
 """Means over the prompts of an evaluation, with confidence intervals."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import scipy.stats
 
-from paco_grpo.evaluation.pictures import markdown_table
+from paco_grpo.evaluation.agreement import by_prompt, pairs_of, within_between
 
 LEAST_PROMPTS = 10  # of an interval: fewer prompts do not show how much prompts differ
 Row = Mapping[str, Any]  # of eval_data.jsonl
@@ -47,47 +47,49 @@ def interval(values: np.ndarray) -> Interval | None:
     return Interval(mean, float(low), float(high), count)
 
 
-def by_prompt(rows: Sequence[Row], rewards: Sequence[str], mean: Callable = np.mean) -> np.ndarray:
-    """Means of each prompt's images (prompts, rewards), prompts in order of first appearance.
+def prompt_means(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """The mean of each prompt's images, (prompts,), by reward; NaN where an image lacks a score.
 
-    A missing score is NaN: ``np.mean`` leaves its prompt out, ``np.nanmean`` its image.
+    With rewards that measure w and b, also these and w − b of open prompts (see ``agreement``).
     """
-    scores: dict[int, list[list[float | None]]] = {}  # item → images → rewards
-    for row in rows:
-        values = [row["rewards"][name] for name in rewards]
-        scores.setdefault(row["item_id"], []).append(values)
-    means = [mean(np.array(values, float), axis=0) for values in scores.values()]
-    return np.array(means).reshape(-1, len(rewards))
+    names = list(rows[0]["rewards"])
+    item_ids = np.array([row["item_id"] for row in rows])
+    is_open = np.array([row["open"] for row in rows], bool)
+    scores = np.array([list(row["rewards"].values()) for row in rows], float)
+    means = dict(zip(names, by_prompt(scores, item_ids).T, strict=True))
+    for pair in pairs_of(names):
+        prefix = pair[1].removesuffix("between_images")
+        columns = [names.index(name) for name in pair]
+        for name, values in within_between(scores[:, columns], item_ids, is_open).items():
+            means[f"{prefix}{name}"] = values
+    return means
 
 
-def reward_intervals(
+def intervals(
     rows: Sequence[Row], against: Sequence[Row] | None = None
 ) -> dict[str, Interval | None]:
-    """The interval over prompts of each reward, or of its difference ``rows`` − ``against``.
+    """The interval over prompts of each measure, or of its difference ``rows`` − ``against``.
 
     A difference is paired by prompt. A prompt that lacks a score, on either side, is left out.
     """
-    names = list(rows[0]["rewards"])
-    values = by_prompt(rows, names)
+    means = prompt_means(rows)
     if against is not None:
-        values = values - by_prompt(against, names)
-    return {name: interval(column) for name, column in zip(names, values.T, strict=True)}
+        others = prompt_means(against)
+        means = {name: values - others[name] for name, values in means.items()}
+    return {name: interval(values) for name, values in means.items()}
 
 
 def markdown(columns: Mapping[str, Mapping[str, Interval | None]]) -> str:
-    """Markdown, a row for each reward: mean and 95 % interval in each column, and the prompts."""
-    rows = []
+    """Markdown, a row for each measure: mean and 95 % interval in each column, and the prompts."""
+    rows = [["", *columns, "prompts"], ["---"] * (len(columns) + 2)]
     few = False
     for name in next(iter(columns.values())):
-        cells = []
-        counts = set()
-        for column in columns.values():
-            measured = column[name]
-            cells.append(measured or "–")
-            counts.add(measured.prompts if measured else 0)
+        measured = [column[name] for column in columns.values()]
+        counts = {interval.prompts if interval else 0 for interval in measured}
         few |= min(counts) < LEAST_PROMPTS
+        cells = [str(interval or "–") for interval in measured]
         rows.append([name, *cells, ", ".join(map(str, sorted(counts)))])
-    table = markdown_table(["reward", *columns, "prompts"], rows)
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
     if few:
-        table += f"\nFewer than {LEAST_PROMPTS} prompts are too few for a 95 % interval.\n"
-    return table
+        lines += ["", f"Fewer than {LEAST_PROMPTS} prompts are too few for a 95 % interval."]
+    return "\n".join(lines) + "\n"

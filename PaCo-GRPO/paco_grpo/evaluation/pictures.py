@@ -1,14 +1,14 @@
 """What a person looks at: contact sheets, images for a tracker, and tables."""
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from paco_grpo.monitoring.trackers import Tracker
+from paco_judge.files import read_json_lines
 from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
@@ -20,15 +20,7 @@ _TRACKED_IMAGES = 8
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation's ``eval_data.jsonl``."""
-    # bytes, because str.splitlines also splits at U+2028 in a prompt
-    return [json.loads(line) for line in (folder / "eval_data.jsonl").read_bytes().splitlines()]
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
-    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    lines.insert(1, "|---" * len(head) + "|")
-    return "\n".join(lines) + "\n"
+    return read_json_lines(folder / "eval_data.jsonl")
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

@@ -70,7 +70,7 @@ class _State(NamedTuple):
     reference: torch.Tensor  # (1, L, C), the reference's velocity
 
 
-class BaseProbe:
+class ReferenceProbe:
     """How far the trained generator is from the reference, on a few test items with fixed noise.
 
     The reference (``lora.reference_weights``) denoises once up to the first noise step. A resumed run

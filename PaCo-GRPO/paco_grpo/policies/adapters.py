@@ -110,11 +110,6 @@ def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
     return sorted(names)
 
 
-def remove_lora(policy: Policy) -> None:
-    """Take the LoRA off again, before the transformer is sharded."""
-    policy.transformer.unload_lora()
-
-
 def save_peft(policy: Policy, directory: str | Path) -> None:
     """Write PEFT's format, as ``PeftModel.from_pretrained(transformer, directory)`` reads it."""
     transformer = policy.transformer

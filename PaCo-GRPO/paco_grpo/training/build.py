@@ -29,7 +29,7 @@ from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
-from paco_grpo.monitoring.observe import BaseProbe
+from paco_grpo.monitoring.observe import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, finite_numbers
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -116,7 +116,7 @@ class Run:
     state: TrainState
     updater: Updater
     checkpoints: Checkpoints
-    probe: BaseProbe | None
+    probe: ReferenceProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
     claimed: files.RunFolder  # ``folder``, which no other trainer can use until it is released
@@ -263,7 +263,7 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Strategy) -> Run:
         state=state,
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
-        probe=BaseProbe(policy, probe_items, options) if probe_items else None,
+        probe=ReferenceProbe(policy, probe_items, options) if probe_items else None,
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=prepared.tracker,
         claimed=prepared.folder,

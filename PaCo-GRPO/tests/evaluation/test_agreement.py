@@ -7,60 +7,55 @@ import pytest
 from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.evaluation.agreement import agreement, measuring, of_epoch, pairs_of, table
+from paco_grpo.evaluation.agreement import measuring, of_epoch, pairs_of
+from paco_grpo.evaluation.intervals import intervals, markdown
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import ConfigError
 
 NAMES = ("consistency_score", "between_images")
 
 
-def rows(within, between, is_open=True, category=None) -> list[dict]:
+def rows(within, between, is_open=True) -> list[dict]:
     """Rows of prompts × images; ``between`` is b, not the reward 1 − b; None = missing."""
     prompts = []
     for item, (ws, bs) in enumerate(zip(within, between, strict=True)):
         for w, b in zip(ws, bs, strict=True):
             rewards = {NAMES[0]: w, NAMES[1]: None if b is None else 1 - b}
-            row = {"item_id": item, "category": category, "open": is_open, "rewards": rewards}
+            row = {"item_id": item, "open": is_open, "rewards": rewards}
             prompts.append(row)
     return prompts
 
 
-def test_prompts_that_describe_everything_have_w_only():
-    several = rows([[0.9, 0.8, 0.7, 0.6]], [[0.5, 0.4, 0.3, 0.2]], category="A")
-    full = rows([[0.5, 0.4, 0.3, 0.2]], [[0.0] * 4], False, category="B")
-    full = [{**row, "item_id": 7} for row in full]
-    measured = agreement(several + full)
-    assert list(measured) == ["A", "B", "all"]
-    assert measured["B"].within.mean == pytest.approx(0.35)
-    assert measured["B"].between is None
-    assert measured["B"].within_minus_between is None
-    assert measured["A"].within_minus_between.mean == pytest.approx(0.4)
-    assert measured["all"].within_minus_between.mean == pytest.approx(0.4)
-    assert measured["all"].between.mean == pytest.approx(0.35)
-    assert measured["all"].within.mean == pytest.approx(0.55)
-    assert "| B | x | 0.3500 | – | – | 0 | 0 |" in table({"x": measured})
+def test_prompts_that_describe_everything_do_not_count():
+    several = rows([[0.9, 0.8, 0.7, 0.6]], [[0.5, 0.4, 0.3, 0.2]])
+    full = [{**row, "item_id": 7} for row in rows([[0.5, 0.4]], [[0.0, 0.0]], False)]
+    measured = intervals(several + full)
+    assert list(measured) == [*NAMES, "within", "between", "within_minus_between"]
+    assert measured["consistency_score"].mean == pytest.approx((0.75 + 0.45) / 2)
+    assert measured["within"].mean == pytest.approx(0.75)
+    assert measured["between"].mean == pytest.approx(0.35)
+    assert measured["within_minus_between"].mean == pytest.approx(0.4)
+    without = intervals(full)
+    assert without["within_minus_between"] is None
+    assert "| within_minus_between | – | 0 |" in markdown({"x": without})
 
 
-def test_missing_answers_are_left_out_and_counted():
+def test_missing_answers_are_left_out():
     w = [[1.0, None, 0.5, 0.6], [None] * 4]
     b = [[0.2, 0.3, None, 0.1], [0.4] * 4]
-    measured = agreement(rows(w, b))["all"]
-    assert measured.missing == 6
-    assert measured.within.mean == pytest.approx(0.7)
-    assert measured.between.mean == pytest.approx(0.3)
-    assert measured.within_minus_between.prompts == 1
-    assert measured.within_minus_between.mean == pytest.approx(0.5)
+    measured = intervals(rows(w, b))
+    assert measured["within"].mean == pytest.approx(0.7)
+    assert measured["within_minus_between"].prompts == 1
+    assert measured["within_minus_between"].mean == pytest.approx(0.5)
 
 
 def test_a_difference_is_paired_by_prompt():
     w = np.linspace(0.9, 0.5, 12)[:, None]
     b = np.linspace(0.1, 0.4, 12)[:, None]
-    difference = agreement(rows(w, b), rows(w - 0.1, b + 0.05))["all"]
-    for measured, mean in (
-        (difference.within, 0.1),
-        (difference.between, -0.05),
-        (difference.within_minus_between, 0.15),
-    ):
+    difference = intervals(rows(w, b), rows(w - 0.1, b + 0.05))
+    means = {"within": 0.1, "between": -0.05, "within_minus_between": 0.15}
+    for name, mean in means.items():
+        measured = difference[name]
         assert [measured.mean, measured.low, measured.high] == pytest.approx([mean] * 3)
 
 
@@ -109,20 +104,20 @@ def test_evaluate_with_images_per_prompt(trained_run, tmp_path, capsys):
             f"--config.test.reward_fn_kwargs={kwargs}",
         ]
         assert load_script("evaluate").main(command) == 0
-    results = json.loads((tmp_path / "results.json").read_text())["agreement"]
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
     differences = []
-    for name, folder in ((adapter, tmp_path), ("base", tmp_path / "against")):
+    for side, folder in (("adapter", tmp_path), ("against", tmp_path / "against")):
         images = read_rows(folder)
         assert len(images) == 12
         assert len({row["seed"] for row in images}) == 12
         scores = [[row["rewards"][reward] for reward in NAMES] for row in images if row["open"]]
         within, different = np.mean(scores, axis=0)
         differences.append(within - (1 - different))
-        measured = results[name]["all"]
+        measured = results[side]
         assert measured["within_minus_between"]["prompts"] == 2
         assert measured["within_minus_between"]["mean"] == pytest.approx(differences[-1])
         assert measured["between"]["mean"] == pytest.approx(1 - different)
-    measured = results["difference"]["all"]["within_minus_between"]["mean"]
+    measured = results["difference"]["within_minus_between"]["mean"]
     assert measured == pytest.approx(differences[0] - differences[1])
     assert measured != 0
-    assert "w − b" in capsys.readouterr().out
+    assert "| within_minus_between |" in capsys.readouterr().out

@@ -6,12 +6,15 @@ import time
 import numpy as np
 import pytest
 import torch
+from named import FUNCTIONS, load
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
+from paco_grpo.evaluation.evaluate import evaluation_metrics
 from paco_grpo.monitoring.health import against_first, judge_epoch, judge_evaluation
-from paco_grpo.monitoring.observe import BaseProbe, SampleObserver
+from paco_grpo.monitoring.observe import ReferenceProbe, SampleObserver
 from paco_grpo.policies.lora import reference
+from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
@@ -68,14 +71,14 @@ def test_the_base_model_is_measured_before_training_time_begins(
     tiny_flux_dir, tmp_path, monkeypatch
 ):
     """The first pass of the probe is done once and must not count toward max_train_minutes."""
-    prepare = BaseProbe.prepare
+    prepare = ReferenceProbe.prepare
 
     def slowly(probe):
         if not probe._states:
             time.sleep(2)
         prepare(probe)
 
-    monkeypatch.setattr(BaseProbe, "prepare", slowly)
+    monkeypatch.setattr(ReferenceProbe, "prepare", slowly)
     options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)
     state = train(options).state
     (row,) = rows_of(options, "train")
@@ -100,6 +103,28 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
+
+
+def test_every_recipe_s_guard_can_tell_of_an_exploited_reward():
+    """Trained rewards rise and one that is only evaluated falls, by the names that a run logs."""
+    rng = np.random.default_rng(0)
+    guarded = set()
+    for recipe in FUNCTIONS:
+        options = load(recipe)
+        trained = [short_name(name) for name, weight in options.train.reward_fn.items() if weight]
+        names = [short_name(name) for name in options.test.reward_fn]
+        for guard in set(names) - set(trained):
+            guarded.add(recipe)
+            rows = []
+            for change in (0.0, 0.3):
+                direction = np.where([name in trained for name in names], change, 0.0)
+                direction[names.index(guard)] = -change
+                scores = 0.5 + direction + rng.normal(0, 0.1, (64, len(names)))
+                missing = np.zeros_like(scores, bool)
+                rows.append(evaluation_metrics(scores, missing, names, [None] * 64))
+            signs = [finding.sign for finding in judge_evaluation(rows, trained)]
+            assert signs == ([f"eval/{guard}_mean"] if set(names) & set(trained) else []), recipe
+    assert "toy_t2is_nft" in guarded
 
 
 def test_statistics_of_samples_against_numpy():
@@ -130,7 +155,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
             assert torch.equal(velocity(x, sigma), base)
         changes.append(float((velocity(x, sigma) - base).detach().norm() / base.norm()))
     assert measured["health/velocity_change"] == pytest.approx(np.mean(changes))
-    of_resumed_run = BaseProbe(run.state.policy, run.test_items[:2], run.options)
+    of_resumed_run = ReferenceProbe(run.state.policy, run.test_items[:2], run.options)
     assert of_resumed_run.measure() == measured
 
 
