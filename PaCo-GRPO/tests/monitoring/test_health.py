@@ -6,14 +6,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from named import FUNCTIONS, load
+from named import NAMES, load
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.evaluation.evaluate import evaluation_metrics
 from paco_grpo.monitoring.health import against_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import ReferenceProbe, SampleObserver
-from paco_grpo.policies.lora import reference
+from paco_grpo.policies.lora import reference_weights
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
@@ -109,7 +109,7 @@ def test_every_recipe_s_guard_can_tell_of_an_exploited_reward():
     """Trained rewards rise and one that is only evaluated falls, by the names that a run logs."""
     rng = np.random.default_rng(0)
     guarded = set()
-    for recipe in FUNCTIONS:
+    for recipe in NAMES:
         options = load(recipe)
         trained = [short_name(name) for name, weight in options.train.reward_fn.items() if weight]
         names = [short_name(name) for name in options.test.reward_fn]
@@ -151,7 +151,7 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     measured = run.probe.measure()
     changes = []
     for velocity, x, sigma, base in run.probe._states:
-        with reference(run.state.policy):
+        with reference_weights(run.state.policy):
             assert torch.equal(velocity(x, sigma), base)
         changes.append(float((velocity(x, sigma) - base).detach().norm() / base.norm()))
     assert measured["health/velocity_change"] == pytest.approx(np.mean(changes))
