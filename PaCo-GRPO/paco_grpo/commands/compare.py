@@ -34,8 +34,8 @@ from paco_grpo.training.build import (
     find_adapter,
     load_generator,
 )
+from paco_grpo.training.evaluations import verify_checkpoint
 from paco_grpo.training.plan import merges_lora
-from paco_grpo.training.verification import verify_checkpoint
 from paco_grpo.types import Item
 from paco_judge.files import write_atomically
 

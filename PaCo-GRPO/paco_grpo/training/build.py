@@ -52,12 +52,7 @@ from paco_grpo.rewards.registry import (
 from paco_grpo.streams import Stream
 from paco_grpo.training import checks
 from paco_grpo.training.plan import Plan, describe_evaluations, make_plan
-from paco_grpo.training.resume import (
-    Earlier,
-    find_earlier,
-    space_for_checkpoints,
-    space_for_pictures,
-)
+from paco_grpo.training.resume import Earlier, find_earlier
 from paco_grpo.training.state import EMA, TrainState
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
@@ -86,19 +81,6 @@ class RewardSets:
     # Of the training rewards; those with weight 0 are monitored and not in it.
     weights: Mapping[str, float]
     aggregate_fn: AggregateFn
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is known of a run before weights are loaded."""
-
-    options: RunOptions
-    folder: files.RunFolder
-    earlier: Earlier
-    objective: Objective
-    items: Mapping[str, list[Item]]  # by split
-    rewards: RewardSets
-    tracker: Tracker | None
 
 
 @dataclass
@@ -153,93 +135,76 @@ class Run:
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
-    """Check the options, claim the folder, read prompts, ask the rewards; then load the model."""
-    objective = checks.check_run(options)
-    described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
-    options = dataclasses.replace(
-        options, train=dataclasses.replace(options.train, aggregate_fn=described)
-    )
-    strategy = start_processes(options)
-    folder = _claim_folder(options, configuration_name, strategy.accelerator)
-    try:
-        options = dataclasses.replace(options, run_name=folder.path.name)
-        prepared = _read_and_check(options, folder, objective, strategy.accelerator)
-        policy = load_generator(prepared.options, strategy.loading_device)
-        return _assemble(prepared, policy, strategy)
-    except BaseException:
-        folder.release(remove_if_unused=True)
-        raise
+    """Check the options and claim the run's folder; then build its parts.
 
+    Without ``config.run_name``, the run is named by ``configuration_name`` and the main process's
+    clock.
 
-def _claim_folder(
-    options: RunOptions, configuration_name: str, accelerator: Accelerator
-) -> files.RunFolder:
-    """The folder of the run, claimed by the main process.
-
-    Without ``config.run_name``, the main process's clock names it.
+    Raises:
+        UserError: The run cannot begin; the message says why.
     """
-    parent = files.expanded(options.save_dir, "config.save_dir")
+    objective = checks.check_run(options)
+    strategy = start_processes(options)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name = main_decides(accelerator, lambda: name)
-    folder = files.RunFolder(parent / name)
-    main_decides(accelerator, folder.claim)
-    return folder
+    name = main_decides(strategy.accelerator, lambda: name)
+    claimed = files.RunFolder(files.expanded(options.save_dir, "config.save_dir") / name)
+    main_decides(strategy.accelerator, claimed.claim)
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(claimed.release, remove_if_unused=True)
+        described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
+        train = dataclasses.replace(options.train, aggregate_fn=described)
+        options = dataclasses.replace(options, run_name=name, train=train)
+        try:
+            run = _build(options, objective, strategy, claimed)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(checks.out_of_memory(options, error)) from error
+        on_error.pop_all()
+    return run
 
 
-def _read_and_check(
-    options: RunOptions, folder: files.RunFolder, objective: Objective, accelerator: Accelerator
-) -> Prepared:
-    """Read prompts and an earlier run, build the rewards and ask them, start the tracker."""
-    items = {
-        split: load_prompts(options.dataset, split, options.prompt_fn)
-        for split in ("train", "test")
-    }
-    earlier = main_decides(accelerator, lambda: find_earlier(options, folder.path, items))
+def _build(
+    options: RunOptions, objective: Objective, strategy: Strategy, claimed: files.RunFolder
+) -> Run:
+    """The parts of a run, in the order in which mistakes are cheapest to find."""
+    accelerator = strategy.accelerator
+    folder = claimed.path
+
+    # Prompts, an earlier run, rewards that have answered, and the tracker.
+    train_items = load_prompts(options.dataset, "train", options.prompt_fn)
+    test_items = load_prompts(options.dataset, "test", options.prompt_fn)
+    items = {"train": train_items, "test": test_items}
+    earlier = main_decides(accelerator, lambda: find_earlier(options, folder, items))
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
-    num_tokens = text_length(options, [*items["train"], *items["test"]])
+    num_tokens = text_length(options, [*train_items, *test_items])
     options = dataclasses.replace(options, max_sequence_length=num_tokens)
-    torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
-    torch.backends.cudnn.allow_tf32 = options.allow_tf32
-    rewards = _reward_sets(options, accelerator, folder.path, items)
+    rewards = _reward_sets(options, accelerator, folder, items)
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
             options.logging_platform,
-            folder.path,
+            folder,
             options.project_name,
             options.run_name,
             options_to_dict(options),
         )
-    return Prepared(options, folder, earlier, objective, items, rewards, tracker)
 
-
-def _assemble(prepared: Prepared, policy: Policy, strategy: Strategy) -> Run:
-    """The run around a loaded generator: adapter, optimizer, average, sampler and monitoring."""
-    options = prepared.options
-    items = prepared.items
-    folder = prepared.folder.path
-    objective = prepared.objective
-    train = options.train
+    # The generator with its adapters.
+    torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
+    torch.backends.cudnn.allow_tf32 = options.allow_tf32
+    policy = load_generator(options, strategy.loading_device)
     add_adapters(policy, options, objective)
     strategy.place(policy)
+    apply_speed(options, policy)
     named = policy.transformer.named_parameters()
     parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-    names = [snapshot.name for snapshot in objective.snapshots]
-    snapshots = {name: lora_parameters(policy, name) for name in names}
-    apply_speed(options, policy)
-    plan = make_plan(options, strategy.accelerator.num_processes, objective.gradient_steps)
-    num_weights = sum(parameter.numel() for parameter in parameters.values())
-    space = space_for_checkpoints(options, folder, num_weights, prepared.earlier.epoch)
-    space += space_for_pictures(options, folder, len(items["test"]), prepared.earlier.epoch)
-    checks.check_writable(folder, space)
-    sampler = GroupSampler(
-        len(items["train"]),
-        plan.prompts,
-        plan.images_per_prompt,
-        options.seed,
-        options.sample.latents_per_prompt,
-    )
+    snapshots = {}
+    for snapshot in objective.snapshots:
+        snapshots[snapshot.name] = lora_parameters(policy, snapshot.name)
+
+    # What trains it.
+    train = options.train
+    plan = make_plan(options, accelerator.num_processes, objective.gradient_steps)
     state = TrainState(
         policy=policy,
         parameters=parameters,
@@ -247,28 +212,34 @@ def _assemble(prepared: Prepared, policy: Policy, strategy: Strategy) -> Run:
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
-        sampler=sampler,
+        sampler=GroupSampler(
+            len(train_items),
+            plan.prompts,
+            plan.images_per_prompt,
+            options.seed,
+            options.sample.latents_per_prompt,
+        ),
     )
     # Without LoRA there is no base model left to compare with.
-    probe_items = items["test"][: options.health.probe_images] if options.use_lora else []
+    probe_items = test_items[: options.health.probe_images] if options.use_lora else []
     run = Run(
         options=options,
         plan=plan,
         folder=folder,
-        earlier=prepared.earlier,
+        earlier=earlier,
         objective=objective,
-        train_items=items["train"],
-        test_items=items["test"],
-        rewards=prepared.rewards,
+        train_items=train_items,
+        test_items=test_items,
+        rewards=rewards,
         state=state,
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=ReferenceProbe(policy, probe_items, options) if probe_items else None,
         metrics=MetricsFile(folder / "metrics.jsonl"),
-        tracker=prepared.tracker,
-        claimed=prepared.folder,
+        tracker=tracker,
+        claimed=claimed,
     )
-    if strategy.accelerator.is_main_process:
+    if accelerator.is_main_process:
         _record_start(run)
     return run
 

@@ -1,4 +1,4 @@
-"""The evaluations of a run: when one is due, and what is reported of it."""
+"""The evaluations of a run, and the comparison of its adapter with plain diffusers."""
 
 import logging
 import time
@@ -6,15 +6,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paco_grpo.checkpoint import files
+from paco_grpo.checkpoint.model_card import add_check
 from paco_grpo.distributed.processes import Stopped, main_decides
 from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.pictures import log_pictures
+from paco_grpo.evaluation.verify import Verification, skip_reason, verify_adapter
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import rewards_line
+from paco_grpo.options import RunOptions
+from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import reward_weights
 from paco_grpo.training.build import Run
 from paco_grpo.training.plan import merges_lora
 from paco_grpo.training.stopping import require_scores
+from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +90,41 @@ class Evaluations:
             epoch,
             metrics["eval/num_images"],
             rewards_line(metrics, "eval/"),
+        )
+
+
+def verify_checkpoint(
+    policy: Policy, options: RunOptions, checkpoint: Path, item: Item
+) -> Verification:
+    """Compare ``diffusers/`` of ``checkpoint`` with ``policy``, which has the saved weights."""
+    folder = checkpoint / "diffusers"
+    verification = verify_adapter(policy, options, folder, item)
+    logger.log(logging.INFO if verification.passed else logging.WARNING, "%s", verification)
+    add_check(folder, str(verification))
+    return verification
+
+
+def verify_run(run: Run) -> None:
+    """Compare the last checkpoint with the averaged weights, where that can be done.
+
+    A problem is a warning, because the run is finished and saved.
+    """
+    if run.accelerator.is_main_process:
+        checkpoint = run.checkpoints.root / files.checkpoint_name(run.state.epoch)
+        with run.state.averaged():
+            _verify_or_warn(run.state.policy, run.options, checkpoint, run.test_items[0])
+    run.accelerator.wait_for_everyone()
+
+
+def _verify_or_warn(policy: Policy, options: RunOptions, checkpoint: Path, item: Item) -> None:
+    if reason := skip_reason(options):
+        logger.info("the checkpoint is not compared with plain diffusers: %s", reason)
+        return
+    try:
+        verify_checkpoint(policy, options, checkpoint, item)
+    except Exception as error:  # noqa: BLE001 - pipelines raise anything
+        logger.warning(
+            "the saved adapter could not be compared with plain diffusers (%s: %s)",
+            type(error).__name__,
+            error,
         )

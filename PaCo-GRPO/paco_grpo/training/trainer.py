@@ -22,11 +22,10 @@ from paco_grpo.monitoring.observe import SampleObserver
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import Run
-from paco_grpo.training.evaluations import Evaluations
+from paco_grpo.training.evaluations import Evaluations, verify_run
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.sample import Rollouts, sample_epoch
 from paco_grpo.training.stopping import StopTraining, require_scores, resumable
-from paco_grpo.training.verification import verify_run
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
