@@ -9,13 +9,12 @@ from bench_tools import RANK_FOLDER, ContentJudge, edit_lines
 from fakes import fake_judge
 from PIL import Image
 
-from paco_eval.benchmark import GIVE_UP_AFTER, Item, score_items
 from paco_eval.edit import command_line
 from paco_eval.engines import ServerEngine, make_engine
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair, RequestForm
 from paco_judge.scorer import JudgeScorer
-from paco_judge.verdict import Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import p_yes_from_top_logprobs
 
 IMAGE = Image.new("RGB", (8, 8))
 STOPPED = 130
@@ -94,27 +93,6 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
     message = "item 2 0019 r2.png: the engine failed: ValueError: absolute aspect ratio\n"
     assert message in capsys.readouterr().err
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
-
-
-def test_an_engine_that_always_fails_ends_the_run():
-    results = []
-
-    def engine(pairs):
-        if len(results) == 9:
-            return [Verdict(0.5)] * len(pairs)
-        raise RuntimeError("CUDA error: device-side assert\nlong explanation")
-
-    class OneQuestion:
-        def pairs(self, item):
-            return [Pair(IMAGE, IMAGE, "?")]
-
-        def result(self, item, scores):
-            return {}
-
-    items = [Item({"index": index}, {}) for index in range(99)]
-    with pytest.raises(UserError, match="RuntimeError: CUDA error.*assert$"):
-        results.extend(score_items(OneQuestion(), items, engine, 1))
-    assert len(results) == 10 + GIVE_UP_AFTER  # a success between failures starts the count again
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_judge import images
-from paco_judge.images import UnreadableImage, load_image
 from paco_judge.questions import Pair, editing_texts, load_editing_questions, load_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import ANSWER_TOKENS
@@ -128,9 +127,6 @@ def test_images_by_url_over_a_server(paths, capsys, monkeypatch):
         assert sent == {"Bearer of the judge's server"}
     assert "0.8000" in text
     assert "    Yes. Both are boats." in text
-    monkeypatch.setattr(images, "_LARGEST_DOWNLOAD", 100)
-    with pytest.raises(UnreadableImage, match="larger than"):
-        load_image("http://a.b/0.png")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from paco_judge.files import Journal, fingerprint
 from paco_judge.questions import Pair, Question, form_of, record
 from paco_judge.verdict import Verdict
 
-GIVE_UP_AFTER = 16  # items in a row on which the engine fails: then it is the engine, not the items
-
 
 @dataclass(frozen=True)
 class Item:
@@ -46,15 +44,6 @@ class Benchmark(Protocol):
 
     def result(self, item: Item, scores: Sequence[float]) -> Row:
         """The item's row in the results, without ``fields``, from P(Yes) of each of its pairs."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An item with its row, or with the reason why it has none."""
-
-    item: Item
-    row: Row | None
-    error: str | None = None
 
 
 def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
@@ -128,14 +117,14 @@ def run(
             return 0
         engine = load_engine()
         with tqdm(total=len(items), initial=len(done), unit="item", mininterval=1.0) as progress:
-            for outcome in score_items(benchmark, todo, engine, batch_size):
-                if outcome.error is None:
-                    results.append(stamp | outcome.item.fields | outcome.row)
-                    progress.update()
-                else:
+            for item, answer in score_items(benchmark, todo, engine, batch_size):
+                if isinstance(answer, str):
                     num_failed += 1
-                    name = " ".join(str(field) for field in outcome.item.fields.values())
-                    tqdm.write(f"item {name}: {outcome.error}", file=sys.stderr)
+                    name = " ".join(str(field) for field in item.fields.values())
+                    tqdm.write(f"item {name}: {answer}", file=sys.stderr)
+                else:
+                    results.append(stamp | item.fields | answer)
+                    progress.update()
     if num_failed:
         print(
             f"{num_failed} items have no result; run the same command to retry them",
@@ -175,42 +164,36 @@ def _agree(first: Any, second: Any) -> bool:
 
 def score_items(
     benchmark: Benchmark, items: Sequence[Item], engine: ScorePairs, batch_size: int
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[Item, Row | str]]:
     """Every item with its row, or with the reason why it has none.
 
     The engine gets ``batch_size`` pairs or more at once. If it fails on a batch, each of the items
     is tried alone.
     """
     batch: list[tuple[Item, list[Pair]]] = []
-    num_failures = 0
     for position, item in enumerate(items, start=1):
         try:
             batch.append((item, benchmark.pairs(item)))
         except KeyError as error:
-            yield Outcome(item, None, f"its row lacks {error}")
+            yield item, f"its row lacks {error}"
         except (ValueError, TypeError, AttributeError) as error:
-            yield Outcome(item, None, _first_line(error))
+            yield item, _first_line(error)
         num_pairs = sum(len(pairs) for _, pairs in batch)
         if num_pairs < batch_size and position < len(items):
             continue
         answers = _score([pairs for _, pairs in batch], engine)
         for (asked_item, _), answer in zip(batch, answers, strict=True):
-            if isinstance(answer, str):
-                num_failures += 1
-                yield Outcome(asked_item, None, answer)
-            else:
-                num_failures = 0
-                yield _outcome(benchmark, asked_item, answer)
-            if num_failures >= GIVE_UP_AFTER:
-                raise UserError(f"no score for {num_failures} items in a row: {answer}")
+            yield asked_item, _row(benchmark, asked_item, answer)
         batch = []
 
 
-def _outcome(benchmark: Benchmark, item: Item, verdicts: Sequence[Verdict]) -> Outcome:
-    for verdict in verdicts:
+def _row(benchmark: Benchmark, item: Item, answer: Sequence[Verdict] | str) -> Row | str:
+    if isinstance(answer, str):
+        return answer
+    for verdict in answer:
         if not verdict.ok:
-            return Outcome(item, None, verdict.error)
-    return Outcome(item, benchmark.result(item, [verdict.p_yes for verdict in verdicts]))
+            return verdict.error
+    return benchmark.result(item, [verdict.p_yes for verdict in answer])
 
 
 def _score(batch: Sequence[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | str]:

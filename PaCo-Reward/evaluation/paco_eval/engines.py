@@ -20,6 +20,7 @@ from paco_judge.questions import (
     form_of,
 )
 from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
+from paco_judge.weights import explain_missing
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
@@ -148,7 +149,8 @@ class VllmEngine:
                 ".venv-vllm/bin/python (bash setup.sh --vllm), or --engine transformers, or "
                 "--server URL"
             ) from error
-        text = AutoConfig.from_pretrained(model).get_text_config()
+        with explain_missing(model):
+            text = AutoConfig.from_pretrained(model).get_text_config()
         longest = getattr(text, "max_position_embeddings", MAX_MODEL_LEN)
         options: dict[str, Any] = {}
         if current_platform.is_cpu():
@@ -207,19 +209,15 @@ def ask_once(engine: ScorePairs) -> ScorePairs:
 
     def score(pairs: Sequence[Pair]) -> list[Verdict]:
         keys = []
-        new_pairs: dict[tuple, Pair] = {}
+        new_pairs = {}
         for pair in pairs:
             key = (pair.question, *(content_digest(image) for image in pair.images))
             keys.append(key)
             if key not in known:
-                new_pairs.setdefault(key, pair)
-        answers = dict(known)
-        if new_pairs:
-            verdicts = engine(list(new_pairs.values()))
-            answers |= dict(zip(new_pairs, verdicts, strict=True))
-        for key in new_pairs:
-            if answers[key].ok:
-                known[key] = answers[key]
+                new_pairs[key] = pair
+        verdicts = engine(list(new_pairs.values())) if new_pairs else []
+        answers = known | dict(zip(new_pairs, verdicts, strict=True))
+        known.update({key: verdict for key, verdict in answers.items() if verdict.ok})
         return [answers[key] for key in keys]
 
     return score

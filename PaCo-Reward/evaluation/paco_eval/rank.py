@@ -34,13 +34,13 @@ from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.benchmark import Item, exit_status, run, run_judge
-from paco_eval.engines import HUB_MODEL, new_parser, parse
+from paco_eval.engines import new_parser, parse
 from paco_eval.results import Row, as_latex, as_text, read_results
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt
 from paco_judge.images import load_image
-from paco_judge.questions import DEFAULT_FORM, Pair, Question, load_question
+from paco_judge.questions import Pair, Question, load_question
 from paco_judge.verdict import mean_over_dimensions
 
 BENCH = "ConsistencyRank-Bench"
@@ -258,7 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command ``eval.py``, or ``eval_vllm.py``."""
     parser = new_parser(__doc__)
     parser.add_argument(
-        "--scorer", choices=BASELINES, help="an image similarity instead of the judge"
+        "--scorer",
+        choices=BASELINES,
+        help="an image similarity in place of the judge and its options",
     )
     parser.add_argument(
         "--dataset_dir", help="folder that holds ConsistencyRank-Bench; default: ., .. or ../.."
@@ -276,20 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=DEFAULT_TEMPLATE,
         help="1 each criterion, 2 Yes or No only, 3 Yes or No, then reasons; default: %(default)s",
     )
-    args = parse(parser, arguments)
-    if args.scorer:
-        _refuse_judge_options(parser, args)
-    return exit_status(evaluate, args)
-
-
-def _refuse_judge_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with an error at an option that a baseline, which asks no judge, would ignore."""
-    names = ("server", "engine", "adapter", "question", "prompt_template", *vars(DEFAULT_FORM))
-    unused = [name for name in names if getattr(args, name) != parser.get_default(name)]
-    if args.model != HUB_MODEL:
-        unused.append("model")
-    if unused:
-        parser.error(f"--scorer {args.scorer} does not use --{unused[0]}")
+    return exit_status(evaluate, parse(parser, arguments))
 
 
 def parse_row(row: Row) -> Row:

@@ -13,7 +13,6 @@ from PIL import ExifTags, Image, ImageOps
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 89_478_485  # of one image: where Pillow begins to warn; 268 MB as RGB
 
-_LARGEST_DOWNLOAD = 64 << 20  # bytes
 _DOWNLOAD_TIMEOUT_S = 30.0
 # Level 1: loopback bandwidth costs less than the processor time of a smaller file. Pillow releases
 # the interpreter's lock while it compresses a PNG, so that threads encode side by side.
@@ -67,11 +66,7 @@ def load_image(source: str | Path | Image.Image) -> Image.Image:
     try:
         if str(source).startswith(("http://", "https://")):
             with urllib.request.urlopen(str(source), timeout=_DOWNLOAD_TIMEOUT_S) as response:
-                content = response.read(_LARGEST_DOWNLOAD + 1)
-            if len(content) > _LARGEST_DOWNLOAD:
-                raise UnreadableImage(
-                    f"is larger than {_LARGEST_DOWNLOAD >> 20} MiB; download it yourself"
-                )
+                content = response.read()
         return read_image(content)
     except UnreadableImage as error:
         raise UnreadableImage(f"image {source} {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 from PIL import Image
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.errors import UserError
 from paco_judge.images import load_image
 from paco_judge.questions import (
     DEFAULT_FORM,
@@ -83,8 +84,13 @@ class Judge:
         Raises:
             ValueError: It is no judge, or weights are missing, damaged or do not fit.
         """
-        from paco_judge.scorer import JudgeScorer
-
+        try:
+            from paco_judge.scorer import JudgeScorer
+        except ImportError as error:
+            raise UserError(
+                f"a judge in this process needs more packages ({error}): "
+                "pip install 'paco-judge[scorer]'"
+            ) from error
         judge = cls.__new__(cls)
         judge.name = f"{model} with {adapter}" if adapter else str(model)
         judge._client = None
