@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,8 +93,6 @@ def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
 
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
     """``model_class.from_pretrained(path, **options)``, complete or not at all.
-
-    With ``device_map="meta"`` it reads headers only.
 
     Raises UserError: They are not available, a file is damaged or missing, or tensors of the model
     are missing or have another shape.
@@ -212,35 +209,3 @@ def _warn_of_another_base(folder: Path, model: str) -> None:
             trained_on,
             model,
         )
-
-
-def main(path: str) -> int:
-    """Check a model: a folder, or a name in the hub's cache. Returns the exit status."""
-    try:
-        if Path(path).is_dir() and "quantization_config" in json.loads(
-            Path(path, "config.json").read_text()
-        ):
-            print("they are quantized")
-            return 3
-        import transformers
-        from transformers.integrations import accelerate
-
-        # transformers wants accelerate for any device_map, which the meta device does not need and
-        # vLLM does not bring.
-        accelerate.is_accelerate_available = lambda *_: True
-        model_class = getattr(
-            transformers, transformers.AutoConfig.from_pretrained(path).architectures[0]
-        )
-        from_pretrained_strict(model_class, path, device_map="meta", local_files_only=True)
-    except UserError as error:
-        print(error)
-        return 1
-    except Exception as error:  # noqa: BLE001  (whatever transformers cannot build, vLLM may know)
-        first, *_ = str(error).strip().splitlines() or [""]
-        print(f"{type(error).__name__}: {first[:200]}")
-        return 3
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
