@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +81,7 @@ class ServerReward:
         self.client = JudgeClient(
             self.base_url or address,
             self.model or self.default_model,
-            api_key=self.api_key or os.environ.get("VLLM_API_KEY") or None,
+            api_key=self.api_key,
             max_concurrency=self.max_concurrency,
             deadline_s=self.deadline_s,
             form=self.form(),

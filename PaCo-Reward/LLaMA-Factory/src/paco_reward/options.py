@@ -117,7 +117,7 @@ def _prepare_loading(args: argparse.Namespace) -> None:
 def _api_key(args: argparse.Namespace) -> str | None:
     """The key, from a variable: other users of a machine can see command lines."""
     if not args.api_key_env:
-        return os.environ.get("VLLM_API_KEY") or None
+        return None  # the client reads VLLM_API_KEY
     key = os.environ.get(args.api_key_env)
     if not key:
         raise UserError(
