@@ -355,27 +355,6 @@ def test_size_and_number_of_evaluation_images(make):
         assert image.size == (40, 40)
 
 
-def test_steps_of_an_evaluation(make):
-    run = make(num_epochs=0, test__num_steps=3)
-    times = set()
-
-    def record(module, args, inputs):
-        times.update(inputs["timestep"].tolist())
-
-    run.state.policy.transformer.register_forward_pre_hook(record, with_kwargs=True)
-    evaluated(run)
-    assert len(times) == 3
-
-
-def test_an_evaluation_may_have_its_own_seed(make):
-    def image(**seeds):
-        _, folder = evaluated(make(num_epochs=0, **seeds))
-        return (folder / "00003.png").read_bytes()
-
-    assert image(seed=1) != image(seed=2)
-    assert image(seed=1, test__seed=2) == image(seed=2)
-
-
 def test_ema_and_8_bit_adam(make, monkeypatch):
     run = one_epoch(make(**TWO_UPDATES, train__ema_decay=0.0, train__ema_update_interval=2))
     for name, parameter in run.state.parameters.items():
