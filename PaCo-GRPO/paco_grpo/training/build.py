@@ -370,7 +370,10 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
 def _record_start(run: Run) -> None:
     """Write config.yaml and plan.json, and log both (main process)."""
     plan = dataclasses.asdict(run.plan)
-    plan |= {"device": str(run.accelerator.device), "engine": run.state.strategy.name}
+    device = run.accelerator.device
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else device.type
+    plan |= {"device": name, "engine": run.state.strategy.name}
     plan |= run.earlier.hashes
     # A run that is resumed without this folder has lost its checkpoints.
     run.checkpoints.root.mkdir(exist_ok=True)
