@@ -222,7 +222,7 @@ def missing_scores(
     counts = Counter(item_ids)
     is_alone = np.array([counts[item_id] == 1 for item_id in item_ids])
     for column, reward in enumerate(rewards.values()):
-        if getattr(reward, "compares_images", False):
+        if reward.compares_images:
             missing[is_alone, column] = False
     return missing
 

@@ -336,13 +336,14 @@ def test_full_training_without_lora(make):
 def evaluated(run) -> tuple[list[int], Path]:
     """Numbers of images that the reward got together, and the evaluation's folder."""
     sizes = []
-    score = run.rewards.test["brightness"]
+    reward = run.rewards.test["brightness"]
+    score = reward.function
 
     def counting(images, *rest):
         sizes.append(len(images))
         return score(images, *rest)
 
-    run.rewards.test["brightness"] = counting
+    reward.function = counting
     Trainer(run).fit()
     return sizes, run.folder / "eval" / "epoch_0000"
 
