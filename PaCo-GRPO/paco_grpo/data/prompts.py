@@ -22,24 +22,14 @@ _LARGEST_SIDE = 1 << 16  # pixels
 
 def text_of(path: Path) -> str:
     """The text without a byte order mark. Raises UserError."""
-    _require(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
 
 
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise UserError(
-            f"prompt file {path} does not exist; config.dataset names its folder, "
-            "config.prompt_fn its kind"
-        )
-
-
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(``file: row 1``, JSON object) of every line that is not blank. Raises UserError."""
-    _require(path)
     for number, row in enumerate(read_json_lines(path), start=1):
         yield f"{path}: row {number}", row
 
@@ -80,12 +70,6 @@ def make_item(
     return Item(number, prompt, height, width, dict(row), tuple(references))
 
 
-def common_fields(row: Mapping[str, Any], where: str) -> tuple[str, int | None, int | None]:
-    """Prompt, height and width of a row. Raises UserError."""
-    item = make_item(0, row, where)
-    return item.prompt, item.height, item.width
-
-
 def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
     """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``.
 
@@ -101,7 +85,10 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
             f"prompt set {str(dataset)!r} (config.dataset) is no folder "
             f"(looked from {Path.cwd()}){hint}"
         )
-    items = KINDS[kind](folder, split)
+    try:
+        items = KINDS[kind](folder, split)
+    except FileNotFoundError as error:
+        raise UserError(f"{error}; config.prompt_fn={kind!r} names the kind of files") from error
     if not items:
         raise UserError(f"prompt set {folder} has no item in its {split} split")
     return items
@@ -172,11 +159,6 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     path = folder / f"{split}.arrow"
     if not path.is_file():
         path = folder / f"{split}.parquet"
-    if not path.is_file():
-        raise UserError(
-            f"neither {split}.arrow nor {split}.parquet is in {folder} "
-            "(config.dataset, config.prompt_fn)"
-        )
     table = _open_table(path)
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.registry import Reward, RewardError
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
@@ -26,27 +26,15 @@ OPEN_CLIP = "ViT-H-14"
 OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 
 
-def download(load: Callable[[], object]) -> None:
-    """Load a model once, so that its weights are in the cache. Raises SystemExit."""
-    try:
-        load()
-    except RewardError as error:
-        raise SystemExit(f"error: {error}") from error
-    print("the weights are in the cache")
-
-
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
     Subclasses define ``open``, ``encode_images``, ``encode_texts`` and ``num_read``.
     """
 
-    what = ""  # the weights
-    command = ""  # how they are downloaded
+    command = ""  # which downloads the weights
 
     def __init__(self, device: torch.device | str, dtype: str) -> None:
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"dtype {dtype!r} is not float32, float16 or bfloat16")
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         self._model: torch.nn.Module | None = None
@@ -79,20 +67,15 @@ class Clip:
         return None
 
     def load(self) -> None:
-        """Load the model, if it is not loaded. Raises RewardError."""
+        """Load the model, if it is not loaded. Raises UserError."""
         with self._lock:
-            if self._model is None:
-                try:
-                    model = self.open()
-                except UserError as error:
-                    raise RewardError(
-                        f"{error} For all that this reward needs: `{self.command}`"
-                    ) from error
-                except Exception as error:  # of transformers, open_clip and safetensors
-                    raise RewardError(
-                        f"CLIP model {self.what} cannot be loaded ({type(error).__name__}: {error})"
-                    ) from error
-                self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
+            if self._model is not None:
+                return
+            try:
+                model = self.open()
+            except Exception as error:  # of transformers, open_clip and safetensors
+                raise UserError(f"{error} For all that it needs: `{self.command}`") from error
+            self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
@@ -137,7 +120,7 @@ class ClipScore(Clip):
         dtype: str = "float32",
     ) -> None:
         super().__init__(device, dtype)
-        self.what = model
+        self.model_name = model
         self.processor_name = processor or model
         self.scale = scale
         self.batch_size = batch_size
@@ -154,7 +137,7 @@ class ClipScore(Clip):
 
         with explain_missing(self.processor_name):
             self._processor = CLIPProcessor.from_pretrained(self.processor_name)
-        return from_pretrained_strict(CLIPModel, self.what)
+        return from_pretrained_strict(CLIPModel, self.model_name)
 
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
         """As in ``Clip``."""
@@ -209,7 +192,6 @@ class OpenClip(Clip):
         super().__init__(device, dtype)
         self.name = model
         self.pretrained = pretrained
-        self.what = f"{model} ({pretrained})"
 
     def open(self) -> torch.nn.Module:
         """As in ``Clip``."""

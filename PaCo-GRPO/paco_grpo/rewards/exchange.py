@@ -1,6 +1,6 @@
 """Bringing all images of an item to one process, for rewards that compare them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from accelerate import Accelerator
@@ -38,7 +38,11 @@ def exchange_images(
     positions_of: dict[int, list[int]] = {}
     for position, item_id in sorted(gather_object(local_ids)):
         positions_of.setdefault(item_id, []).append(position)
-    owner_of = assign_owners(list(positions_of.values()), processes)
+    # A process with an image of the item scores it: it has the item itself, which need not survive
+    # pickling.
+    owner_of = {}
+    for positions in positions_of.values():
+        owner_of |= dict.fromkeys(positions, positions[0] % processes)
 
     images = {}
     for position, (image, _) in local.items():
@@ -59,20 +63,3 @@ def exchange_images(
             continue
         _, item = next(local[position] for position in positions if position in local)
         yield ItemImages(item, positions, [images[position] for position in positions])
-
-
-def assign_owners(groups: Sequence[Sequence[int]], processes: int) -> dict[int, int]:
-    """Position → the process that scores its group.
-
-    Of the processes with an image of the group, it is the one with the least to do. A process with
-    an image has the item itself, which need not survive pickling.
-    """
-    owner_of = {}
-    load = [0] * processes
-    for positions in groups:
-        candidates = {position % processes for position in positions}
-        owner = min(candidates, key=lambda rank: (load[rank], rank))
-        load[owner] += len(positions)
-        for position in positions:
-            owner_of[position] = owner
-    return owner_of

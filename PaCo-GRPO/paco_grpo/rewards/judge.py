@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,29 +25,6 @@ logger = logging.getLogger(__name__)
 
 _FOLLOWED = "editing_instruction"
 _LOG_EVERY_S = 30.0
-
-
-class Failures:
-    """Logs questions without an answer, at most one line in 30 seconds.
-
-    Many calls of one image each fail at once when a judge is gone.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._logged = -math.inf
-
-    def add(self, errors: Sequence[str | None]) -> None:
-        """Count ``errors``; log the number since the last line, if that is long ago."""
-        with self._lock:
-            self._count += len(errors)
-            if time.monotonic() - self._logged < _LOG_EVERY_S:
-                return
-            count = self._count
-            self._count = 0
-            self._logged = time.monotonic()
-        logger.warning("%d questions have no score; the last one: %s", count, errors[-1])
 
 
 @dataclass(eq=False)
@@ -115,23 +91,17 @@ class JudgeReward(ServerReward):
     # True: ``ask`` gets all images of an item, else one at a time.
     compares_images: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]]  # which a question may have
-    most_questions: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.questions = self.load(self.question)
-        self.failures = Failures()
+        self._logged = -math.inf  # when a question without an answer was logged last
         self.record = record(self.questions, self.form())
 
     @classmethod
     def load(cls, question: str | Sequence[str]) -> tuple[Question, ...]:
         """The templates that ``question`` names. Raises ValueError."""
-        names = (question,) if isinstance(question, str) else tuple(question)
-        if not 1 <= len(names) <= cls.most_questions:
-            raise ValueError(
-                f"question={question!r} names {len(names)} questions, "
-                f"but takes 1 to {cls.most_questions}"
-            )
+        names = (question,) if isinstance(question, str) else question
         return tuple(load_question(name, cls.fields) for name in names)
 
     def form(self) -> RequestForm:
@@ -167,9 +137,7 @@ class JudgeReward(ServerReward):
             requests.append(request)
             questions += request[0]
         verdicts = self.client.score(questions)
-        errors = [verdict.error for verdict in verdicts if not verdict.ok]
-        if errors:
-            self.failures.add(errors)
+        self._log([verdict.error for verdict in verdicts if not verdict.ok])
         # The P(Yes) of a question without an answer is None, which becomes NaN.
         answers = np.array([verdict.p_yes for verdict in verdicts], dtype=np.float64)
         scores = np.full(len(images), np.nan)
@@ -178,6 +146,12 @@ class JudgeReward(ServerReward):
             scores[members] = score(answers[:count])
             answers = answers[count:]
         return scores
+
+    def _log(self, errors: Sequence[str | None]) -> None:
+        """At most a line in 30 seconds: calls of one image each fail at once without a judge."""
+        if errors and time.monotonic() - self._logged > _LOG_EVERY_S:
+            self._logged = time.monotonic()
+            logger.warning("%d questions have no score; the last one: %s", len(errors), errors[-1])
 
 
 @dataclass(eq=False)
@@ -277,7 +251,6 @@ class WinRate(JudgeReward):
     opponents: int | None = None
     compares_images: ClassVar[bool] = True
     fields = ("prompt",)
-    most_questions = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -363,7 +336,6 @@ class ConsistencyForEditing(JudgeReward):
 
     question: str | Sequence[str] = EDITING
     fields = ("instruction",)
-    most_questions = 2
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     del sys.path[0]  # this folder, whose modules would hide the standard library's
-    from paco_grpo.rewards.clip import PickScore, download
+    from paco_grpo.rewards.clip import PickScore
+    from paco_judge.errors import run_command
 
-    download(PickScore().load)
+    sys.exit(run_command(PickScore().load))

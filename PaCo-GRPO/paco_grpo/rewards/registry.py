@@ -64,8 +64,7 @@ _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
 _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 
 
-class RewardError(UserError):
-    """A reward that cannot be built or does not keep to the interface; the message names it."""
+RewardError = UserError
 
 
 def short_name(name: str) -> str:
@@ -74,11 +73,11 @@ def short_name(name: str) -> str:
 
 
 def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
-    """Weights by short name. Raises RewardError: Two rewards have the same one."""
+    """Weights by short name. Raises UserError: Two rewards have the same one."""
     weights: dict[str, float] = {}
     for name, weight in reward_fn.items():
         if short_name(name) in weights:
-            raise RewardError(
+            raise UserError(
                 f"two rewards are called {short_name(name)!r}; give one factory another name"
             )
         weights[short_name(name)] = float(weight)
@@ -90,7 +89,7 @@ def build_rewards(
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     device: Any = "cpu",
 ) -> dict[str, "CheckedReward"]:
-    """The rewards of a configuration, by short name. Raises RewardError.
+    """The rewards of a configuration, by short name. Raises UserError.
 
     Args:
         reward_fn: Reward name or ``package.module:factory`` → weight.
@@ -112,7 +111,7 @@ def find_problems(uses: Sequence[tuple["CheckedReward", Sequence[Item]]]) -> lis
         try:
             reward.check()
             reward.check_items(items)
-        except RewardError as error:
+        except UserError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))
 
@@ -128,23 +127,19 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
 def find_factory(name: str) -> Callable[..., Reward]:
     """The factory of a registered name or ``package.module:factory``.
 
-    Raises RewardError: There is none.
+    Raises UserError: There is none.
     """
     target = REWARDS.get(name, name)
     if ":" not in target:
-        raise RewardError(
+        raise UserError(
             f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} "
             f"Known: {', '.join(sorted(REWARDS))}; or give your own as package.module:factory"
         )
     module_name, _, attribute = target.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
-    if not hasattr(module, attribute):
-        hint = did_you_mean(attribute, vars(module))
-        raise RewardError(f"module {module_name} has no factory {attribute!r}.{hint}")
-    return getattr(module, attribute)
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"reward {name!r} cannot be imported: {error}") from error
 
 
 class CheckedReward:
@@ -166,23 +161,23 @@ class CheckedReward:
         try:
             self.function = factory(**arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise RewardError(f"reward {name!r}: {error}; see {self._options}") from error
+            raise UserError(f"reward {name!r}: {error}; see {self._options}") from error
         except ImportError as error:
-            raise RewardError(
+            raise UserError(
                 f"reward {name!r} needs a package that is not installed: {error}; install it, or "
                 "run the reward in a separate environment (`bash scripts/reward_service.sh "
                 f"{name}`) and give its address as server="
             ) from error
         if not callable(self.function):
             kind = type(self.function).__name__
-            raise RewardError(f"the factory of reward {name!r} returned {kind}, not a callable")
+            raise UserError(f"the factory of reward {name!r} returned {kind}, not a callable")
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
         self._remark = getattr(self.function, "remark", remark)
 
     def check(self) -> None:
-        """The reward's own ``check``, if it has one. Raises RewardError."""
+        """The reward's own ``check``, if it has one. Raises UserError."""
         if not hasattr(self.function, "check"):
             return
         try:
@@ -190,13 +185,13 @@ class CheckedReward:
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise self._unusable(error) from error
 
-    def _unusable(self, error: Exception) -> RewardError:
-        return RewardError(f"reward {self.name!r} cannot be used: {error}; see {self._options}")
+    def _unusable(self, error: Exception) -> UserError:
+        return UserError(f"reward {self.name!r} cannot be used: {error}; see {self._options}")
 
     def check_items(self, items: Sequence[Item]) -> None:
         """Look at all items, and let a judge answer one real question.
 
-        Raises RewardError: An item cannot be scored, or the judge gives no score.
+        Raises UserError: An item cannot be scored, or the judge gives no score.
         """
         remarks: Counter[str] = Counter()
         for item in items:
@@ -205,7 +200,7 @@ class CheckedReward:
                     self._check_item(item, self.kwargs)
                 remark = self._remark(item) if self._remark is not None else None
             except (ValueError, TypeError, LookupError) as error:
-                raise RewardError(
+                raise UserError(
                     f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: "
                     f"{error}"
                 ) from error
@@ -222,23 +217,21 @@ class CheckedReward:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; None is missing too.
 
-        Raises RewardError: They are not one real number for each image, or too large for float32.
+        Raises UserError: They are not one real number for each image, or too large for float32.
         """
         scores = np.asarray(self.function(images, items))
         if scores.dtype == object:
             scores = np.array([math.nan if score is None else score for score in scores.flat])
         if scores.dtype.kind not in "fiub":
-            raise RewardError(
-                f"reward {self.name!r} returned {scores.dtype} instead of real numbers"
-            )
+            raise UserError(f"reward {self.name!r} returned {scores.dtype} instead of real numbers")
         scores = scores.astype(np.float64)
         if scores.shape != (len(images),):
-            raise RewardError(
+            raise UserError(
                 f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"
             )
         if (np.abs(scores) > _LARGEST).any():
             worst = np.nanmax(np.abs(scores))
-            raise RewardError(
+            raise UserError(
                 f"reward {self.name!r} returned {worst:g}, too large for float32; "
                 "a missing score is NaN"
             )

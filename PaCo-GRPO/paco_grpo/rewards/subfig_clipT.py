@@ -10,6 +10,7 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     del sys.path[0]  # this folder, whose modules would hide the standard library's
-    from paco_grpo.rewards.clip import OPEN_CLIP, OPEN_CLIP_WEIGHTS, OpenClip, download
+    from paco_grpo.rewards.clip import subfig_clipT
+    from paco_judge.errors import run_command
 
-    download(OpenClip(OPEN_CLIP, OPEN_CLIP_WEIGHTS, "cpu", "float32").load)
+    sys.exit(run_command(subfig_clipT().check))

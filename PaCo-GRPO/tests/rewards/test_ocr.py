@@ -9,8 +9,9 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from paco_grpo.rewards.ocr import quoted_texts, text_score, wanted_text
-from paco_grpo.rewards.registry import RewardError, build_rewards
+from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
     Without either, the error names the service.
     """
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(RewardError, match="rapidocr.*scripts/reward_service.sh ocr.*server="):
+    with pytest.raises(UserError, match="rapidocr.*scripts/reward_service.sh ocr.*server="):
         build_rewards({"ocr": 1})
     built, read = [], [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
     engine = SimpleNamespace(ocr=lambda image, **options: read)

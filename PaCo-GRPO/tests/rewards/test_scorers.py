@@ -1,20 +1,18 @@
 """Local scorers with tiny weights of the same architectures, against a direct computation."""
 
 import itertools
-import shutil
-import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from wired import share_of
 
 from paco_grpo.rewards.clip import ClipScore, PickScore, open_clip_model, subfig_clipI, subfig_clipT
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
-from paco_grpo.rewards.registry import RewardError, build_rewards
+from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
 from paco_judge.grid import split_image
 
 RNG = np.random.default_rng(0)
@@ -93,52 +91,24 @@ def test_prompts_that_clip_does_not_read_to_the_end_are_counted(
 
 
 @pytest.mark.parametrize("name", ["clipscore", "subfig_clipT"])
-def test_clip_rewards_in_half_precision_take_half_the_memory(clip_folder, tiny_open_clip, name):
-    architecture, weights = tiny_open_clip
-    kwargs = (
-        {"model": clip_folder}
-        if name == "clipscore"
-        else {"model": architecture, "pretrained": weights}
-    )
-    full, half = (
-        build_rewards({name: 1.0}, {name: kwargs | {"dtype": dtype}})[name]
-        for dtype in ("float32", "bfloat16")
-    )
-    assert half(IMAGES, ITEMS) == pytest.approx(full(IMAGES, ITEMS), abs=0.02)
-    sizes = [
-        sum(p.nbytes for p in reward.function.check.__self__._model.parameters())
-        for reward in (full, half)
-    ]
-    assert sizes[1] <= 0.51 * sizes[0]
+def test_clip_rewards_in_half_precision(clip_folder, tiny_open_clip, name):
+    kwargs = {"model": clip_folder}
+    if name == "subfig_clipT":
+        kwargs = dict(zip(("model", "pretrained"), tiny_open_clip, strict=True))
+    full = build_rewards({name: 1.0}, {name: kwargs})[name]
+    half = build_rewards({name: 1.0}, {name: kwargs | {"dtype": "bfloat16"}})[name]
+    scores = full(IMAGES, ITEMS)
+    rounded = half(IMAGES, ITEMS)
+    assert rounded == pytest.approx(scores, abs=0.02) and not np.array_equal(rounded, scores)
 
 
-def test_weights_that_are_not_whole_are_refused_before_training(clip_folder, tmp_path):
-    folder = shutil.copytree(clip_folder, tmp_path / "model")
-    (file,) = folder.glob("*.safetensors")
-    weights = load_file(file)
-    removed = next(key for key in weights if key.endswith("bias"))
-    del weights[removed]
-    save_file(weights, file, {"format": "pt"})
-    with pytest.raises(RewardError, match=removed.rpartition(".")[0]):
-        build_rewards({"clipscore": 1.0}, {"clipscore": {"model": str(folder)}})[
-            "clipscore"
-        ].check()
-
-
-@pytest.mark.parametrize("reward", ["pickscore", "subfig_clipT"])
-def test_missing_weights_without_a_hub_name_the_download_command_at_once(
-    reward, monkeypatch, tmp_path
-):
-    for name, value in (
-        ("ENDPOINT", "http://127.0.0.1:9"),
-        ("HF_HUB_CACHE", str(tmp_path)),
-        ("HF_HUB_OFFLINE", False),
-    ):
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"paco_grpo/rewards/(pickscore_scores|subfig_clipT).py"):
+@pytest.mark.parametrize(
+    ("reward", "script"), [("pickscore", "pickscore_scores"), ("subfig_clipT", "subfig_clipT")]
+)
+def test_missing_weights_name_the_download_command(reward, script, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=f"paco_grpo/rewards/{script}.py"):
         build_rewards({reward: 1.0})[reward].check()
-    assert time.monotonic() - started < 20
 
 
 def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(packages, tmp_path):

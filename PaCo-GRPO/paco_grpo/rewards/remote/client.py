@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.registry import RewardError
 from paco_grpo.rewards.remote.wire import decode_scores, encode_request
 from paco_judge import transport
+from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,11 @@ class RemoteReward:
         self._headers = transport.json_headers(api_key or os.environ.get("REWARD_SERVICE_KEY"))
 
     def check(self) -> None:
-        """Raises RewardError: The service serves another reward, or nothing."""
-        where = f"reward {self.name!r}: the service at {self.server}"
+        """Raises UserError: The service serves another reward, or nothing."""
+        address = f"{self.server}/health"
+        deadline = time.monotonic() + _CHECK_TIMEOUT_S
         try:
-            deadline = time.monotonic() + _CHECK_TIMEOUT_S
-            address = f"{self.server}/health"
             health = transport.run(transport.request("GET", address, self._headers, deadline))
-            served = json.loads(health)["reward"]
         except transport.NoAnswer as error:
             hint = (
                 f"start one with `bash scripts/reward_service.sh {self.name} --port PORT`, "
@@ -64,14 +62,13 @@ class RemoteReward:
             )
             if error.status == 401:
                 hint = "set REWARD_SERVICE_KEY or api_key to its key"
-            raise RewardError(f"{where} does not answer: {error}; {hint}") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise RewardError(f"{where} is not a reward service: {error!r}") from error
+            raise UserError(f"no service answers at {self.server}: {error}; {hint}") from error
+        served = json.loads(health)["reward"]
         if served != self.name:
-            raise RewardError(f"{where} serves {served!r}; correct server=")
+            raise UserError(f"the service at {self.server} serves {served!r}; correct server=")
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing. Raises RewardError."""
+        """Scores (n,) float64, NaN = missing. Raises UserError."""
         scores = np.full(len(images), math.nan)
         address = f"{self.server}/score"
         for start in range(0, len(images), self.request_size):
@@ -82,12 +79,12 @@ class RemoteReward:
             try:
                 answer = transport.run(transport.post(address, self._headers, body, deadline))
                 scores[part] = decode_scores(answer, count)
+            except ValueError as error:
+                raise UserError(f"the service at {self.server}: {error}") from error
             except transport.NoAnswer as error:
                 if error.status is not None:
-                    raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
+                    raise UserError(f"the service at {self.server}: {error}") from error
                 logger.warning(
                     "reward %s: %d scores are missing: %s: %s", self.name, count, self.server, error
                 )
-            except ValueError as error:
-                raise RewardError(f"reward {self.name!r} at {self.server}: {error}") from error
         return scores

@@ -24,8 +24,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
-from paco_grpo.rewards.registry import Reward, RewardError, build_rewards, short_name
+from paco_grpo.rewards.registry import Reward, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import decode_request, encode_scores
+from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +101,12 @@ def main(arguments: list[str] | None = None) -> int:
         )
         reward = rewards[short_name(options.reward)]
         if reward.compares_images:
-            raise RewardError(
+            raise UserError(
                 f"reward {options.reward!r} compares the images of a group, which requests do not "
                 "keep together: use it without server="
             )
         reward.check()
-    except RewardError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     import uvicorn

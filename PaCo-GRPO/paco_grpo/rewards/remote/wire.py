@@ -64,12 +64,10 @@ def encode_scores(scores: Sequence[float]) -> bytes:
 def decode_scores(body: bytes, count: int) -> list[float]:
     """``count`` scores, missing as NaN. Raises ValueError: It is no list of numbers and nulls."""
     message = json.loads(body)
-    values = message.get("scores") if isinstance(message, dict) else None
-    if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"the answer must hold a list of {count} 'scores', got {body[:200]!r}")
-    scores = []
-    for value in values:
-        if value is not None and type(value) not in (int, float):
-            raise ValueError(f"a score must be a number or null, got {value!r}")
-        scores.append(math.nan if value is None else float(value))
-    return scores
+    scores = message.get("scores") if isinstance(message, dict) else None
+    is_list = isinstance(scores, list) and len(scores) == count
+    if not is_list or set(map(type, scores)) - {int, float, type(None)}:
+        raise ValueError(
+            f"'scores' must be a list of {count} numbers and nulls, but the answer is {body[:200]!r}"
+        )
+    return [math.nan if score is None else float(score) for score in scores]
