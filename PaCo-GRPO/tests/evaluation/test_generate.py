@@ -56,13 +56,18 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files == {"sheet.png", *(f"0000{i}_seed{seed}.png" for i in (0, 1) for seed in (0, 7))}
 
-    reference = Image.open(tmp_path / "a.png") if name in EDITORS else None
-    (expected,) = draw(policy, [Item(0, "make it blue", references=(reference,))], [7], 32, 32, 2)
-    with Image.open(tmp_path / "out" / "00000_seed7.png") as image:
-        assert np.abs(np.asarray(image, np.int16) - np.asarray(expected, np.int16)).max() <= 1
-    if name in EDITORS:  # sampled in the shape of its reference
-        with Image.open(tmp_path / "out" / "00001_seed0.png") as image:
-            assert image.width > image.height
+    prompts = ("make it blue", "1x2 [LEFT]: a. [RIGHT]: b.")
+    references = [(), ()]
+    if name in EDITORS:
+        references = [(Image.open(tmp_path / file),) for file in ("a.png", "b.png")]
+    for number, prompt in enumerate(prompts):
+        item = Item(number, prompt, references=references[number])
+        for seed in (0, 7):
+            image = Image.open(tmp_path / "out" / f"0000{number}_seed{seed}.png")
+            assert (image.width > image.height) is (name in EDITORS and number == 1)
+            (expected,) = draw(policy, [item], [seed], image.height, image.width, 2)
+            difference = np.asarray(image, np.int16) - np.asarray(expected, np.int16)
+            assert np.abs(difference).max() <= 1
 
 
 @pytest.mark.parametrize(
