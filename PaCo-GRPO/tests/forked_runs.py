@@ -93,8 +93,8 @@ def fill_disk(*_) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def lose_log_probs(updater, data, *_) -> None:
-    for sample in data.rollouts.samples:
+def lose_log_probs(updater, rollouts, *_) -> None:
+    for sample in rollouts.samples:
         for step in sample.noise_steps:
             step.log_prob.fill_(float("nan"))
 

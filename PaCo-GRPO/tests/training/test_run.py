@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.objectives import MicroBatch
 from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
-from paco_grpo.training.update import Updater
 
 THREE_EPOCHS = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "train__batch_size": 2}
 
@@ -116,7 +116,7 @@ def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatc
     changes = THREE_EPOCHS | {"save_freq": 0}
     stopped = tiny_options(tiny_flux_dir, tmp_path, **changes)
     calls = []
-    steps = Updater._steps
+    steps = MicroBatch.build_steps
 
     def signal_then_steps(*arguments):
         calls.append(1)
@@ -128,7 +128,7 @@ def test_a_signal_within_an_update(finished, tiny_flux_dir, tmp_path, monkeypatc
 
     command = "--config.run_name=run --config.resume_from=latest"
     with monkeypatch.context() as patch, pytest.raises(TrainingStopped, match=command) as caught:
-        patch.setattr(Updater, "_steps", signal_then_steps)
+        patch.setattr(MicroBatch, "build_steps", signal_then_steps)
         train(stopped)
     assert caught.value.signal_number == signal.SIGTERM
     assert len(calls) == (5 if step == 1 else 8)
