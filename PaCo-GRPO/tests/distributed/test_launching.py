@@ -5,10 +5,8 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
 from fakes import free_port
 from tiny_run import ROOT, as_arguments, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
@@ -19,199 +17,153 @@ from paco_grpo.evaluation.pictures import read_rows
 SCRIPTS = ROOT / "scripts"
 
 
-def launch(
-    tmp_path: Path, script: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess:
-    """Run a script with an interpreter that only records how it was called."""
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" != -P ] || exit 0  # asked which packages it has\n'
-        f'printf "%s\\n" "$@" > {tmp_path}/called\n'
-        f'echo "$ACCELERATE_USE_CPU" >> {tmp_path}/called\n'
-        f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > {tmp_path}/timeout\n'
-    )
-    python.chmod(0o755)
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES")
-    }
-    return subprocess.run(
-        ["bash", str(SCRIPTS / script), *arguments],
-        env=clean | {"PYTHON": str(python)} | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+# Of this machine's environment, what would change what is started.
+CLEAN = ("NNODES", "NODE_RANK", "MASTER_ADDR", "NUM_PROCESSES", "OMP_NUM_THREADS")
+CPU = {"CUDA_VISIBLE_DEVICES": ""}
+TWO = CPU | {"NUM_PROCESSES": "2"}
+SECOND_MACHINE = {
+    "NNODES": "2",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29601",
+    "NUM_PROCESSES": "3",
+}
 
 
-def called(tmp_path: Path) -> list[str]:
-    return (tmp_path / "called").read_text().splitlines()
+@pytest.fixture
+def launch(tmp_path):
+    """Run a script with an interpreter that only writes down its arguments and two variables."""
+
+    def run(script: str, *arguments: str, **environment: str):
+        python = tmp_path / "python"
+        python.write_text(
+            '#!/bin/sh\n[ "$1" != -P ] || exit 0  # asked which packages it has\n'
+            f'printf "%s\\n" "$@" > {tmp_path}/called\n'
+            f'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > {tmp_path}/timeout\n'
+        )
+        python.chmod(0o755)
+        (tmp_path / "called").unlink(missing_ok=True)
+        variables = {name: value for name, value in os.environ.items() if name not in CLEAN}
+        variables |= {"PYTHON": str(python)} | environment
+        ended = subprocess.run(
+            ["bash", str(SCRIPTS / script), *arguments],
+            env=variables,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        called = tmp_path / "called"
+        return ended, called.read_text().splitlines() if called.exists() else None
+
+    return run
 
 
-def test_processes_have_time_to_stop(tmp_path, monkeypatch):
-    """torchrun's 30 s are less than an update and a checkpoint take; that torch reads the variable
-    is checked too.
-    """
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    assert (
-        launch(
-            tmp_path, "launch.sh", "--config", "x", NUM_PROCESSES="2", CUDA_VISIBLE_DEVICES=""
-        ).returncode
-        == 0
-    )
+@pytest.mark.parametrize(
+    ("command", "environment", "processes", "program"),
+    [
+        ("launch.sh --config x", CPU, "1", "scripts/train.py --config x"),
+        (
+            "launch.sh scripts/evaluate.py --config x --against base",
+            TWO,
+            "2",
+            "scripts/evaluate.py --config x --against base",
+        ),
+        (
+            "multi_node/train_flux.sh t2is --config.seed=1",
+            SECOND_MACHINE,
+            "3",
+            "scripts/train.py --config config/grpo.py:t2is --config.seed=1",
+        ),
+    ],
+)
+def test_what_is_started(launch, tmp_path, command, environment, processes, program):
+    ended, called = launch(*command.split(), **environment)
+    assert ended.returncode == 0, ended.stderr
+    if processes == "1":
+        assert called == program.split()
+        return
+    _, _, *arguments = called
+    parsed = get_args_parser().parse_args(arguments)
+    assert parsed.nproc_per_node == processes
+    assert [parsed.training_script, *parsed.training_script_args] == program.split()
+    if "NNODES" in environment:
+        assert (parsed.nnodes, parsed.node_rank) == ("2", 1)
+        assert (parsed.master_addr, parsed.master_port) == ("node0", 29601)
+
+
+def test_processes_have_time_to_stop(launch, tmp_path, monkeypatch):
+    """torchrun's 30 s are less than an update and a checkpoint take."""
+    launch("launch.sh", "--config", "x", **TWO)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", (tmp_path / "timeout").read_text().strip())
     assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == 600
 
 
-def test_compilers_share_the_cores(tmp_path, monkeypatch):
-    """torch's default is up to 32 processes that compile, in each process."""
-    # As the real one, it counts the threads of OMP_NUM_THREADS.
-    (tmp_path / "nproc").write_text("#!/bin/sh\necho ${OMP_NUM_THREADS:-64}\n")
-    (tmp_path / "nproc").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    for processes, variables, threads in (
-        ("4", {}, "8"),
-        ("4", {"OMP_NUM_THREADS": "1"}, "8"),
-        ("16", {}, "4"),
-        ("16", {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, "1"),
-    ):
-        variables = {"NUM_PROCESSES": processes, "CUDA_VISIBLE_DEVICES": ""} | variables
-        ended = launch(tmp_path, "launch.sh", "--config", "x", **variables)
-        assert ended.returncode == 0, ended.stderr
-        assert f"TORCHINDUCTOR_COMPILE_THREADS={threads}," in ended.stderr
-        num_threads = variables.get("OMP_NUM_THREADS", 64 // int(processes))
-        assert f"OMP_NUM_THREADS={num_threads}," in ended.stderr
-
-
-def test_several_machines_reach_the_launcher(tmp_path):
-    machines = {
-        "NNODES": "2",
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "node0",
-        "MASTER_PORT": "29601",
-        "NUM_PROCESSES": "3",
-    }
-    assert (
-        launch(
-            tmp_path, "multi_node/train_flux.sh", "t2is", "--config.seed=1", **machines
-        ).returncode
-        == 0
-    )
-    _module, _torchrun, *arguments, _cpu = called(tmp_path)
-    read = get_args_parser().parse_args(arguments)
-    assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "3")
-    assert (read.master_addr, read.master_port) == ("node0", 29601)
-    assert read.training_script_args == ["--config", "config/grpo.py:t2is", "--config.seed=1"]
-    config = tmp_path / "own.yaml"
-    config.write_text("distributed_type: MULTI_GPU\n")
-    assert (
-        launch(
-            tmp_path, "multi_node/train_flux.sh", "t2is", ACCELERATE_CONFIG=str(config), **machines
-        ).returncode
-        == 0
-    )
-    _module, _accelerate, *arguments, _cpu = called(tmp_path)
-    read = launch_command_parser().parse_args(arguments)
-    assert (read.num_machines, read.machine_rank, read.num_processes, read.main_process_port) == (
-        2,
-        1,
-        6,
-        29601,
-    )
-
-
 @pytest.mark.parametrize(
-    ("environment", "named"),
+    ("stated", "environment", "expected"),
     [
-        ({}, "NNODES"),
-        ({"NNODES": "2", "NODE_RANK": "08", "MASTER_ADDR": "x"}, "NODE_RANK from 0 to 1"),
-        ({"NNODES": "1", "NUM_PROCESSES": "18446744073709551617"}, "NUM_PROCESSES="),
-        ({"NNODES": "1", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
-        ({"NNODES": "1", "ACCELERATE_CONFIG": "/no/such.yaml"}, "ACCELERATE_CONFIG=/no/such.yaml"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
+        ("", CPU, ("1", None)),
+        ("num_processes: 7", CPU, (None, None)),
+        ("num_processes: 7", CPU | {"NUM_PROCESSES": "5"}, ("5", None)),
+        ("distributed_type: MULTI_GPU", SECOND_MACHINE, ("6", "2")),
     ],
 )
-def test_missing_setting_of_several_machines_is_named(tmp_path, environment, named):
-    ended = launch(tmp_path, "multi_node/train_flux.sh", "t2is", **environment)
-    assert ended.returncode != 0 and named in ended.stderr
-    assert not (tmp_path / "called").exists()
-
-
-def test_a_users_configuration_may_state_its_processes(tmp_path):
+def test_a_users_configuration_of_accelerate(launch, tmp_path, stated, environment, expected):
+    """It may state the processes; several machines are the script's."""
     config = tmp_path / "own.yaml"
-    for stated, given, expected in (
-        ("", "", ["1"]),
-        ("num_processes: 7\n", "", []),
-        ("num_processes: 7\n", "5", ["5"]),
-    ):
-        config.write_text("compute_environment: LOCAL_MACHINE\n" + stated)
-        environment = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | (
-            {"NUM_PROCESSES": given} if given else {}
-        )
-        ended = launch(
-            tmp_path, "launch.sh", "--config", "x", CUDA_VISIBLE_DEVICES="", **environment
-        )
-        assert ended.returncode == 0, ended.stderr
-        arguments = called(tmp_path)
-        assert [
-            after for name, after in pairwise(arguments) if name == "--num_processes"
-        ] == expected
-        assert arguments[arguments.index("--main_process_port") + 1] == "29700"
+    config.write_text(f"compute_environment: LOCAL_MACHINE\n{stated}\n")
+    variables = {"ACCELERATE_CONFIG": str(config), "MASTER_PORT": "29700"} | environment
+    script = "multi_node/train_flux.sh" if "NNODES" in environment else "launch.sh"
+    arguments = ["t2is"] if "NNODES" in environment else ["--config", "x"]
+    ended, called = launch(script, *arguments, **variables)
+    assert ended.returncode == 0, ended.stderr
+    values = dict(pairwise(called))
+    assert (values.get("--num_processes"), values.get("--num_machines")) == expected
+    assert values["--main_process_port"] == variables["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "environment", "named"),
     [
-        ("single_node/train_flux.sh", "{}"),
-        ("single_node/train_qwenimage_edit.sh", "{}"),
-        ("launch.sh", "scripts/evaluate.py", "--config={}"),
-        ("launch.sh", "scripts/generate.py", "--config", "{}", "--output", "own/runs.py"),
+        ("multi_node/train_flux.sh t2is", {}, "NNODES"),
+        (
+            "multi_node/train_flux.sh t2is",
+            {"NNODES": "2", "NODE_RANK": "08", "MASTER_ADDR": "x"},
+            "NODE_RANK from 0 to 1",
+        ),
+        ("multi_node/train_flux.sh t2is", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
+        (
+            "multi_node/train_flux.sh t2is",
+            {"NNODES": "1", "ACCELERATE_CONFIG": "/no/such.yaml"},
+            "ACCELERATE_CONFIG=/no/such.yaml",
+        ),
+        ("launch.sh scripts/evalute.py --config x", CPU, "scripts/evalute.py"),
+    ],
+)
+def test_what_is_missing_is_named(launch, command, environment, named):
+    ended, called = launch(*command.split(), **environment)
+    assert ended.returncode != 0 and named in ended.stderr and called is None
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "expected"),
+    [
+        ("single_node/train_flux.sh {}", "own/runs.py:mine", "{}/own/runs.py:mine"),
+        ("single_node/train_qwenimage_edit.sh {}", "own/config.yaml", "{}/own/config.yaml"),
+        ("launch.sh scripts/evaluate.py --config {}", "own/runs.py", "{}/own/runs.py"),
+        ("launch.sh scripts/generate.py --config {}", "config/grpo.py:t2is", "config/grpo.py:t2is"),
     ],
 )
 def test_a_configuration_file_is_found_from_where_the_command_is_typed(
-    command, tmp_path, monkeypatch
+    launch, tmp_path, monkeypatch, command, source, expected
 ):
-    own = tmp_path / "own"
-    own.mkdir()
+    (tmp_path / "own").mkdir()
     for name in ("runs.py", "config.yaml"):
-        (own / name).touch()
+        (tmp_path / "own" / name).touch()
     monkeypatch.chdir(tmp_path)
-    script, *arguments = command
-    for source, expected in (
-        ("own/runs.py:mine", f"{tmp_path}/own/runs.py:mine"),
-        ("own/runs.py", f"{tmp_path}/own/runs.py"),
-        ("own/config.yaml", f"{tmp_path}/own/config.yaml"),
-        (f"{own}/runs.py:mine", f"{own}/runs.py:mine"),
-        ("config/grpo.py:t2is", "config/grpo.py:t2is"),  # of PaCo-GRPO
-    ):
-        words = [argument.format(source) for argument in arguments]
-        ended = launch(tmp_path, script, *words, CUDA_VISIBLE_DEVICES="")
-        assert ended.returncode == 0, ended.stderr
-        line = " ".join(called(tmp_path))
-        assert f"--config {expected}" in line or f"--config={expected}" in line
-        assert "--output" not in line or "--output own/runs.py" in line
-
-
-def test_another_program_starts_in_as_many_processes(tmp_path):
-    arguments = ["--config", "x", "--against", "base"]
-    processes = {"NUM_PROCESSES": "2", "CUDA_VISIBLE_DEVICES": ""}
-    ended = launch(tmp_path, "launch.sh", "scripts/evaluate.py", *arguments, **processes)
+    ended, called = launch(*command.format(source).split(), **CPU)
     assert ended.returncode == 0, ended.stderr
-    _module, _torchrun, *command, _cpu = called(tmp_path)
-    parsed = get_args_parser().parse_args(command)
-    assert parsed.nproc_per_node == "2"
-    assert parsed.training_script == "scripts/evaluate.py"
-    assert parsed.training_script_args == arguments
-
-
-def test_a_program_that_does_not_exist_is_named(tmp_path):
-    ended = launch(tmp_path, "launch.sh", "scripts/evalute.py", "--config", "x")
-    assert ended.returncode == 2
-    assert "no program scripts/evalute.py" in ended.stderr
+    assert dict(pairwise(called))["--config"] == expected.format(tmp_path)
 
 
 @pytest.mark.long
