@@ -170,12 +170,8 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
 
 
 def _print_server(server: Server, settings: LaunchSettings, model: Model, place: Place) -> None:
-    words = [f"Model:  {model.name} from {model.path}", f"at {server.url}"]
-    if place.gpus:
-        words.append(f"GPU {','.join(place.gpus)}")
-    if place.copies > 1:
-        words.append(f"{place.copies} copies")
-    print(", ".join(words))
+    where = f", GPU {','.join(place.gpus)} ({place.copies} copies)" if place.gpus else ""
+    print(f"Model:  {model.name} from {model.path}, at {server.url}{where}")
     print(f"        {shlex.join(server.command)}")
     if reduces_images(settings, model):
         print(
@@ -272,9 +268,6 @@ def _ask_first_question(url: str, server: Server, settings: LaunchSettings) -> N
         "model": server.name,
         "messages": build_messages(images, theme_question("a square")),
         "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 20,
     }
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     try:

@@ -1,6 +1,5 @@
 """What to serve: the environment variables of a launch and the models they name."""
 
-import ipaddress
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ from paco_judge.errors import UserError
 from paco_judge.weights import local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")  # only this machine reaches servers there
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TRAINED_MAX_PIXELS = 2_097_152  # image_max_pixels of the judge's training configurations
 
@@ -76,7 +76,7 @@ class LaunchSettings(BaseModel):
         served = [name for name, _ in self.models]
         if len(set(served)) != len(served):
             raise ValueError(f"VLLM_MODEL_NAMES contains a name twice: {', '.join(served)}")
-        if not _is_loopback(self.host) and self.api_key is None:
+        if self.host not in _LOOPBACK and self.api_key is None:
             raise ValueError(
                 f"VLLM_HOST={self.host} opens the judge to other machines: set VLLM_API_KEY, or "
                 "use 127.0.0.1"
@@ -93,14 +93,6 @@ class LaunchSettings(BaseModel):
             paths.append(path if is_hub_name else str(Path(path).expanduser().resolve()))
         names = self.names or [Path(path).name for path in paths]
         return list(zip(names, paths, strict=True))
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches servers on ``host``."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass

@@ -291,7 +291,7 @@ def serve() -> None:
         description="Serve a judge with transformers (a subset of OpenAI's API)"
     )
     parser.add_argument("--model", required=True, help="local folder or hub name")
-    parser.add_argument("--served-model-name", help="default: the value of --model")
+    parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -309,9 +309,8 @@ def serve() -> None:
     config = scorer.model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", arguments.max_model_len)
     worker = BatchWorker(scorer, min(arguments.max_model_len, longest))
-    name = arguments.served_model_name or arguments.model
     uvicorn.run(
-        build_app(worker, name, os.environ.get("VLLM_API_KEY")),
+        build_app(worker, arguments.served_model_name, os.environ.get("VLLM_API_KEY")),
         host=arguments.host,
         port=arguments.port,
         timeout_graceful_shutdown=10,
