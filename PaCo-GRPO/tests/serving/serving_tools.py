@@ -9,6 +9,7 @@ import time
 import venv
 from pathlib import Path
 
+import httpx
 import numpy
 import psutil
 from fakes import free_port
@@ -34,6 +35,11 @@ def body(pair: Pair, **fields) -> dict:
     messages = build_messages([*map(data_url, pair.images)], pair.question)
     scoring = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
     return {"model": "Judge", "messages": messages} | scoring | fields
+
+
+def top_logprobs(answer: httpx.Response) -> list[dict]:
+    """The alternatives to the first token of an answer."""
+    return answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
 
 
 class Shell:

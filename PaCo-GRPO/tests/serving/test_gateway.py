@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from serving_tools import body
+from serving_tools import body, top_logprobs
 
 from paco_judge.verdict import p_yes_from_top_logprobs
 from vllm_server import transformers_server
@@ -157,5 +157,4 @@ async def test_scores_of_a_judge_behind_the_gateway(scorer, pairs, scores):
     ):
         posts = [http.post("/v1/chat/completions", json=body(pair)) for pair in pairs]
         for answer, score in zip(await asyncio.gather(*posts), scores, strict=True):
-            top = answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            assert p_yes_from_top_logprobs(top) == pytest.approx(score, abs=1e-5)
+            assert p_yes_from_top_logprobs(top_logprobs(answer)) == pytest.approx(score, abs=1e-5)

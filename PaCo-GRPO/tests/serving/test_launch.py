@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes import free_port
-from serving_tools import VLLM_PYTHON, all_ended, body, option, wait_for
+from serving_tools import VLLM_PYTHON, all_ended, body, option, top_logprobs, wait_for
 
 from paco_judge.client import JudgeClient
 from paco_judge.verdict import p_yes_from_top_logprobs
@@ -171,14 +171,14 @@ def check_scores(shell, scorer, pairs, scores, tolerance: float) -> None:
     for pair, score in zip(pairs[:4], scores, strict=False):
         url = f"{shell.url}/v1/chat/completions"
         answer = httpx.post(url, json=body(pair, max_tokens=5), timeout=300, trust_env=False)
-        choice = answer.json()["choices"][0]
-        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        top = top_logprobs(answer)
         assert p_yes_from_top_logprobs(top) == pytest.approx(score, abs=tolerance)
         (logits,) = scorer.first_token_logits([scorer.chat(pair)]).astype(float)
         logprobs = np.sort(logits - np.logaddexp.reduce(logits))[::-1]
         expected = pytest.approx(logprobs[:20], abs=10 * tolerance)
         assert sorted((each["logprob"] for each in top), reverse=True)[:20] == expected
-        assert choice["message"]["content"].strip() == scorer.reasons([pair], 5)[0].text
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert text.strip() == scorer.reasons([pair], 5)[0].text
     remote = body(pairs[0])
     remote["messages"][-1]["content"][1]["image_url"]["url"] = "http://127.0.0.1:1/a.png"
     assert httpx.post(url, json=remote, trust_env=False).status_code == 400
