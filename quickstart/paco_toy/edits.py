@@ -187,3 +187,8 @@ def oracle_kept() -> Scorer:
 def oracle_edit() -> Scorer:
     """Reward factory: sqrt(followed · kept)."""
     return _scorer(lambda followed, kept: np.sqrt(followed * kept))
+
+
+for _factory in (oracle_followed, oracle_kept, oracle_edit):
+    # Called for each prompt before a model is loaded.
+    _factory.check_item = lambda item, arguments: read_edits([item])

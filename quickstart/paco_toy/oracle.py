@@ -200,3 +200,8 @@ def oracle_between_images() -> Scorer:
 
     score.compares_images = True
     return score
+
+
+# Called for each prompt before a model is loaded.
+oracle_alignment.check_item = lambda item, arguments: read_prompt(item.prompt)
+oracle_between_images.check_item = oracle_alignment.check_item

@@ -201,8 +201,8 @@ class CheckedReward:
                 remark = self._remark(item) if self._remark is not None else None
             except (ValueError, TypeError, LookupError) as error:
                 raise UserError(
-                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}: "
-                    f"{error}"
+                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}, "
+                    f"a reward of config.train.reward_fn or config.test.reward_fn: {error}"
                 ) from error
             if remark is not None:
                 remarks[remark] += 1
