@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from paco_judge.errors import UserError
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
 from paco_reward.metrics import judge_report
@@ -57,3 +59,33 @@ def test_a_data_set_that_is_named_twice_counts_once(arguments, capsys):
     assert main([*arguments, "--dataset", "held_out, held_out"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["n"] == 10 and "kinds" not in report
+
+
+QUESTION = {"role": "user", "content": "<image><image>Same?"}
+YES = {"role": "assistant", "content": "Yes. It is not a No"}
+NO = {"role": "assistant", "content": "No. It is not a Yes"}
+AGAIN = {"role": "user", "content": "Sure?"}
+
+
+@pytest.mark.parametrize(
+    ("change", "label"),
+    [
+        ({"messages": [QUESTION, YES]}, True),
+        ({"messages": [QUESTION, NO]}, False),
+        ({"messages": [QUESTION, YES, AGAIN, NO]}, None),
+        ({"messages": [QUESTION, AGAIN]}, None),
+        ({"messages": [{"role": "user", "content": "<img>: <image><image>Same?"}, YES]}, None),
+        ({"messages": [{"role": "user", "content": "<image>Same?"}, YES], "images": ["a"]}, None),
+    ],
+)
+def test_a_row_is_a_labeled_pair_or_refused(data_dir, tmp_path, change, label):
+    """The label is the word that a pair's only answer begins with."""
+    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
+    rows = json.loads((copy / "pairs.json").read_text())
+    (copy / "pairs.json").write_text(json.dumps([rows[0] | change, *rows[1:]]))
+    if label is None:
+        with pytest.raises(UserError, match="pairs row 0"):
+            labeled_pairs(copy, "pairs")
+    else:
+        _, labels = labeled_pairs(copy, "pairs")
+        assert labels[0] == label

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from fakes import fake_judge
 from pairing_tools import (
-    GENERATIONS,
-    PROMPTS,
-    SETS,
     all_bytes,
     build,
     colour_model,
@@ -27,31 +24,6 @@ from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs, load_examples
 from paco_toy.world import CHARACTERS, COLOURS, VIEWS
-
-
-def test_scores_become_a_balanced_data_set_of_labels(world, tmp_path):
-    with fake_judge.FakeJudge(colour_model) as server:
-        stats = build(world, tmp_path / "out", server=server.url)
-        assert 0 < len(server.requests) <= PROMPTS * SETS * 4
-    assert stats["counts"]["sub_figures"] == PROMPTS * GENERATIONS * 4
-    assert stats["counts"]["sets"] == PROMPTS * SETS
-    prompts = {}
-    for part, groups in (("train", 4), ("test", 1)):
-        name = f"consistency_reward_{part}"
-        examples = load_examples(tmp_path / "out", name)
-        numbers = stats["datasets"][name]
-        assert numbers["yes"] == numbers["no"] == len(examples) / 2 > 0
-        assert numbers["groups"] == groups
-        assert {example.answer for example in examples} == {"Yes", "No"}
-        prompts[part] = {example.prompt for example in examples}
-        for example in examples:  # each generation of a prompt has a color
-            generations = {image.parts[-2] for image in example.images}
-            assert example.answer == ("Yes" if len(generations) == 1 else "No")
-    assert not prompts["train"] & prompts["test"]
-    expected = set()
-    for line in read_lines(world / "metadata.jsonl"):
-        expected.add("<image><image>" + theme_question(split_prompt(line["prompt"]).theme))
-    assert prompts["train"] | prompts["test"] == expected
 
 
 def test_a_users_question_is_asked_and_learned(world, tmp_path):

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -262,17 +260,6 @@ def test_windows_that_are_computed_one_by_one_are_announced_on_a_gpu_alone(monke
     assert "flash_attn=fa2" in message
     assert not warnings({"flash_attn": "fa2"}) and not warnings({"use_cpu": True})
     assert not warnings({}, "qwen3_vl")
-
-
-def test_the_script_takes_a_file_whose_path_holds_an_equals_sign(tmp_path):
-    file = tmp_path / "with=sign" / "my.yaml"
-    file.parent.mkdir()
-    file.write_text("dataset: mine\ndataset_dir: nowhere\nmodel_name_or_path: m\noutput_dir: out\n")
-    script = ["bash", str(ROOT / "train/paco_reward.sh"), str(file)]
-    environment = os.environ | {"PYTHON": sys.executable}
-    options = {"capture_output": True, "text": True, "env": environment}
-    done = subprocess.run(script, timeout=300, check=False, **options)
-    assert done.returncode == 1 and "nowhere/dataset_info.json" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_judge
-from pairing_tools import all_bytes, build, rows, write_lines
+from pairing_tools import all_bytes, build, write_lines
 from PIL import ExifTags, Image
 from training_tools import adapter, run_processes, train_config
 
@@ -18,6 +18,7 @@ from paco_judge.questions import load_question, theme_question
 from paco_reward.datasets import check_data, labeled_pairs, load_examples
 
 COUNT = 20
+PREFIX = "<image><image>"
 
 
 def own(file: Path, output: Path, **options: object) -> dict:
@@ -54,8 +55,8 @@ def pairs() -> list[dict]:
     """Rows with and without themes and reasons."""
     lines = []
     for number in range(COUNT):
-        theme = "" if number % 3 == 0 else 'a "red" fox, running'
-        reason = "" if number % 4 < 2 else "both show what it says."
+        theme = "" if number % 3 == 0 else f'a "red" fox, {number}'
+        reason = "" if number % 4 < 2 else f"both show {number}."
         lines.append(row(number, theme=theme, reason=reason))
     return lines
 
@@ -65,9 +66,8 @@ def test_json_lines_json_and_csv_make_the_same_data_set(folder, pairs, tmp_path)
     write_lines(folder / "pairs.jsonl", pairs)
     (folder / "pairs.json").write_text("\ufeff" + json.dumps(pairs))
     with (folder / "pairs.csv").open("w", encoding="utf-8-sig", newline="") as file:
-        names = {name: name.capitalize() for name in pairs[0]}
         table = csv.writer(file)
-        table.writerow(names.values())
+        table.writerow(name.capitalize() for name in pairs[0])
         table.writerows(line.values() for line in pairs)
     built = {}
     for suffix in ("jsonl", "json", "csv"):
@@ -79,58 +79,48 @@ def test_json_lines_json_and_csv_make_the_same_data_set(folder, pairs, tmp_path)
     assert stats["datasets"]["consistency_reward_test"]["no"] == 2
 
 
-def test_the_training_file_asks_what_the_reward_asks(folder, pairs, tmp_path):
+def test_each_pair_is_learned_as_the_reward_asks_it(folder, pairs, tmp_path):
     own(write_lines(folder / "pairs.jsonl", pairs), tmp_path / "out", test_share=0.0)
-    examples = load_examples(tmp_path / "out", "consistency_reward_train")
-    prefix = "<image><image>"
-    assert {example.prompt for example in examples} == {
-        prefix + theme_question('a "red" fox, running'),
-        prefix + load_question("pair").text(),
-    }
-    answers = Counter(example.answer for example in examples)
-    assert set(answers) == {
-        "Yes",
-        "No",
-        "Yes. Both show what it says.",
-        "No. Both show what it says.",
-    }
-    assert sum(answers.values()) == COUNT
+    expected = {}
+    for number, line in enumerate(pairs):
+        question = theme_question(line["theme"]) if line["theme"] else load_question("pair").text()
+        reason = f". Both show {number}." if line["reason"] else ""
+        contents = [(folder / line[name]).read_bytes() for name in ("image1", "image2")]
+        expected[tuple(contents)] = (PREFIX + question, f"{line['label']}{reason}")
+    found = {}
+    for example in load_examples(tmp_path / "out", "consistency_reward_train"):
+        contents = tuple(image.read_bytes() for image in example.images)
+        found[contents] = (example.prompt, example.answer)
+    assert found == expected
     (folder / "mine.txt").write_text("Same fox?")
     stats = own(folder / "pairs.jsonl", tmp_path / "mine", question=folder / "mine.txt")
     examples = load_examples(tmp_path / "mine", "consistency_reward_train")
-    assert {example.prompt for example in examples} == {f"{prefix}Same fox?"}
+    assert {example.prompt for example in examples} == {f"{PREFIX}Same fox?"}
     assert [asked["template"] for asked in stats["asked"]["questions"]] == ["Same fox?"]
 
 
-@pytest.mark.parametrize(
-    ("label", "answer"),
-    [("Yes", "Yes"), ("no", "No"), (True, "Yes"), (0, "No"), ("FALSE", "No"), (1.0, "Yes")],
-)
-def test_labels(folder, tmp_path, label, answer):
-    lines = [row(0, label), *(row(number, "Yes") for number in range(1, 9))]
-    lines += [row(number, "No") for number in range(9, 18)]
-    own(write_lines(folder / "pairs.jsonl", lines), tmp_path / "out", test_share=0.0)
-    found = row_of(tmp_path / "out", folder / "images" / "0a.png")
-    assert found["messages"][1]["content"] == answer
+def answers(output: Path) -> dict[bytes, str]:
+    """The answer about each first image, by its content."""
+    examples = load_examples(output, "consistency_reward_train")
+    return {example.images[0].read_bytes(): example.answer for example in examples}
 
 
-def row_of(output: Path, image: Path) -> dict:
-    """The row of the training file whose first image is a copy of ``image``."""
-    for line in rows(output, "consistency_reward_train"):
-        if (output / line["images"][0]).read_bytes() == image.read_bytes():
-            return line
-    raise LookupError(image)
-
-
-def test_scores_become_labels(folder, tmp_path):
-    scores = [1, 0.9, 0.55, 0.54, 0.5, 0.46, 0.45, 0.1, 0, 0.3]
-    lines = [row(number, score=score) | {"label": None} for number, score in enumerate(scores)]
+def test_labels_and_scores(folder, tmp_path):
+    labels = ["Yes", "no", True, 0, "FALSE", 1.0, "true", False]
+    lines = [row(number, label) for number, label in enumerate(labels)]
+    scores = [1, 0.9, 0.55, 0.54, 0.5, "0.46", "0.45", 0.1, 0]
+    for number, score in enumerate(scores, start=len(lines)):
+        lines.append(row(number, score=score) | {"label": None})
     file = write_lines(folder / "pairs.jsonl", lines)
     stats = own(file, tmp_path / "out", test_share=0.0)
-    assert stats["counts"] == {"pairs": 10, "unclear": 3, "unbalanced": 1}
-    numbers = stats["datasets"]["consistency_reward_train"]
-    assert numbers["yes"] == numbers["no"] == 3
-    assert own(file, tmp_path / "all", test_share=0.0, min_gap=0)["counts"].get("unclear") is None
+    assert stats["counts"] == {"pairs": 17, "unclear": 3}
+    expected = ["Yes", "No", "Yes", "No", "No", "Yes", "Yes", "No"]
+    expected += ["Yes", "Yes", "Yes", None, None, None, "No", "No", "No"]
+    found = answers(tmp_path / "out")
+    for number, answer in enumerate(expected):
+        image = (folder / "images" / f"{number}a.png").read_bytes()
+        assert found.get(image) == answer, number
+    assert "unclear" not in own(file, tmp_path / "all", test_share=0.0, min_gap=0)["counts"]
 
 
 def test_every_pair_about_one_image_trains_and_that_is_said(folder, tmp_path, caplog):
@@ -162,19 +152,23 @@ def test_repeated_pairs_count_once_and_contradicting_ones_not_at_all(folder, tmp
     [
         ({"image2": "images/none.png"}, "images/none.png"),
         ({"image2": "images/../images/1a.png"}, "the same image"),
+        ({"image2": "side.png"}, "the same image"),
         ({"image2": "pairs.jsonl"}, "PNG"),
-        ({"image1": None}, "no image1 .*image2, label"),
-        ({"label": "maybe"}, "'maybe'"),
-        ({"label": ""}, "label or a score"),
-        ({"score": 0.3}, "label or a score"),
-        ({"label": None, "score": 4}, r"score 4 .*\(score - 1\) / 4"),
-        ({"label": None, "score": float("nan")}, "score nan"),
-        ({"theme": "an <image> of a cat"}, "theme contains <image>"),
+        ({"label": "maybe"}, "label .*'maybe'"),
+        ({"label": ""}, "a label or a score"),
+        ({"score": 0.3}, "a label or a score"),
+        ({"label": None, "score": 4}, "score"),
+        ({"label": None, "score": float("nan")}, "score"),
+        ({"theme": "an <image> of a cat"}, "theme .*<image>"),
         ({"reason": "yes: both show it."}, "reason"),
     ],
 )
 def test_problems_of_a_row(folder, pairs, tmp_path, change, named):
     """The message names the row, and how many others; nothing is written."""
+    image = Image.open(folder / "images" / "1a.png")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # a photo on its side is one with its upright copy
+    image.rotate(90, expand=True).save(folder / "side.png", exif=exif)
     pairs[1] |= change
     pairs[5]["label"] = "?"
     message = problem(write_lines(folder / "pairs.jsonl", pairs), tmp_path / "out")
@@ -185,43 +179,30 @@ def test_problems_of_a_row(folder, pairs, tmp_path, change, named):
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("pairs.jsonl", "", ""),
-        ("pairs.csv", "\ufeffimage1,image2,label\n", ""),
-        ("pairs.json", "{}", "list of pairs"),
+        ("pairs.jsonl", "", "pairs.jsonl"),
+        ("pairs.json", "{}", "pairs.json"),
         ("pairs.jsonl", "{x", "line 1"),
         ("pairs.csv", "image1;image2;label\na.png;b.png;Yes\n", "image1;image2;label"),
         ("pairs.csv", "image1,image2,label,theme\na,b,Yes,a fox, red\n", "row 1"),
-        ("pairs.csv", 'image1,image2,label,theme\na,b,Yes,"a fox\n', ""),
+        ("pairs.csv", 'image1,image2,label,theme\na,b,Yes,"a fox\n', "pairs.csv"),
         ("pairs.csv", b"image1,image2,label,theme\na,b,Yes,caf\xe9\n", "UTF-8"),
-        ("pairs.xlsx", "x", ".jsonl, .csv or .json"),
+        ("pairs.xlsx", "x", ".csv"),
     ],
 )
 def test_problems_of_a_file(tmp_path, name, content, named):
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    message = problem(file, tmp_path / "out")
-    assert named in message and str(file) in message
+    assert named in problem(file, tmp_path / "out")
 
 
 def test_labels_that_are_all_alike_and_other_inputs_are_refused(folder, pairs, tmp_path):
     file = write_lines(folder / "pairs.jsonl", pairs)
-    assert "alone" in problem(file, tmp_path / "out", editing=file)
+    assert "--editing" in problem(file, tmp_path / "out", editing=file)
     assert "--reasons" in problem(file, tmp_path / "out", server="http://127.0.0.1:9")
     (folder / "theme.txt").write_text("About {theme}?")
-    assert "has no theme" in problem(file, tmp_path / "out", question=folder / "theme.txt")
+    assert "theme.txt" in problem(file, tmp_path / "out", question=folder / "theme.txt")
     write_lines(file, [line | {"label": "Yes"} for line in pairs])
-    assert "20 pairs 20 have a clear label" in problem(file, tmp_path / "out")
-
-
-def test_copies_and_turned_photos_are_one_image(folder, tmp_path):
-    image = Image.open(folder / "images" / "1a.png").resize((48, 32))
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    image.save(folder / "side.png", exif=exif)
-    image.rotate(-90, expand=True).save(folder / "upright.png")
-    file = folder / "pairs.jsonl"
-    write_lines(file, [row(0), row(1) | {"image1": "side.png", "image2": "upright.png"}])
-    assert "row 2" in problem(file, tmp_path / "out")
+    assert "20 pairs" in problem(file, tmp_path / "out")
 
 
 def test_a_model_writes_the_reasons_that_are_missing(folder, pairs, tmp_path):
@@ -236,11 +217,10 @@ def test_a_model_writes_the_reasons_that_are_missing(folder, pairs, tmp_path):
     with fake_judge.FakeJudge(agrees) as server:
         own(file, tmp_path / "out", test_share=0.0, server=server.url, reasons=True)
         assert len(server.requests) == sum(not line["reason"] for line in pairs)
-    answers = Counter(
-        line["messages"][1]["content"]
-        for line in rows(tmp_path / "out", "consistency_reward_cot_train")
-    )
-    assert len(answers) == 4 and sum(answers.values()) == COUNT
+    examples = load_examples(tmp_path / "out", "consistency_reward_cot_train")
+    learned = Counter(example.answer for example in examples)
+    assert learned["Yes. Seen in both images."] == learned["No. Seen in both images."] == COUNT / 4
+    assert len(learned) == 2 + COUNT / 2
 
 
 @pytest.mark.slow
@@ -252,10 +232,7 @@ def test_own_pairs_are_trained_on(folder, pairs, judge_dir, tmp_path):
     config |= {"dataset": "consistency_reward_train", "first_token_weight": 0.1}
     check_data(config)
     run_processes(["-m", "paco_reward.cli", "train"], [config], tmp_path)
-    assert any(
-        np.abs(weights).max() > 0
-        for name, weights in adapter(tmp_path / "judge").items()
-        if "lora_B" in name
-    )
+    weights = adapter(tmp_path / "judge")
+    assert any(np.abs(value).max() > 0 for name, value in weights.items() if "lora_B" in name)
     tested, labels = labeled_pairs(output, "consistency_reward_test")
     assert len(tested) == 4 and sorted(labels) == [False, False, True, True]

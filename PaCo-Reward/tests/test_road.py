@@ -87,6 +87,8 @@ def expected_labels(output: Path, road: Path, model: str) -> dict[frozenset, tup
     questions = {}
     for candidates in read_lines(output / "sets.jsonl"):
         idx = candidates["folder"]
+        panels = {Path(name).name for name in candidates["comp_images"]}
+        assert len(panels) == 1 and Path(candidates["ref_image"]).name not in panels
         question = theme_question(prompts[idx].split(". [LEFT]")[0] + ".")
 
         def panel(name, idx=idx):
@@ -118,7 +120,9 @@ def built(road, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("built") / "out"
     with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
         judge = {"server": server.url, "model": "judge-a", "answer_tokens": "exact"}
-        build(road, output, **judge, **SETTING, reasons=True)
+        stats = build(road, output, **judge, **SETTING, reasons=True)
+    groups = {name: numbers["groups"] for name, numbers in stats["datasets"].items()}
+    assert groups == {"consistency_reward_cot_train": 3, "consistency_reward_cot_test": 2}
     return output
 
 

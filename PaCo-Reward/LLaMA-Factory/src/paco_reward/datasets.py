@@ -29,8 +29,9 @@ class Example:
 
     place: str  # DATASET row N
     prompt: str
-    answer: str
+    answer: str  # the first of them
     images: tuple[Path, ...]
+    num_answers: int = 1
 
     @property
     def label(self) -> bool | None:
@@ -122,7 +123,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     num_tags = prompt.count(TAG)
     if num_tags != len(paths):
         raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
-    return Example(place, prompt, answers[-1], tuple(paths))
+    return Example(place, prompt, answers[0], tuple(paths), len(answers))
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -215,10 +216,10 @@ def labeled_pairs(
     labels: list[bool] = []
     for example in examples:
         is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
-        if not is_pair or example.label is None:
+        if not is_pair or example.label is None or example.num_answers > 1:
             raise UserError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
-                "(see --image_labels), and its answer begins with Yes or No"
+                "(see --image_labels), and its only answer begins with Yes or No"
             )
         rows.append((*example.images, example.prompt.removeprefix(prefix)))
         labels.append(example.label)

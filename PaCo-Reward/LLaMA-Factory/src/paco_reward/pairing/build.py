@@ -21,6 +21,7 @@ from typing import Any
 
 from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
+from paco_judge.files import fingerprint
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -79,15 +80,19 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
         counts = Counter(prompts=len(read.items))
         counts["sub_figures"] = files.write_sub_figures(read.items, output)
         parts = theme_parts(options, read, counts)
-        stats[options.name] = _finish(options, read, options.name, parts, counts)
+        has_reasons = options.reasons or read.reasons is not None
+        numbers = _write(options, read, options.name, parts, has_reasons, counts)
+        stats[options.name] = _stats(options, read, (read.question,), counts, numbers)
     if read.edits and not options.sets_only:
         counts = Counter(edits=len(read.edits))
         parts = editing_parts(options, read, counts)
-        stats[EDITING_NAME] = _finish(options, read, EDITING_NAME, parts, counts)
-    if read.user_pairs:
-        counts = Counter(read.user_pairs.counts)
+        numbers = _write(options, read, EDITING_NAME, parts, options.reasons, counts)
+        stats[EDITING_NAME] = _stats(options, read, read.editing_questions, counts, numbers)
+    if own := read.user_pairs:
+        counts = Counter(own.counts)
         parts = user_parts(options, read, counts)
-        stats[options.name] = _finish(options, read, options.name, parts, counts)
+        numbers = _write(options, read, options.name, parts, options.reasons, counts)
+        stats[options.name] = _stats(options, read, own.questions, counts, numbers)
     file = output / STATS
     before = json.loads(file.read_bytes()) if file.exists() else {}
     files.write_json(file, before | stats)
@@ -96,59 +101,56 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
 
 def _identity(options: Namespace, read: Inputs) -> dict[str, Any]:
     """What each part of the output is made from, without labels: those may be corrected."""
-    identity = {}
+    identity: dict[str, Any] = {}
     if read.items:
-        images = []
-        digests: dict[Path, str] = {}
+        prompts = []
         for item in read.items:
-            for name, (file, _) in item.sources.items():
-                if file not in digests:
-                    digests[file] = files.content_hash(file)
-                images.append([item.folder, item.prompt, name, file.name, digests[file]])
-        identity["images/"] = identity[options.name] = images
+            images = dict.fromkeys(file for file, _ in item.sources.values())
+            prompts.append([item.folder, item.prompt, list(item.sources), fingerprint(*images)])
+        identity["images/"] = identity[options.name] = prompts
     if read.edits:
-        edits = []
-        for edit in read.edits:
-            shown = [files.content_hash(Path(file)) for file in (edit.source, edit.edited)]
-            edits.append([*shown, edit.instruction])
-        identity[EDITING_NAME] = edits
+        identity[EDITING_NAME] = [
+            [edit.instruction, fingerprint(edit.source, edit.edited)] for edit in read.edits
+        ]
     if read.user_pairs:
         identity[options.name] = read.user_pairs.shown
     return identity
 
 
-def _finish(
-    options: Namespace, read: Inputs, name: str, parts: Parts, counts: Counter
-) -> dict[str, Any]:
+def _write(
+    options: Namespace,
+    read: Inputs,
+    name: str,
+    parts: Parts,
+    has_reasons: bool,
+    counts: Counter,
+) -> dict[str, dict[str, int]]:
     """Write the data sets of a name; returns their numbers."""
-    counts = Counter({reason: count for reason, count in counts.items() if count})
     if options.sets_only:
         if not counts["sets"]:
             raise UserError(_nothing_left("sets", counts))
-        return _stats(options, read, name, counts, {})
+        return {}
     if not any(parts.values()):
         raise UserError(_nothing_left("balanced pairs", counts))
-    has_reasons = options.reasons or (name != EDITING_NAME and read.reasons is not None)
     full_name = f"{name}{COT}" if has_reasons else name
     datasets = {f"{full_name}_{part}": pairs for part, pairs in parts.items() if pairs}
-    numbers = files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
-    return _stats(options, read, name, counts, numbers)
+    return files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
 
 
 def _stats(
-    options: Namespace, read: Inputs, name: str, counts: Counter, numbers: dict[str, Any]
+    options: Namespace,
+    read: Inputs,
+    questions: tuple[Question, ...],
+    counts: Counter,
+    numbers: dict[str, dict[str, int]],
 ) -> dict[str, Any]:
-    questions: tuple[Question, ...] = (read.question,)
-    if name == EDITING_NAME:
-        questions = read.editing_questions
-    elif read.user_pairs:
-        questions = read.user_pairs.questions
+    """The entry of a name in stats.json."""
     if options.reasons:
         questions += (load_question(answers.REASON),)
     return {
         "seed": options.seed,
         "asked": record(questions, read.form),
-        "counts": dict(counts),
+        "counts": {reason: count for reason, count in counts.items() if count},
         "datasets": numbers,
     }
 
@@ -209,12 +211,9 @@ def theme_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     kept, _ = clean(pairs, options, counts)
     decided = {item.group: item.split for item in read.items if item.split}
     testing = testing_groups(kept, decided, options)
-    # Balanced before reasons are written, so that none is asked for a pair that is dropped, and
-    # after, because pairs whose reason contradicts their label are dropped, too.
     parts = split(kept, testing, options.seed, counts)
     if options.reasons or read.reasons is not None:
-        pairs = with_reasons([*parts[TRAIN], *parts[TEST]], options, read, counts)
-        parts = split(pairs, testing, options.seed, counts)
+        return with_reasons(parts, testing, options, read, counts)
     return parts
 
 
@@ -228,9 +227,7 @@ def editing_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     testing = testing_groups(kept, {}, options)
     parts = split(kept, testing, options.seed, counts)
     if options.reasons:
-        pairs = [*parts[TRAIN], *parts[TEST]]
-        pairs = answers.write_reasons(pairs, options.output, read.judge, counts)
-        parts = split(pairs, testing, options.seed, counts)
+        return with_reasons(parts, testing, options, read, counts)
     return parts
 
 
@@ -252,11 +249,7 @@ def user_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
         )
     parts = split(pairs, testing, options.seed, counts)
     if options.reasons:
-        pairs = [*parts[TRAIN], *parts[TEST]]
-        explained = [pair for pair in pairs if pair.reason is not None]
-        bare = [pair for pair in pairs if pair.reason is None]
-        explained += answers.write_reasons(bare, options.output, read.judge, counts)
-        parts = split(select.shuffled(explained, options.seed), testing, options.seed, counts)
+        return with_reasons(parts, testing, options, read, counts)
     return parts
 
 
@@ -333,16 +326,26 @@ def split(pairs: Sequence[LabeledPair], testing: set[str], seed: int, counts: Co
 
 
 def with_reasons(
-    pairs: Sequence[LabeledPair], options: Namespace, read: Inputs, counts: Counter
-) -> list[LabeledPair]:
-    """The pairs with a reason that agrees with their label, by people or by the judge."""
+    parts: Parts, testing: set[str], options: Namespace, read: Inputs, counts: Counter
+) -> Parts:
+    """The pairs with a reason that agrees with their label, by people or by the judge.
+
+    They were balanced before, so that none is asked for a pair that is dropped, and are again, as
+    pairs whose reason contradicts their label are dropped, too.
+    """
+    pairs = [*parts[TRAIN], *parts[TEST]]
     if read.reasons is not None:
-        return answers.given_reasons(pairs, read.reasons, counts)
-    return answers.write_reasons(pairs, options.output, read.judge, counts)
+        explained = answers.given_reasons(pairs, read.reasons, counts)
+    else:
+        bare = [pair for pair in pairs if pair.reason is None]
+        explained = [pair for pair in pairs if pair.reason is not None]
+        explained += answers.write_reasons(bare, options.output, read.judge, counts)
+        explained = select.shuffled(explained, options.seed)
+    return split(explained, testing, options.seed, counts)
 
 
 def _nothing_left(what: str, counts: Mapping[str, int]) -> str:
-    lost = ", ".join(f"{name} {count}" for name, count in counts.items())
+    lost = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     return f"no {what} are left ({lost}); add images or labels, or loosen the options"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paco_judge.errors import UserError
 from paco_judge.questions import EDITING, add_form_arguments
-from paco_reward.options import positive
+from paco_reward.options import add_server_options, positive
 
 DESCRIPTION = """Builds labeled pairs for training the judge: from your own pairs (--pairs), or from
 generated images, which people (--rankings) or a judge (--server) rank (docs/judge.md, "Training
@@ -65,13 +65,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--reasons", action="store_true", help="the server's model writes a reason for every pair"
     )
 
-    add("--server", metavar="URL", help="an OpenAI-compatible server: http://127.0.0.1:8000")
+    add_server_options(parser, "an OpenAI-compatible server: http://127.0.0.1:8000")
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
-    add(
-        "--api_key_env",
-        metavar="VARIABLE",
-        help="variable with the server's key; default: VLLM_API_KEY",
-    )
     template = "shipped template or text file (default "
     add(
         "--question",

@@ -74,11 +74,6 @@ def claim(output: Path, inputs: Mapping[str, Any]) -> None:
     write_json(note, known | stated)
 
 
-def content_hash(file: Path) -> str:
-    """A hash of a file's content."""
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-
-
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     """Cut or copy to OUTPUT/images/<idx>/ what is not there yet.
 

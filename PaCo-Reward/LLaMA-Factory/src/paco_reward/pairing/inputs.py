@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import pydantic
@@ -120,6 +120,7 @@ class EditRow(Row):
     follows: bool | None = None
 
 
+AnyModel = TypeVar("AnyModel", bound=pydantic.BaseModel)
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
@@ -144,14 +145,24 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
     for number, values in enumerate(read_json_lines(file), start=1):
         place = f"{file} row {number}"
         try:
-            rows.append(kind.model_validate(values | {"place": place}))
-        except pydantic.ValidationError as error:
-            problem = error.errors()[0]
-            field = ".".join(str(part) for part in problem["loc"])
-            raise UserError(f"{place}: {field} {problem['msg']}") from error
+            rows.append(row_of(values | {"place": place}, kind))
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
     if not rows:
-        raise UserError(f"{file} holds no lines")
+        raise UserError(f"{file} holds no rows")
     return rows
+
+
+def row_of(values: dict[str, Any], kind: type[AnyModel]) -> AnyModel:
+    """The values as a row. Raises UserError: The first of its problems."""
+    try:
+        return kind.model_validate(values)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            raise UserError(f"it has no {field}, but {', '.join(values)}") from error
+        raise UserError(f"{field} {problem['msg']}, not {problem['input']!r}") from error
 
 
 def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:

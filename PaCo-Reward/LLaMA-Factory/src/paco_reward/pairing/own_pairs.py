@@ -14,25 +14,48 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
+from pydantic import BeforeValidator, Field
 from tqdm import tqdm
 
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.images import content_digest, load_image
 from paco_judge.questions import Question, load_question
-from paco_reward.datasets import RESERVED, TAG
 from paco_reward.pairing.answers import split_verdict
+from paco_reward.pairing.inputs import Text, row_of
 from paco_reward.pairing.select import LabeledPair
-
-COLUMNS = ("image1", "image2", "label", "score", "theme", "reason")
-_YES = ("yes", "true", "1", "1.0")
-_NO = ("no", "false", "0", "0.0")
 
 logger = logging.getLogger(__name__)
 
-Values = dict[str, Any]
+
+def _none_if_blank(value: Any) -> Any:
+    """Tables write nothing into columns that are not used."""
+    return None if isinstance(value, str) and not value.strip() else value
+
+
+OptionalText = Annotated[Text | None, BeforeValidator(_none_if_blank)]
+
+
+class PairRow(pydantic.BaseModel):
+    """A row of the file; other columns are ignored."""
+
+    model_config = pydantic.ConfigDict(coerce_numbers_to_str=True, str_strip_whitespace=True)
+
+    image1: Text
+    image2: Text
+    label: Annotated[bool | None, BeforeValidator(_none_if_blank)] = None
+    score: Annotated[float | None, BeforeValidator(_none_if_blank), Field(ge=0, le=1)] = None
+    theme: OptionalText = None
+    reason: OptionalText = None
+
+    @pydantic.model_validator(mode="after")
+    def _either(self) -> "PairRow":
+        if (self.label is None) == (self.score is None):
+            raise ValueError("needs either a label or a score")
+        return self
 
 
 @dataclass(frozen=True)
@@ -58,35 +81,30 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
         UserError: Names the first row that cannot be used, and how many more there are.
     """
     reader = _PairReader(file.parent, question_name, min_gap)
-    counts: Counter[str] = Counter()
     pairs = []
     problems = []
-    for number, values in enumerate(tqdm(_rows(file), desc="pairs"), start=1):
+    rows = _rows(file)
+    for number, values in enumerate(tqdm(rows, desc="pairs"), start=1):
         try:
-            pair = reader.pair(values)
+            pairs.append(reader.pair(row_of(values, PairRow)))
         except ValueError as error:
             problems.append(f"{file} row {number}: {error}")
-            continue
-        counts["pairs"] += 1
-        if pair is None:
-            counts["unclear"] += 1
-        else:
-            pairs.append(pair)
     if problems:
         others = f" ({len(problems) - 1} more rows cannot be used)" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
-    labels = {pair.label for pair in pairs}
-    if len(labels) < 2:
+    clear = [pair for pair in pairs if pair is not None]
+    if len({pair.label for pair in clear}) < 2:
         raise UserError(
-            f"{file}: of {counts['pairs']} pairs {len(pairs)} have a clear label, all of them the "
-            "same; the judge learns from as many Yes as No"
+            f"{file}: of {len(rows)} pairs {len(clear)} have a clear label, all of them the same; "
+            "the judge learns from as many Yes as No"
         )
+    counts = {"pairs": len(rows), "unclear": len(rows) - len(clear)}
     questions = tuple(reader.questions.values())
-    return OwnPairs(pairs, reader.images, questions, reader.shown, counts)
+    return OwnPairs(clear, reader.images, questions, reader.shown, counts)
 
 
 class _PairReader:
-    """Makes a labeled pair of a row's values."""
+    """Makes labeled pairs of rows."""
 
     def __init__(self, folder: Path, question_name: str | None, min_gap: float) -> None:
         self.images: dict[str, Path] = {}
@@ -98,62 +116,41 @@ class _PairReader:
         self._names: dict[Path, str] = {}
         self._name_of_content: dict[bytes, str] = {}
 
-    def pair(self, values: Values) -> LabeledPair | None:
+    def pair(self, row: PairRow) -> LabeledPair | None:
         """None if its score is unclear. Raises UserError: The row cannot be used."""
-        label = self._label(values)
-        first = self._image(values, "image1")
-        second = self._image(values, "image2")
+        first = self._image(row.image1)
+        second = self._image(row.image2)
         if first == second:
             raise UserError("image1 and image2 are the same image")
-        theme = _text(values, "theme")
-        self.shown.append([first, second, theme or ""])
-        name = self._question_name or ("theme" if theme else "pair")
+        name = self._question_name or ("theme" if row.theme else "pair")
         if name not in self.questions:
             self.questions[name] = load_question(name, ("theme",))
         question = self.questions[name]
-        if "theme" in question.fields and theme is None:
+        if "theme" in question.fields and row.theme is None:
             raise UserError(f"it has no theme, which the question {name} asks about")
-        reason = _text(values, "reason")
+        self.shown.append([first, second, row.theme or ""])
+        label = self._label(row)
         if label is None:
             return None
-        answer = None if reason is None else _answer(label, reason)
-        text = question.text(theme=theme or "")
+        answer = None if row.reason is None else _answer(label, row.reason)
+        text = question.text(theme=row.theme or "")
         return LabeledPair(first, second, text, label, "pair", group="", reason=answer)
 
-    def _label(self, values: Values) -> bool | None:
+    def _label(self, row: PairRow) -> bool | None:
         """The label, or the side of 1/2 on which the score is; None: it is too near."""
-        label = _cell(values, "label")
-        score = _cell(values, "score")
-        if (label is None) == (score is None):
-            raise UserError(f"it needs either a label or a score{_columns(values)}")
-        if label is not None:
-            if label.casefold() not in (*_YES, *_NO):
-                raise UserError(f"label {label!r} is neither Yes nor No")
-            return label.casefold() in _YES
-        try:
-            value = float(score)
-        except ValueError:
-            value = float("nan")
-        if not 0 <= value <= 1:
-            raise UserError(
-                f"score {score} is not between 0 and 1; for scores of 1 to 5 write (score - 1) / 4"
-            )
+        if row.label is not None:
+            return row.label
         largest_no = 0.5 - self._min_gap / 2
         least_yes = 0.5 + self._min_gap / 2
-        if largest_no < value < least_yes:
-            return None
-        return value >= least_yes
+        return None if largest_no < row.score < least_yes else row.score >= least_yes
 
-    def _image(self, values: Values, column: str) -> str:
-        """The name in the data set of the image in a column."""
-        stated = _cell(values, column)
-        if stated is None:
-            raise UserError(f"it has no {column}{_columns(values)}")
+    def _image(self, stated: str) -> str:
+        """The name in the data set of an image."""
         file = self._folder / stated
         if file in self._names:
             return self._names[file]
         if not file.is_file():
-            raise UserError(f"{column} {file} does not exist; paths are relative to the file")
+            raise UserError(f"image {file} does not exist; paths are relative to the file of pairs")
         # Copies of an image are one image: their pairs must not be on both sides of the split.
         digest = content_digest(load_image(file))
         name = self._name_of_content.setdefault(
@@ -162,31 +159,6 @@ class _PairReader:
         self._names[file] = name
         self.images.setdefault(name, file)
         return name
-
-
-def _cell(values: Values, column: str) -> str | None:
-    """A value as text; None if it is missing or blank."""
-    value = values.get(column)
-    if value is None:
-        return None
-    if not isinstance(value, (str, int, float)):
-        raise UserError(f"{column} is {value!r}, not a text or a number")
-    return str(value).strip() or None
-
-
-def _text(values: Values, column: str) -> str | None:
-    """``_cell`` for a text that the model will see."""
-    text = _cell(values, column)
-    for token in (TAG, *RESERVED):
-        if text is not None and token in text:
-            raise UserError(f"{column} contains {token}, which stands for an image; remove it")
-    return text
-
-
-def _columns(values: Values) -> str:
-    """What the row has, for messages about what it lacks."""
-    names = ", ".join(values)
-    return f" (the row has {names})" if names else ""
 
 
 def _answer(label: bool, reason: str) -> str:
@@ -198,25 +170,26 @@ def _answer(label: bool, reason: str) -> str:
     return f"{verdict}. {sentences}" if sentences else verdict
 
 
-def _rows(file: Path) -> list[Values]:
+def _rows(file: Path) -> list[dict[str, Any]]:
     """The values of each row by column. Raises UserError."""
     readers = {".csv": _csv_rows, ".jsonl": read_json_lines, ".json": _json_rows}
     reader = readers.get(file.suffix.lower())
     if reader is None:
         raise UserError(f"{file} must be a .jsonl, .csv or .json file")
     rows = []
+    unused: Counter[str] = Counter()
     for row in reader(file):
-        rows.append({str(name).strip().casefold(): value for name, value in row.items()})
+        values = {str(name).strip().casefold(): value for name, value in row.items()}
+        unused.update(values.keys() - PairRow.model_fields.keys())
+        rows.append(values)
     if not rows:
         raise UserError(f"{file} holds no pairs")
-    names = {name for values in rows for name in values}
-    unused = sorted(names - set(COLUMNS))
     if unused:
-        logger.warning("columns that are not used: %s", ", ".join(unused))
+        logger.warning("columns that are not used: %s", ", ".join(sorted(unused)))
     return rows
 
 
-def _csv_rows(file: Path) -> list[Values]:
+def _csv_rows(file: Path) -> list[dict[str, Any]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:
             rows = list(csv.DictReader(text, strict=True))
@@ -231,12 +204,11 @@ def _csv_rows(file: Path) -> list[Values]:
     return rows
 
 
-def _json_rows(file: Path) -> list[Values]:
+def _json_rows(file: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file} is no JSON: {error}") from error
-    are_objects = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not are_objects:
+    if not isinstance(rows, list):
         raise UserError(f'{file} must hold a list of pairs: [{{"image1": …}}, …]')
     return rows
