@@ -20,6 +20,7 @@ from pairing_tools import (
 
 from paco_judge.errors import UserError
 from paco_judge.grid import split_prompt
+from paco_judge.images import data_url, load_image
 from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs, load_examples
@@ -104,8 +105,15 @@ def test_labeled_edits(edits, tmp_path):
 
 
 def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
+    """About the source and then its edit."""
+
     def by_number(number, request):
-        edit = int(request["messages"][0]["content"][-1]["text"].split("make it ")[1].split('"')[0])
+        *images, text = request["messages"][0]["content"]
+        edit = int(text["text"].split("make it ")[1].split('"')[0])
+        for image, name in zip(images, ("source", "edited"), strict=True):
+            shown = load_image(edits / f"{name}{edit}.png")
+            if image["image_url"]["url"] != data_url(shown):
+                return 400, {"error": {"message": f"no {name}"}}, {}
         return 200, fake_judge.answer(0.5 if edit == 3 else 0.9 if edit % 2 else 0.1), {}
 
     with fake_judge.FakeJudge(by_number) as server:
@@ -141,9 +149,6 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
         assert all_bytes(output) == whole
         build(world, output, **setting)
         assert len(server.requests) == done
-        journal.write_bytes(b"[1]\n" + journal.read_bytes())
-        with pytest.raises(UserError, match=r"reasons\.jsonl"):
-            build(world, output, **setting)
         for name, seed in (("again", 42), ("other", 1)):
             build(world, tmp_path / name, seed=seed, **setting)
             assert (all_bytes(tmp_path / name) == whole) == (name == "again")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from packaging.requirements import Requirement
 
 from paco_judge.errors import UserError
@@ -168,6 +169,15 @@ def test_wrong_options_are_refused_before_anything_is_read(change, tmp_path):
     named = {"save_strategy": "sometimes", "finetuning_type": "fine-tuning"}.get(name, name)
     with pytest.raises(UserError, match=named):
         run(str(file), [], {"NPROC_PER_NODE": "2"})
+
+
+def test_checking_options_starts_no_distributed_processes(monkeypatch):
+    """A cluster's variables are for the processes that train: here nobody would answer."""
+    PartialState._reset_state()
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    check_options(MINIMAL)
+    assert PartialState._shared_state == {}
 
 
 def test_a_model_that_is_not_there_is_a_message(config, tmp_path):

@@ -215,7 +215,7 @@ def test_a_frozen_tower_keeps_no_activations(trained, scorer, caplog):
     assert features.last_hidden_state.requires_grad == trained
 
 
-# The last batch is not full: ten pairs on two processes, nine on three.
+# The last batch is not full: ten pairs on two processes.
 EVALUATION = {
     "eval_dataset": "held_out",
     "do_eval": True,
@@ -319,15 +319,3 @@ def test_two_processes_train_and_evaluate_as_one(scheme, trained, judge_dir, dat
     assert_same_training(tmp_path / "two", trained / scheme)
     expected = evaluation_metrics(trained / scheme)
     assert evaluation_metrics(tmp_path / "two") == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.long
-def test_three_processes_evaluate_nine_pairs_as_one(judge_dir, data_dir, tmp_path):
-    """Two, one and no pair are left for the last batches; each process fills its own up."""
-    config = train_config(judge_dir, data_dir, tmp_path, first_token_weight=0.1, **EVALUATION)
-    config |= {"do_train": False, "max_samples": 9}
-    launch.train(config | {"output_dir": str(tmp_path / "one")})
-    three = config | {"output_dir": str(tmp_path / "three")}
-    run_processes([*TORCHRUN, "--nproc_per_node=3", "-m", "paco_reward.launch"], [three], tmp_path)
-    expected = evaluation_metrics(tmp_path / "one")
-    assert evaluation_metrics(tmp_path / "three") == pytest.approx(expected, abs=1e-4)

@@ -43,7 +43,7 @@ def base(folder: Path) -> torch.nn.Module:
 def test_adapters_load_under_old_and_new_names(judge_dir, adapter_dir, tmp_path):
     """The base as transformers saves it, and with the names of the published Qwen2.5-VL."""
     published = changed(judge_dir, tmp_path / "old", renamed(r"^model\.visual\.", "visual."))
-    old_names = renamed(r"model\.language_model\.|model\.model\.", "model.")
+    old_names = renamed(r"model\.(language_model\.|model\.(?=visual))", "model.")
     old_adapter = changed(adapter_dir, tmp_path / "tuned", old_names)
     for folder in (judge_dir, published):
         load_adapter(base(folder), old_adapter)
@@ -117,11 +117,11 @@ def test_an_adapters_tensor_that_is_missing_or_does_not_fit_is_named(
 ):
     def damaged(weights: dict) -> dict:
         name = first(weights, "q_proj.lora_B")
-        tensor = weights.pop(name)
-        if change == "shape":
-            weights[name] = torch.ones(9, 2)
         if change == "elsewhere":
-            weights[name.replace("q_proj", "x_proj")] = tensor
+            return weights | {name.replace("q_proj", "x_proj"): weights[name]}
+        weights[name] = torch.ones(9, 2)
+        if change == "missing":
+            del weights[name]
         return weights
 
     folder = changed(adapter_dir, tmp_path / "changed", damaged)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+import torch
 from pydantic import Field, PositiveInt
 
 from paco_judge.errors import UserError
@@ -111,12 +112,20 @@ def check_options(config: dict[str, Any]) -> None:
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         raise UserError(f"option {problem['loc'][0]}: {problem['msg']}") from error
+
+    class WithoutDevice(parser.TrainingArguments):
+        """No GPU is taken, and no other process waited for: that is up to those that train."""
+
+        device = torch.device("cpu")
+
+    kinds = [
+        WithoutDevice if kind is parser.TrainingArguments else kind for kind in parser._TRAIN_ARGS
+    ]
     options = dict(config)
     options.pop("global_batch_size", None)  # ours alone
-    # GPUs and DeepSpeed belong to the processes that train.
     options |= {"use_cpu": True, "deepspeed": None}
     try:
-        HfArgumentParser(parser._TRAIN_ARGS).parse_dict(options)
+        HfArgumentParser(kinds).parse_dict(options)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"options of LLaMA-Factory: {error}") from error
 
