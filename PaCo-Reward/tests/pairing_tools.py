@@ -1,10 +1,11 @@
-"""A small set of grids, a model that judges by color, and a way to run build-dataset."""
+"""Grids whose prompts, panels and answers of the judge all differ, and a way to run build-dataset."""
 
 import argparse
 import base64
 import hashlib
 import io
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,56 +13,38 @@ import pytest
 from fakes import fake_judge
 from PIL import Image
 
+from paco_judge.images import content_digest
 from paco_reward.pairing.build import build as _build
 from paco_reward.pairing.command import add_parser, check
-from paco_toy.world import (
-    CHARACTERS,
-    COLOURS,
-    VIEWS,
-    assemble_grid,
-    grid_prompt,
-    random_jitter,
-    render_panel,
-    to_uint8,
-)
 
-GENERATIONS = 4
-SIDE = 24
-PROMPTS = 5
-SETS = 3
+THEMES = {"one fox": 2, "two boats": 1, "a tall mill": 1, "three owls": 1, "an old car": 1}
+PROMPTS = sum(THEMES.values())
+PANELS = 3
+GENERATIONS = 3
+SIDE = 32
 
 
-def grid(characters, views, seed: int) -> Image.Image:
-    """A 2x2 grid of the shapes world."""
-    rng = np.random.default_rng(seed)
-    panels = []
-    for character, view in zip(characters, views, strict=True):
-        panels.append(render_panel(CHARACTERS[character], view, SIDE, random_jitter(rng)))
-    return Image.fromarray(to_uint8(assemble_grid(panels)))
-
-
-def of_colour(character: int, colour: str) -> int:
-    """The number of a character that differs in its color alone."""
-    style = CHARACTERS[character].style
-    shape = CHARACTERS[character].shape
-    looks = [(c.style, c.shape, c.colour) for c in CHARACTERS]
-    return looks.index((style, shape, colour))
+def noise(*seed: int, width: int = SIDE) -> Image.Image:
+    """A random picture that is like no other."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, width * 4 // SIDE, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, SIDE), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> Path:
-    """grids/<idx>_<generation>.png and metadata.jsonl; each generation of a prompt has a color."""
-    folder = tmp_path_factory.mktemp("grids")
+    """grids/<idx>_<generation>.png of 1x3 panels, and metadata.jsonl. p0 and p1 share a theme."""
+    folder = tmp_path_factory.mktemp("world")
     (folder / "grids").mkdir()
     lines = []
-    for number in range(PROMPTS):
-        views = [VIEWS[v] for v in np.random.default_rng(number).permutation(len(VIEWS))[:4]]
-        first = 13 * number % 35  # filled ones, whose color is clear
-        for generation in range(GENERATIONS):
-            character = of_colour(first, list(COLOURS)[(generation + number) % len(COLOURS)])
-            image = grid([character] * 4, views, 100 * number + generation)
-            image.save(folder / "grids" / f"p{number}_{generation}.png")
-        lines.append({"idx": f"p{number}", "prompt": grid_prompt(CHARACTERS[first], views)})
+    for theme, prompts in THEMES.items():
+        for _ in range(prompts):
+            number = len(lines)
+            panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
+            prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
+            lines.append({"idx": f"p{number}", "prompt": prompt})
+            for generation in range(GENERATIONS):
+                grid = noise(number, generation, width=PANELS * SIDE)
+                grid.save(folder / "grids" / f"p{number}_{generation}.png")
     write_lines(folder / "metadata.jsonl", lines)
     return folder
 
@@ -71,13 +54,7 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
 
     Returns the numbers of its only name.
     """
-    (stats,) = build_all(world, output, **more).values()
-    return stats
-
-
-def build_all(world: Path | None, output: Path, **more: object) -> dict:
-    """``build`` that returns the numbers of every name."""
-    options = {"output": output, "test_share": 0.25, "sets_per_prompt": SETS}
+    options = {"output": output, "test_share": 0.4, "sets_per_prompt": 4}
     if world is not None:
         options |= {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
     options |= more
@@ -91,7 +68,8 @@ def build_all(world: Path | None, output: Path, **more: object) -> dict:
     add_parser(parser.add_subparsers())
     args = parser.parse_args(arguments)
     check(args)
-    return _build(args)
+    (stats,) = _build(args).values()
+    return stats
 
 
 def write_lines(file: Path, lines: list) -> Path:
@@ -107,27 +85,31 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def colour_of(url: str) -> np.ndarray:
-    """Mean color of all pixels that are not white, (3,) in [0, 1]."""
-    image = Image.open(io.BytesIO(base64.b64decode(url.split(",", 1)[1]))).convert("RGB")
-    pixels = np.asarray(image, dtype=float).reshape(-1, 3) / 255
-    shown = pixels[pixels.min(axis=1) < 0.7]
-    return shown.mean(axis=0) if len(shown) else np.ones(3)
+def digest(image: Image.Image) -> str:
+    return content_digest(image).hex()
 
 
-def colour_model(number: int, request: dict):
-    """Scores and reasons by color alone."""
-    urls = []
-    for part in request["messages"][0]["content"]:
+def p_yes_of(*parts: str) -> float:
+    """The judge's answer to two images by their digests, in their order, a question, a model."""
+    return 0.02 + zlib.crc32("|".join(parts).encode()) % 960 / 1000
+
+
+def judge_model(number: int, request: dict):
+    """Scores of their own for each request, and reasons that name the second image."""
+    *parts, text = request["messages"][0]["content"]
+    images = []
+    for part in parts:
         if part["type"] == "image_url":
-            urls.append(part["image_url"]["url"])
-    distance = np.abs(colour_of(urls[0]) - colour_of(urls[1])).max()
+            content = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
+            images.append(digest(Image.open(io.BytesIO(content))))
+    question = text["text"]
     if request.get("logprobs"):
-        return 200, fake_judge.answer(float(np.clip(1 - 2 * distance, 0.01, 0.99))), {}
-    text = "**No**, the two shapes have colours that differ."
-    if distance < 0.12:
-        text = "**Yes**, the two shapes have one colour."
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
+        return 200, fake_judge.answer(p_yes_of(*images, question, request["model"])), {}
+    verdict = "Yes" if "The verdict that was given is: Yes" in question else "No"
+    other = {"Yes": "No", "No": "Yes"}[verdict]
+    words = " ".join(["colour", "differs"] * (int(images[0][:2], 16) % 4))
+    answer = f"**{verdict}**, the shape {words} of {images[1][:6]} is why, and not {other}."
+    return 200, {"choices": [{"message": {"role": "assistant", "content": answer}}]}, {}
 
 
 def rows(output: Path, name: str) -> list[dict]:
@@ -139,8 +121,7 @@ def all_bytes(output: Path) -> dict[str, str]:
     hashes = {}
     for file in output.rglob("*"):
         if file.is_file() and file.parent != output / "work":
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            hashes[str(file.relative_to(output))] = digest
+            hashes[str(file.relative_to(output))] = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashes
 
 

@@ -9,9 +9,8 @@ from fakes import fake_judge
 from pairing_tools import (
     all_bytes,
     build,
-    colour_model,
-    grid,
-    of_colour,
+    judge_model,
+    noise,
     rank_like_people,
     read_lines,
     rows,
@@ -24,14 +23,13 @@ from paco_judge.images import data_url, load_image
 from paco_judge.questions import RequestForm, theme_question
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs, load_examples
-from paco_toy.world import CHARACTERS, COLOURS, VIEWS
 
 
 def test_a_users_question_is_asked_and_learned(world, tmp_path):
     """Training data, accuracy and the server share wording and labels; a change asks again."""
     (tmp_path / "mine.txt").write_text("Same {theme}?")
     setting = {"question": tmp_path / "mine.txt", "image_labels": "<img{n}>: "}
-    with fake_judge.FakeJudge(colour_model) as server:
+    with fake_judge.FakeJudge(judge_model) as server:
         build(world, tmp_path / "out", server=server.url)
         before = len(server.requests)
         stats = build(world, tmp_path / "out", server=server.url, **setting)
@@ -39,7 +37,7 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
         assert len(server.requests) == 2 * before
     texts = [part.get("text", "image") for part in content]
     assert texts[:4] == ["<img1>: ", "image", "<img2>: ", "image"]
-    assert texts[4].startswith("Same 2x2")
+    assert texts[4].startswith("Same a 1x3 grid of")
     assert stats["asked"]["questions"][0]["template"] == "Same {theme}?"
     name = "consistency_reward_train"
     prefix = "<img1>: <image><img2>: <image>"
@@ -73,10 +71,8 @@ def edits(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("edits")
     lines = []
     for number in range(12):
-        for name, seed in (("source", 0), ("edited", 1 + number % 2)):
-            views = [VIEWS[(number + k) % len(VIEWS)] for k in range(4)]
-            character = of_colour(7 * number % len(CHARACTERS), list(COLOURS)[seed])
-            grid([character] * 4, views, 10 * number + seed).save(folder / f"{name}{number}.png")
+        noise(10, number).save(folder / f"source{number}.png")
+        noise(11, number).save(folder / f"edited{number}.png")
         line = {"source": f"source{number}.png", "edited": f"edited{number}.png"}
         lines.append(line | {"instruction": f"make it {number}"})
     write_lines(folder / "bare.jsonl", lines)
@@ -132,7 +128,7 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
 
 
 def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(world, tmp_path):
-    with fake_judge.FakeJudge(colour_model) as server:
+    with fake_judge.FakeJudge(judge_model) as server:
         output = tmp_path / "out"
         setting = {"server": server.url, "reasons": True}
         stats = build(world, output, **setting)
@@ -153,7 +149,7 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
             build(world, tmp_path / name, seed=seed, **setting)
             assert (all_bytes(tmp_path / name) == whole) == (name == "again")
     for example in load_examples(output, "consistency_reward_cot_train"):
-        assert example.answer.startswith(("Yes. The two shapes", "No. The two shapes"))
+        assert example.answer.startswith(("Yes. The shape", "No. The shape"))
     assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
 
@@ -166,7 +162,7 @@ def test_why_questions_stay_without_answer_is_said(world, tmp_path, caplog):
         question = request["messages"][0]["content"][-1]["text"]
         if question == refused or not request.get("logprobs"):
             return 400, {"error": {"message": "unloaded"}}, {}
-        return colour_model(number, request)
+        return judge_model(number, request)
 
     with fake_judge.FakeJudge(refuses) as server:
         command = ["build-dataset", "--grids", str(world / "grids")]

@@ -62,16 +62,28 @@ def test_problems_of_a_ranking(world, tmp_path, change):
         ({"sets_only": True, "reasons": True}, "--server"),
         ({"sets_only": True, "yes_ranks": 3, "no_ranks": 2}, "--candidates"),
         ({"server": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
-        ({"sets_only": True, "min_gap": "nan"}, "--min_gap"),
-        ({"sets_only": True, "test_share": 2}, "--test_share"),
-        ({"sets_only": True, "duplicate_bits": 99}, "--duplicate_bits"),
-        ({"sets_only": True, "name": "../x"}, "--name"),
-        ({"sets_only": True, "name": "x_cot"}, "--name"),
     ],
 )
 def test_problems_of_options(world, tmp_path, change, named):
     assert named in problem(world, tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("min_gap", "nan"),
+        ("min_gap", -0.1),
+        ("test_share", 1),
+        ("duplicate_bits", 65),
+        ("name", "../x"),
+        ("name", "x_cot"),
+    ],
+)
+def test_values_out_of_range_are_refused(world, tmp_path, capsys, option, value):
+    with pytest.raises(SystemExit):
+        build(world, tmp_path / "out", sets_only=True, **{option: value})
+    assert f"--{option}" in capsys.readouterr().err
 
 
 def test_a_copy_of_the_images_continues_and_other_images_are_refused(world, tmp_path):
@@ -145,12 +157,12 @@ def test_generations_on_several_lines(world, tmp_path, lines):
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     (item,) = read_prompts(file, world / "grids", True)
     assert (
-        item.folder == "7" and len(item.generations) == 3 and item.generations[2][3] == "02/3.png"
+        item.folder == "7" and len(item.generations) == 3 and item.generations[2][2] == "02/2.png"
     )
 
 
 def test_the_metadata_may_state_the_split(world, tmp_path, lines):
-    decided = {line["idx"]: "test" if number % 2 else "train" for number, line in enumerate(lines)}
+    decided = {line["idx"]: "train" for line in lines} | {"p2": "test", "p5": "test"}
     file = write_lines(
         tmp_path / "metadata.jsonl", [{**line, "split": decided[line["idx"]]} for line in lines]
     )

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairing_tools import of_colour
 from PIL import Image
 
 from paco_judge.grid import GridPrompt
@@ -15,6 +14,14 @@ from paco_reward.pairing.answers import read_reason, split_verdict
 from paco_reward.pairing.inputs import PromptItem, Ranking, connected
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking, pairs_of_rankings
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
+
+
+def of_colour(character: int, colour: str) -> int:
+    """The number of a character that differs in its color alone."""
+    style = CHARACTERS[character].style
+    shape = CHARACTERS[character].shape
+    looks = [(c.style, c.shape, c.colour) for c in CHARACTERS]
+    return looks.index((style, shape, colour))
 
 
 def ranking(reference: str, names: list[str], **more) -> Ranking:

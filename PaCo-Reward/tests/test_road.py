@@ -5,84 +5,35 @@ prompts that share a theme, and images that must stay on one side of the split. 
 exchanged, repeated or left out changes a label, a side or the loss.
 """
 
-import base64
-import io
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import fake_judge
-from pairing_tools import build, read_lines, rows, write_lines
+from pairing_tools import (
+    SIDE,
+    build,
+    digest,
+    judge_model,
+    noise,
+    p_yes_of,
+    read_lines,
+    rows,
+    write_lines,
+)
 from PIL import Image
 from training_tools import losses, train_config
 
-from paco_judge.images import content_digest
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward import launch
 from paco_reward.datasets import labeled_pairs
 
-THEMES = {"one fox": 2, "two boats": 1, "a tall mill": 1, "three owls": 1, "an old car": 1}
-PANELS = 3
-GENERATIONS = 3
-SIDE = 32
 
-
-def noise(*seed: int, width: int = SIDE) -> np.ndarray:
-    """A random picture, (SIDE, width, 3), that is like no other."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, width * 4 // SIDE, 3), np.uint8)
-    return np.asarray(Image.fromarray(coarse).resize((width, SIDE), Image.Resampling.BICUBIC))
-
-
-@pytest.fixture(scope="module")
-def road(tmp_path_factory) -> Path:
-    """grids/<idx>_<generation>.png of 1x3 panels, and metadata.jsonl."""
-    folder = tmp_path_factory.mktemp("road")
-    (folder / "grids").mkdir()
-    lines = []
-    for theme, prompts in THEMES.items():
-        for _ in range(prompts):
-            number = len(lines)
-            panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
-            prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
-            lines.append({"idx": f"p{number}", "prompt": prompt})
-            for generation in range(GENERATIONS):
-                grid = Image.fromarray(noise(number, generation, width=PANELS * SIDE))
-                grid.save(folder / "grids" / f"p{number}_{generation}.png")
-    write_lines(folder / "metadata.jsonl", lines)
-    return folder
-
-
-def p_yes_of(*parts: str) -> float:
-    """The judge's answer to two images, in their order, and a question."""
-    return 0.02 + zlib.crc32("|".join(parts).encode()) % 960 / 1000
-
-
-def digest(image: Image.Image) -> str:
-    return content_digest(image).hex()
-
-
-def judge_model(number: int, request: dict):
-    images = []
-    for part in request["messages"][0]["content"]:
-        if part["type"] == "image_url":
-            content = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
-            images.append(digest(Image.open(io.BytesIO(content))))
-    question = request["messages"][0]["content"][-1]["text"]
-    if request.get("logprobs"):
-        return 200, fake_judge.answer(p_yes_of(*images, question, request["model"])), {}
-    verdict = "Yes" if "The verdict that was given is: Yes" in question else "No"
-    other = {"Yes": "No", "No": "Yes"}[verdict]
-    words = " ".join(["colour", "differs"] * (int(images[0][:2], 16) % 4))
-    text = f"{verdict}. The shape {words} of {images[1][:6]} is why, and not {other}."
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}, {}
-
-
-def expected_labels(output: Path, road: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
+def expected_labels(output: Path, world: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
     """Label and question by the digests of two panels, from the grids, the sets and the judge."""
-    prompts = {line["idx"]: line["prompt"] for line in read_lines(road / "metadata.jsonl")}
+    prompts = {line["idx"]: line["prompt"] for line in read_lines(world / "metadata.jsonl")}
     votes: dict[frozenset, list[int]] = {}
     questions = {}
     for candidates in read_lines(output / "sets.jsonl"):
@@ -93,7 +44,7 @@ def expected_labels(output: Path, road: Path, model: str) -> dict[frozenset, tup
 
         def panel(name, idx=idx):
             generation, number = (int(text) for text in name.removesuffix(".png").split("/"))
-            grid = Image.open(road / "grids" / f"{idx}_{generation}.png")
+            grid = Image.open(world / "grids" / f"{idx}_{generation}.png")
             return digest(grid.crop((SIDE * number, 0, SIDE * (number + 1), SIDE)))
 
         reference = panel(candidates["ref_image"])
@@ -111,16 +62,16 @@ def expected_labels(output: Path, road: Path, model: str) -> dict[frozenset, tup
     return {key: (sum(of) > 0, questions[key]) for key, of in votes.items() if sum(of)}
 
 
-SETTING = {"sets_per_prompt": 4, "test_share": 0.4, "duplicate_bits": 0}
+SETTING = {"duplicate_bits": 0, "answer_tokens": "exact"}
 
 
 @pytest.fixture(scope="module")
-def built(road, tmp_path_factory) -> Path:
+def built(world, tmp_path_factory) -> Path:
     """A data set with reasons, labeled by ``judge_model`` as judge-a."""
     output = tmp_path_factory.mktemp("built") / "out"
     with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
-        judge = {"server": server.url, "model": "judge-a", "answer_tokens": "exact"}
-        stats = build(road, output, **judge, **SETTING, reasons=True)
+        judge = {"server": server.url, "model": "judge-a"}
+        stats = build(world, output, **judge, **SETTING, reasons=True)
     groups = {name: numbers["groups"] for name, numbers in stats["datasets"].items()}
     assert groups == {"consistency_reward_cot_train": 3, "consistency_reward_cot_test": 2}
     return output
@@ -136,9 +87,9 @@ def shown(output: Path, row: dict) -> list[str]:
     return [digest(Image.open(output / image)) for image in row["images"]]
 
 
-def test_labels_are_the_judges_about_reference_and_candidate(built, road):
+def test_labels_are_the_judges_about_reference_and_candidate(built, world):
     """Whatever the order of the two images in the training file, of which both occur."""
-    expected = expected_labels(built, road, "judge-a")
+    expected = expected_labels(built, world, "judge-a")
     orders = []
     for part in ("train", "test"):
         found = built_rows(built, part)
@@ -154,8 +105,8 @@ def test_labels_are_the_judges_about_reference_and_candidate(built, road):
     assert {True, False} <= set(orders) and 0.2 < np.mean(orders) < 0.8
 
 
-def test_accuracy_reads_the_verdict_and_not_the_reasons(built, road):
-    expected = expected_labels(built, road, "judge-a")
+def test_accuracy_reads_the_verdict_and_not_the_reasons(built, world):
+    expected = expected_labels(built, world, "judge-a")
     pairs, labels = labeled_pairs(built, "consistency_reward_cot_train")
     for pair, label, row in zip(pairs, labels, built_rows(built, "train"), strict=True):
         images = [digest(pair.image_a), digest(pair.image_b)]
@@ -163,13 +114,13 @@ def test_accuracy_reads_the_verdict_and_not_the_reasons(built, road):
         assert (label, pair.question) == expected[frozenset(images)]
 
 
-def test_prompts_of_one_theme_are_on_one_side(road, tmp_path):
+def test_prompts_of_one_theme_are_on_one_side(world, tmp_path):
     sides = []
     with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
         judge = {"server": server.url, "model": "judge-a"}
         for seed in range(6):
             output = tmp_path / str(seed)
-            build(road, output, **judge, **SETTING, seed=seed)
+            build(world, output, **judge, **SETTING, seed=seed)
             parts = {}
             for part in ("train", "test"):
                 found = built_rows(output, part, "consistency_reward")
@@ -181,18 +132,18 @@ def test_prompts_of_one_theme_are_on_one_side(road, tmp_path):
     assert len(set(sides)) == 2  # some seeds test the theme, and others train on it
 
 
-def test_another_judge_is_asked_again(road, tmp_path):
+def test_another_judge_is_asked_again(world, tmp_path):
     """Its answers are not those of the judge that was asked before into the same folder."""
     with fake_judge.FakeJudge(judge_model, models=("judge-a", "judge-b")) as server:
-        judge = {"server": server.url, "answer_tokens": "exact"}
-        build(road, tmp_path, **judge, **SETTING, model="judge-a")
+        judge = {"server": server.url}
+        build(world, tmp_path, **judge, **SETTING, model="judge-a")
         asked = len(server.requests)
-        build(road, tmp_path, **judge, **SETTING, model="judge-b")
+        build(world, tmp_path, **judge, **SETTING, model="judge-b")
         assert len(server.requests) == 2 * asked
-        build(road, tmp_path, **judge, **SETTING, model="judge-a")
+        build(world, tmp_path, **judge, **SETTING, model="judge-a")
         assert len(server.requests) == 2 * asked
-    expected = expected_labels(tmp_path, road, "judge-a")
-    other = expected_labels(tmp_path, road, "judge-b")
+    expected = expected_labels(tmp_path, world, "judge-a")
+    other = expected_labels(tmp_path, world, "judge-b")
     labels = set()
     for row in built_rows(tmp_path, "train", "consistency_reward"):
         key = frozenset(shown(tmp_path, row))
@@ -201,9 +152,9 @@ def test_another_judge_is_asked_again(road, tmp_path):
     assert False in labels  # the judges differ
 
 
-def near(pixels: np.ndarray) -> Image.Image:
+def near(image: Image.Image) -> Image.Image:
     """A copy that differs in one pixel."""
-    changed = pixels.copy()
+    changed = np.array(image)
     changed[0, 0] = 255 - changed[0, 0]
     return Image.fromarray(changed)
 
@@ -215,9 +166,9 @@ def test_near_duplicates_are_on_one_side_in_edits_and_own_pairs(tmp_path):
     for number in range(20):
         source = noise(1, number // 2)
         name = f"{number}.png"
-        image = near(source) if number % 2 else Image.fromarray(source)
+        image = near(source) if number % 2 else source
         image.save(tmp_path / f"source{name}")
-        Image.fromarray(noise(2, number)).save(tmp_path / f"edited{name}")
+        noise(2, number).save(tmp_path / f"edited{name}")
         shown_as = {"source": f"source{name}", "edited": f"edited{name}"}
         label = number % 4 < 2
         edits.append(shown_as | {"instruction": f"make it {number}", "consistency": label})

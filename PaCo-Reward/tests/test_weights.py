@@ -118,7 +118,7 @@ def test_an_adapters_tensor_that_is_missing_or_does_not_fit_is_named(
     def damaged(weights: dict) -> dict:
         name = first(weights, "q_proj.lora_B")
         if change == "elsewhere":
-            return weights | {name.replace("q_proj", "x_proj"): weights[name]}
+            return weights | {name.replace("q_proj", "x_proj"): weights[name].clone()}
         weights[name] = torch.ones(9, 2)
         if change == "missing":
             del weights[name]

@@ -225,7 +225,7 @@ def test_judge(terminal, port, published):
         annotate(folder, folder / "sets" / "sets.jsonl")
         (folder / "rankings.jsonl").rename(folder / "ranked.jsonl")
 
-    with fake_judge.FakeJudge(pairing_tools.colour_model, models=["NAME"]) as server:
+    with fake_judge.FakeJudge(pairing_tools.judge_model, models=["NAME"]) as server:
         actions = {4: rank_by_people}
         run_page(terminal, "PaCo-Reward/README.md", port, server.url, actions)
     assert (folder / "scores.html").is_file()

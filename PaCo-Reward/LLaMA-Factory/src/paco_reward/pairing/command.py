@@ -105,7 +105,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add(
         "--min_gap",
-        type=float,
+        type=fraction,
         default=0.1,
         help="smallest gap of P(Yes), or of --pairs' scores, between Yes and No "
         "(default %(default)s)",
@@ -113,18 +113,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add(
         "--duplicate_bits",
         type=int,
+        choices=range(65),
+        metavar="N",
         default=4,
         help="of 64, in which near-duplicates differ (default %(default)s)",
     )
     add(
         "--test_share",
-        type=float,
+        type=fraction,
         default=0.05,
         help="share of the themes that go to test, or of --pairs (default %(default)s)",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(
         "--name",
+        type=file_name,
         default="consistency_reward",
         help="of the data sets NAME_train, …; those of --editing are called sharegpt_editing_train, … "
         "(default %(default)s)",
@@ -153,18 +156,20 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--reasons are written by a model: give --server URL")
     if not options.rankings and options.yes_ranks + options.no_ranks > options.candidates:
         raise UserError("--yes_ranks and --no_ranks exceed --candidates")
-    if not 0 <= options.min_gap < 1:  # not true of NaN
-        raise UserError(f"--min_gap {options.min_gap} must be at least 0 and less than 1")
-    if not 0 <= options.test_share < 1:
-        raise UserError(f"--test_share {options.test_share} must be at least 0 and less than 1")
-    if not 0 <= options.duplicate_bits <= 64:
-        raise UserError(f"--duplicate_bits {options.duplicate_bits} must be 0 to 64")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", options.name):
-        raise UserError(
-            f"--name {options.name!r} becomes a file name: use letters, digits, _, . and -"
-        )
-    if options.name.endswith("_cot"):
-        raise UserError("--name must not end with _cot, the names of data sets with reasons do")
+
+
+def fraction(text: str) -> float:
+    """A number from 0, less than 1, for argparse."""
+    if not 0 <= float(text) < 1:  # not true of NaN
+        raise ValueError
+    return float(text)
+
+
+def file_name(text: str) -> str:
+    """A name that files may begin with, for argparse; those with ``_cot`` hold reasons."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text) or text.endswith("_cot"):
+        raise ValueError
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
