@@ -184,7 +184,7 @@ def test_a_model_that_is_not_there_is_a_message(config, tmp_path):
     file = tmp_path / "train.yaml"
     name = "some-organization/some-model"
     file.write_text(json.dumps(MINIMAL | config | {"model_name_or_path": name}))
-    with pytest.raises(OSError, match=name):
+    with pytest.raises(UserError, match=name):
         run(str(file), [], {})
 
 
