@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ class Offloaded:
     """Keeps the weights of ``modules`` on the CPU, and copies them inside ``on_device``.
 
     The CPU tensors are the loaded ones where the modules never left it, which are mapped files that
-    all processes of a machine share. Leaving only drops the copies. Threads may use the same
-    modules at the same time.
+    all processes of a machine share. Leaving only drops the copies.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -28,32 +26,22 @@ class Offloaded:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensors[id(tensor)] = tensor
         self._originals = [(tensor, tensor.data.cpu()) for tensor in tensors.values()]
-        self._users = 0
-        self._lock = threading.Lock()  # of the number of users and the copies
+        self._depth = 0  # of nested blocks
         self._leave()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The modules are on ``device`` inside the block.
-
-        Blocks may overlap, nested or in several threads: the first one copies, the last one leaves.
-        """
-        with self._lock:
-            if not self._users:
-                for tensor, original in self._originals:
-                    tensor.data = original.to(self.device, copy=True)
-            self._users += 1
+        """The modules are on ``device`` inside the block; blocks may be nested."""
+        if not self._depth:
+            for tensor, original in self._originals:
+                tensor.data = original.to(self.device, copy=True)
+        self._depth += 1
         try:
             yield
         finally:
-            if self.device.type == "cuda" and self._originals:
-                # Kernels of this thread's stream still read the copies, which another stream may
-                # get the memory of.
-                torch.cuda.current_stream(self.device).synchronize()
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._leave()
+            self._depth -= 1
+            if not self._depth:
+                self._leave()
 
     def _leave(self) -> None:
         for tensor, original in self._originals:
