@@ -10,7 +10,8 @@ judge.explain("a.png", "b.png")                                                 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
 from paco_judge.errors import UserError
-from paco_judge.images import load_image
+from paco_judge.images import UnreadableImage, load_image
 from paco_judge.questions import (
     DEFAULT_FORM,
     Pair,
@@ -40,7 +41,8 @@ class Judge:
     """A judge behind a server, or with ``from_pretrained`` in this process.
 
     Every method takes one pair of images, or lists of the same length; one image or text beside a
-    list counts for all of it. A missing score is None, and the log says why.
+    list counts for all of it. A missing score is None, and the log says why. An image that cannot
+    be read is an error (UnreadableImage), but in a list costs only its own pairs.
 
     Args:
         base_url: Address of an OpenAI-compatible server.
@@ -109,8 +111,8 @@ class Judge:
 
         ``theme``: what both images are about, such as the first sentence of a grid's prompt.
         """
-        pairs, is_list = self._pairs(image_a, image_b, theme)
-        scores = [_value(verdict) for verdict in self.verdicts(pairs)]
+        rows, is_list = _pair_rows(image_a, image_b, theme)
+        scores = [_value(verdict) for verdict in _asked(self.verdicts, rows, Verdict, is_list)]
         return scores if is_list else scores[0]
 
     def score_edit(
@@ -121,13 +123,12 @@ class Judge:
     ) -> Any:
         """sqrt(P(the rest is kept) · P(the instruction is followed)), or a list for lists."""
         (sources, edits, instructions), is_list = _broadcast(source, edited, instruction)
-        images = _loaded([*sources, *edits])
         questions = load_editing_questions()
-        pairs = []
+        rows = []
         for before, after, text in zip(sources, edits, instructions, strict=True):
             for question in editing_texts(questions, text).values():
-                pairs.append(Pair(images[_key(before)], images[_key(after)], question))
-        verdicts = self.verdicts(pairs)
+                rows.append((before, after, question))
+        verdicts = _asked(self.verdicts, rows, Verdict, is_list)
         scores = []
         for answers in zip(verdicts[::2], verdicts[1::2], strict=True):
             for answer in answers:
@@ -143,8 +144,9 @@ class Judge:
         max_tokens: int = LONGEST_ANSWER,
     ) -> Any:
         """The whole answer to ``score``'s question, Yes or No and reasons, or a list for lists."""
-        pairs, is_list = self._pairs(image_a, image_b, theme)
-        texts = [_text(answer) for answer in self.answers(pairs, max_tokens)]
+        rows, is_list = _pair_rows(image_a, image_b, theme)
+        ask = partial(self.answers, max_tokens=max_tokens)
+        texts = [_text(answer) for answer in _asked(ask, rows, Answer, is_list)]
         return texts if is_list else texts[0]
 
     def verdicts(self, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -160,14 +162,39 @@ class Judge:
             return self._client.generate(pairs, max_tokens)
         return self._scorer.reasons(pairs, max_tokens)
 
-    def _pairs(self, image_a: Any, image_b: Any, theme: Any) -> tuple[list[Pair], bool]:
-        (firsts, seconds, themes), is_list = _broadcast(image_a, image_b, theme)
-        images = _loaded([*firsts, *seconds])
-        pairs = []
-        for first, second, text in zip(firsts, seconds, themes, strict=True):
-            question = load_question("theme" if text else "pair").text(theme=text or "")
-            pairs.append(Pair(images[_key(first)], images[_key(second)], question))
-        return pairs, is_list
+
+Row = tuple[AnyImage, AnyImage, str]  # two images and a question about them
+
+
+def _pair_rows(image_a: Any, image_b: Any, theme: Any) -> tuple[list[Row], bool]:
+    (firsts, seconds, themes), is_list = _broadcast(image_a, image_b, theme)
+    rows = []
+    for first, second, text in zip(firsts, seconds, themes, strict=True):
+        question = load_question("theme" if text else "pair").text(theme=text or "")
+        rows.append((first, second, question))
+    return rows, is_list
+
+
+def _asked(
+    ask: Callable[[list[Pair]], list], rows: Sequence[Row], kind: type, is_list: bool
+) -> list:
+    """What ``ask`` answers about each row, or in a list ``kind(None, why)`` for a bad image."""
+    images: dict[str | int, Image.Image] = {}  # each is loaded once
+    pairs = {}
+    answers = {}
+    for index, (*shown, question) in enumerate(rows):
+        keys = [id(image) if isinstance(image, Image.Image) else str(image) for image in shown]
+        try:
+            for key, image in zip(keys, shown, strict=True):
+                if key not in images:
+                    images[key] = load_image(image)
+            pairs[index] = Pair(*(images[key] for key in keys), question)
+        except UnreadableImage as error:
+            if not is_list:
+                raise
+            answers[index] = kind(None, str(error))
+    answers |= zip(pairs, ask(list(pairs.values())), strict=True)
+    return [answers[index] for index in range(len(rows))]
 
 
 def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
@@ -184,19 +211,6 @@ def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
         is_list = isinstance(value, (list, tuple))
         rows.append(list(value) if is_list else [value] * (1 if length is None else length))
     return rows, length is not None
-
-
-def _key(image: AnyImage) -> str | int:
-    return id(image) if isinstance(image, Image.Image) else str(image)
-
-
-def _loaded(images: Sequence[AnyImage]) -> dict[str | int, Image.Image]:
-    """Each image once, by ``_key``. Raises UnreadableImage."""
-    loaded = {}
-    for image in images:
-        if _key(image) not in loaded:
-            loaded[_key(image)] = load_image(image)
-    return loaded
 
 
 def _value(verdict: Verdict) -> float | None:

@@ -10,6 +10,7 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_judge import Judge
+from paco_judge.images import UnreadableImage
 from paco_judge.questions import (
     Pair,
     editing_texts,
@@ -48,7 +49,7 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     assert judge.score(files[0], third) == pytest.approx(without)
     # One image and one theme beside a list count for all of it.
     both = judge.score(first, [files[1], third], theme=["boats", None])
-    assert both == pytest.approx([with_theme, without])
+    assert both == pytest.approx([with_theme, without], abs=1e-5)
     texts = editing_texts(load_editing_questions(), "make it blue").values()
     edit = math.sqrt(math.prod(expected(first, second, text) for text in texts))
     assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edit)
@@ -87,6 +88,20 @@ def test_what_cannot_be_scored_is_none_and_said(files, caplog):
         assert judge.score_edit(files[0], files[1], "to fail") is None
         assert judge.explain(files[0], files[1]) is None
     assert "no score" in caplog.text and "no answer" in caplog.text and "HTTP 400" in caplog.text
+
+
+def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
+    cut_off = tmp_path / "half.png"
+    cut_off.write_bytes(files[0].read_bytes()[:60])
+    with fake_judge.FakeJudge(respond, models=["mine"]) as server:
+        judge = Judge(server.url, model="mine")
+        themes = ["dogs", "cats", "cats"]
+        scores = judge.score([files[0], cut_off, files[1]], files[2], theme=themes)
+        assert scores == [pytest.approx(0.4), None, pytest.approx(0.9)]
+        assert judge.score_edit(files[0], [cut_off, files[1]], "two cats")[0] is None
+        assert judge.explain([tmp_path / "none.png", files[0]], files[1]) == [None, "Yes. Both."]
+        with pytest.raises(UnreadableImage, match="half.png"):
+            judge.score(files[0], cut_off)
 
 
 def test_lists_of_different_lengths_are_an_error(files):
