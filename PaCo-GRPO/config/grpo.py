@@ -5,6 +5,9 @@ in any order: ``klein_t2is_nft``, ``t2is_80gb_fast``. Where this file has a func
 a suffix, it is used instead of the suffix: ``t2is_24gb``. To make a configuration of your own, copy
 a function and change it, here or in a file of your own. All options with their defaults and
 meanings: docs/configuration.md.
+
+Every configuration evaluates at least one reward that it does not train, its guard: a trained
+reward that rises while it falls is being exploited (docs/recovery.md).
 """
 
 import numpy as np  # noqa: F401 - for aggregations of your own
@@ -19,6 +22,8 @@ from paco_grpo.advantages.aggregation import (  # noqa: F401 - for config.train.
 )
 from paco_grpo.options import config_dict
 
+CLIP_REWARDS = ("clipscore", "pickscore", "reference_clipI", "subfig_clipI", "subfig_clipT")
+
 # --- text to image set ---------------------------------------------------------------------------
 
 
@@ -31,6 +36,8 @@ def t2is() -> ConfigDict:
     config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
     # The judge on this machine's port 8000; elsewhere add "port", "host" or "base_url".
     config.train.reward_fn_kwargs = {"consistency_score": {"model": "PaCo-Reward-7B"}}
+    config.test.reward_fn = config.train.reward_fn.to_dict()
+    guard(config, "subfig_clipI", "clipscore")
     return config
 
 
@@ -48,6 +55,28 @@ def t2is_48gb() -> ConfigDict:
     for_48gb(config)
     config.train.reward_fn_kwargs.subfig_clipT = {"dtype": "float16"}
     config.train.reward_fn_kwargs.pickscore = {"dtype": "float16"}
+    config.test.reward_fn_kwargs.subfig_clipI = {"dtype": "float16"}  # the model of subfig_clipT
+    return config
+
+
+def t2is_variety() -> ConfigDict:
+    """Consistency × variety: panels agree, and images of a prompt that leaves a choice differ.
+
+    Rewards, objective and its settings are those of the quickstart, on FLUX.1-dev.
+    """
+    config = t2is()
+    # python dataset/fetch.py t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins
+    config.dataset = "dataset/T2IS-twins"
+    judge = {"model": "PaCo-Reward-7B"}
+    config.train.reward_fn = {"consistency_score": 1.0, "between_images": 8.0}
+    config.train.reward_fn_kwargs = {"consistency_score": judge, "between_images": judge}
+    config.train.aggregate_fn = "product_aggregate_fn"
+    config.train.loss_type = "nft"
+    config.train.sigma_one = True
+    without_noise(config)
+    # An evaluation has one image of each prompt, so there is nothing that between_images compares.
+    config.test.reward_fn = {"consistency_score": 1.0}
+    guard(config, "subfig_clipT", "pickscore")
     return config
 
 
@@ -164,6 +193,8 @@ def editing() -> ConfigDict:
     config.test.num_images = 256  # the whole test split would take longer than training
     config.train.reward_fn = {"consistency_for_editing": 1.0}
     config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-7B"}}
+    config.test.reward_fn = config.train.reward_fn.to_dict()
+    guard(config, "reference_clipI", "clipscore")
     return config
 
 
@@ -260,6 +291,8 @@ def ocr() -> ConfigDict:
     config.test.num_images = 256
     config.sample.noise_level = 0.8
     config.train.reward_fn = {"ocr": 1.0}
+    config.test.reward_fn = {"ocr": 1.0}
+    guard(config, "pickscore")
     return config
 
 
@@ -283,6 +316,8 @@ def pickscore() -> ConfigDict:
     config.dataset = "dataset/public-pickscore"  # python dataset/fetch.py pickscore
     config.sample.noise_level = 0.7
     config.train.reward_fn = {"pickscore": 1.0}
+    config.test.reward_fn = {"pickscore": 1.0}
+    guard(config, "clipscore")
     return config
 
 
@@ -336,7 +371,7 @@ def toy_t2is() -> ConfigDict:
 def toy_t2is_nft() -> ConfigDict:
     """The quickstart: panels agree and choices stay open, where ppo learns little of either."""
     config = toy_t2is()
-    toy_without_noise(config)
+    without_noise(config)
     config.eval_freq = 8
     config.num_epochs = 16  # epochs end it, not the machine's speed
     config.train.loss_type = "nft"
@@ -347,7 +382,7 @@ def toy_t2is_nft() -> ConfigDict:
 def toy_t2is_awm() -> ConfigDict:
     """As ``toy_t2is_nft``, and as long: its epochs are shorter."""
     config = toy_t2is()
-    toy_without_noise(config)
+    without_noise(config)
     config.eval_freq = 10
     config.num_epochs = 20
     config.train.loss_type = "awm"
@@ -391,6 +426,12 @@ def sd3(config: ConfigDict) -> None:
     config.test.num_steps = 40
 
 
+def guard(config: ConfigDict, *rewards: str) -> None:
+    """Evaluate ``rewards``, which are not trained."""
+    for reward in rewards:
+        config.test.reward_fn[reward] = 1.0
+
+
 def clip_on_cpu(config: ConfigDict) -> None:
     """The two CLIP models of ``t2is`` score on the CPU."""
     config.train.reward_fn_kwargs.subfig_clipT = {"device": "cpu"}
@@ -400,7 +441,6 @@ def clip_on_cpu(config: ConfigDict) -> None:
 def toy(config: ConfigDict) -> None:
     """Small models on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
-    config.save_dir = "../quickstart/out/runs"
     config.mixed_precision = "no"
     config.eval_freq = 20
     config.num_epochs = 200
@@ -426,7 +466,7 @@ def toy(config: ConfigDict) -> None:
     config.test.num_images = 128
 
 
-def toy_without_noise(config: ConfigDict) -> None:
+def without_noise(config: ConfigDict) -> None:
     """Sampling, σ and KL weight for objectives that noise the finished images themselves."""
     config.sample.noise_level = 0.0
     config.sample.same_latent = False
@@ -446,6 +486,7 @@ def toy_editing(config: ConfigDict) -> None:
         "paco_toy.edits:oracle_kept": 0.0,
     }
     config.train.reward_fn_kwargs = {}
+    config.test.reward_fn = {}
     config.train.loss_type = "nft"  # short runs of ppo gained little
     config.train.timesteps = (1, 3)
     config.train.adv_clip_max = 1.0  # an advantage of one standard deviation counts fully
@@ -460,9 +501,12 @@ def toy_editing(config: ConfigDict) -> None:
 
 
 def for_48gb(config: ConfigDict) -> None:
-    """Activations are recomputed; the VAE is in main memory between uses."""
+    """Activations are recomputed; VAE (between uses) and guards are in main memory."""
     config.enable_gradient_checkpointing = True
     config.speed.offload_vae = True
+    for reward in config.test.reward_fn:
+        if reward in CLIP_REWARDS and reward not in config.train.reward_fn:
+            config.test.reward_fn_kwargs[reward] = {"device": "cpu"}
 
 
 def for_24gb(config: ConfigDict) -> None:

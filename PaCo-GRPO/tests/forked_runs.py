@@ -26,14 +26,15 @@ from safetensors.torch import load_file
 from tiny_run import brightness, overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
+import paco_grpo.checkpoint.state
 import paco_grpo.policies.flux  # imported in the server, not in each run
 from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
+from paco_judge.errors import UserError
 
 RUN = {
     "num_epochs": 3,
@@ -115,8 +116,7 @@ _METHODS = {
     "score": (CheckedReward, "__call__"),
     "backward": (Updater, "_micro_batches"),
     "update": (Updater, "_optimizer_step"),
-    "write": (ckpt, "save_tensors"),
-    "begin": (ckpt, "begin"),
+    "write": (paco_grpo.checkpoint.state, "save_file"),
     "commit": (ckpt, "commit"),
 }
 
@@ -165,9 +165,10 @@ def _main(
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
-    except (TrainingStopped, ConfigError, ckpt.CheckpointError, OSError) as error:
+    except (TrainingStopped, UserError, OSError) as error:
         (folder / f"message_{rank}").write_text(str(error))
-        sys.exit({TrainingStopped: STOPPED, ConfigError: REFUSED}.get(type(error), FAILED))
+        statuses = {TrainingStopped: STOPPED, ckpt.CheckpointError: FAILED, OSError: FAILED}
+        sys.exit(statuses.get(type(error), REFUSED))
 
 
 def run(
@@ -262,9 +263,9 @@ def _state_folder(folder: Path, epoch: int) -> Path:
 
 
 def state(folder: Path, epoch: int) -> dict[str, bytes]:
-    """Every file of a checkpoint's state, except how long things took (and the hash of that)."""
-    files = _state_folder(folder, epoch).glob("*.safetensors")
-    return {path.name: path.read_bytes() for path in files}
+    """Every file of a checkpoint's state, except how long things took."""
+    files = _state_folder(folder, epoch).iterdir()
+    return {path.name: path.read_bytes() for path in files if path.suffix != ".json"}
 
 
 def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, torch.Tensor]:

@@ -12,15 +12,17 @@ CONFIG = Path(__file__).resolve().parents[1] / "config"
 _FILE = runpy.run_path(str(CONFIG / "grpo.py"))
 SIZED = [
     name + suffix
-    for name in ("t2is", "kontext_editing", "sd3_t2is", "z_image_t2is")
+    for name in ("t2is", "t2is_variety", "kontext_editing", "ocr")
     for suffix in _FILE["SUFFIXES"]
 ]
 FUNCTIONS = [
     name
     for name, value in _FILE.items()
-    if inspect.isfunction(value) and inspect.signature(value).return_annotation is ConfigDict
+    if inspect.isfunction(value)
+    and inspect.signature(value).return_annotation is ConfigDict
+    and name != "config_dict"
 ]
-NAMES = sorted({*FUNCTIONS, *SIZED} - {"config_dict", "editing"})
+NAMES = sorted({*FUNCTIONS, *SIZED} - {"editing"})
 
 
 def load(name="toy_t2is", *overrides):

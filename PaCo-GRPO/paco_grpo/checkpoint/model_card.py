@@ -5,52 +5,89 @@ from pathlib import Path
 import torch
 import yaml
 
-from paco_grpo.atomic import write_atomically
-from paco_grpo.options import RunOptions
-from paco_grpo.options.parse import options_to_yaml
+from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_judge.files import write_atomically
 
 _CONFIGURATION = "## Configuration\n"
 _CHECK = "## Check\n"
+_CARD = """\
+---
+{head}---
+
+# {name}
+
+A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at {side} px.
+
+```python
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import load_image
+
+pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to('cuda')
+{attach}
+{setup}image = pipe(
+{arguments}).images[0]
+image.save('image.png')
+```
+
+In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training kept in \
+float32, so its images differ slightly from those of training. Pipelines of editors choose another \
+size for the reference image than training did; `scripts/generate.py` of PaCo-GRPO does not.
+
+{configuration}
+```yaml
+{options}```
+"""
+_ATTACH = {
+    "diffusers": "pipe.load_lora_weights('FOLDER OF THIS FILE')",
+    "adapter": (
+        "from peft import PeftModel\n"
+        "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
+    ),
+}
 
 
 def write_model_card(
     folder: Path, options: RunOptions, policy: DiffusersPolicy, epochs: int
 ) -> None:
     """Write ``README.md`` in ``folder``: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint."""
-    in_peft_format = folder.name == "adapter"
-    edits = _edits_images(options, policy)
-    model = options.pretrained.model
+    has_references = options.prompt_fn in ("geneval_image", "arrow_editing")
+    edits = policy.needs_image or (policy.edits_images and has_references)
     head = {
-        "base_model": model,
-        "library_name": "peft" if in_peft_format else "diffusers",
+        "base_model": options.pretrained.model,
+        "library_name": "peft" if folder.name == "adapter" else "diffusers",
         "pipeline_tag": "image-to-image" if edits else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
-    code = [_loading(model, in_peft_format), policy.card_setup]
+    arguments = {
+        "prompt": repr("make the sky red" if edits else "a red fox"),
+        "width": options.test.resolution,
+        "height": options.test.resolution,
+        "num_inference_steps": options.test.num_steps,
+        "max_sequence_length": policy.max_sequence_length,
+        "generator": "torch.Generator().manual_seed(0)",
+    }
     if edits:
-        code += [_size(options, policy), policy.card_reference]
-    else:
-        code.append(_square(options))
-    code.append(_call(options, policy, edits))
-    snippet = "\n".join(part.strip() + "\n" for part in code if part)
-    origin = (
-        f"A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at "
-        f"{options.train.resolution} px."
+        arguments["image"] = "load_image('photo.png')"
+    for name, value in policy.guidance_arguments().items():
+        arguments[name] = repr(value)
+        if isinstance(value, torch.Tensor):  # a negative prompt's features
+            text = f"{policy.negative_prompt!r}, max_sequence_length={policy.max_sequence_length}"
+            arguments[name] = f"pipe.encode_prompt({text})[0]"
+    card = _CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False),
+        name=options.run_name,
+        model=options.pretrained.model,
+        epochs=epochs,
+        side=options.train.resolution,
+        attach=_ATTACH[folder.name],
+        setup=policy.card_setup,
+        arguments="".join(f"    {name}={value},\n" for name, value in arguments.items()),
+        configuration=_CONFIGURATION,
+        options=options_to_yaml(options),
     )
-    precision = (
-        "In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training "
-        "kept in float32, so its images differ slightly from those of training."
-    )
-    parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# {options.run_name}",
-        origin,
-        f"```python\n{snippet}```",
-        precision,
-        f"{_CONFIGURATION}\n```yaml\n{options_to_yaml(options)}```",
-    ]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def add_check(folder: Path, sentence: str) -> None:
@@ -59,58 +96,3 @@ def add_check(folder: Path, sentence: str) -> None:
     before, marker, configuration = file.read_text(encoding="utf-8").partition(_CONFIGURATION)
     before = before.partition(_CHECK)[0]
     write_atomically(file, f"{before}{_CHECK}\n{sentence}\n\n{marker}{configuration}")
-
-
-def _edits_images(options: RunOptions, policy: DiffusersPolicy) -> bool:
-    has_references = options.prompt_fn in ("geneval_image", "arrow_editing")
-    return policy.needs_image or (policy.edits_images and has_references)
-
-
-def _loading(model: str, in_peft_format: bool) -> str:
-    imports = ["import torch", "from diffusers import DiffusionPipeline"]
-    attach = "pipe.load_lora_weights('FOLDER OF THIS FILE')"
-    if in_peft_format:
-        imports.append("from peft import PeftModel")
-        attach = (
-            "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
-        )
-    load = f"DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16)"
-    return "\n".join([*imports, "", f"pipe = {load}.to('cuda')", attach])
-
-
-def _square(options: RunOptions) -> str:
-    side = options.test.resolution
-    return f"width, height = {side}, {side}"
-
-
-def _size(options: RunOptions, policy: DiffusersPolicy) -> str:
-    side = options.test.resolution
-    step = policy.size_step
-    return f"""\
-from PIL import Image, ImageOps
-
-reference = Image.open('photo.png').convert('RGB')
-# A size of about {side} x {side} pixels in the shape of the reference
-scale = {side} / (reference.width * reference.height) ** 0.5
-width = max(round(reference.width * scale / {step}), 1) * {step}
-height = max(round(reference.height * scale / {step}), 1) * {step}
-"""
-
-
-def _call(options: RunOptions, policy: DiffusersPolicy, edits: bool) -> str:
-    arguments = policy.card_arguments if edits else {}
-    arguments = arguments | {
-        "prompt": "'make the sky red'" if edits else "'a red fox'",
-        "width": "width",
-        "height": "height",
-        "num_inference_steps": str(options.test.num_steps),
-        "max_sequence_length": str(policy.max_sequence_length),
-    }
-    for name, value in policy.guidance_arguments().items():
-        arguments[name] = repr(value)
-        if isinstance(value, torch.Tensor):  # a negative prompt's features
-            text = f"{policy.negative_prompt!r}, max_sequence_length={policy.max_sequence_length}"
-            arguments[name] = f"pipe.encode_prompt({text})[0]"
-    arguments["generator"] = "torch.Generator().manual_seed(0)"
-    lines = [f"    {name}={source},\n" for name, source in arguments.items()]
-    return f"image = pipe(\n{''.join(lines)}).images[0]\nimage.save('image.png')\n"

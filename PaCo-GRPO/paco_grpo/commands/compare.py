@@ -102,7 +102,7 @@ def prepare(
     options: RunOptions, accelerator: Accelerator, folder: Path, images_per_prompt: int
 ) -> PromptSet:
     """Read and check the prompts, and build rewards that have answered."""
-    checks.check_writable(folder, option="--output")
+    folder.mkdir(parents=True, exist_ok=True)
     items = load_prompts(options.dataset, "test", options.prompt_fn)
     checks.check_items(options, {"test": items})
     if images_per_prompt > 1:

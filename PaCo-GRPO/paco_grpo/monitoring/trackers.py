@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,8 @@ import numpy as np
 from accelerate.tracking import SwanLabTracker, TensorBoardTracker, WandBTracker
 from PIL import Image
 
-from paco_grpo.atomic import write_atomically
 from paco_grpo.options import ConfigError
-from paco_judge.json_io import parse_object
-
-_DELETE_METRICS = "delete the file: the checkpoints do not need it, but its rows are lost"
-
-
-class TrackingError(RuntimeError):
-    """A tracker cannot start."""
+from paco_judge.files import write_atomically
 
 
 class MetricsFile:
@@ -28,10 +22,6 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def exists(self) -> bool:
-        """Whether there are rows, or something else that is in their place."""
-        return self.path.is_file() or self.path.is_dir()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append ``row``.
@@ -46,45 +36,24 @@ class MetricsFile:
     def rows(self, phase: str | None = None) -> list[dict[str, Any]]:
         """Rows of one ``phase`` (``train``, ``eval``) or of all.
 
-        A last line that a kill truncated is skipped.
-
-        Raises:
-            ConfigError: The file is damaged; the message names the line.
+        A last line that a kill cut off is left out.
         """
-        if not self.exists():
+        if not self.path.exists():
             return []
-        try:
-            *lines, _ = self.path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be read ({error.strerror}); {_DELETE_METRICS}"
-            ) from error
-        rows = [self._row(number, line) for number, line in enumerate(lines, start=1) if line]
+        rows = []
+        for line in self.path.read_bytes().split(b"\n")[:-1]:
+            rows.append(json.loads(line))
         return [row for row in rows if phase in (None, row["phase"])]
-
-    def _row(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            row = parse_object(line)
-            if type(row.get("epoch")) is not int or row.get("phase") not in ("train", "eval"):
-                raise ValueError("it has no epoch and phase")
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.path} is damaged in line {number} ({error}). Remove this line; or "
-                f"{_DELETE_METRICS}"
-            ) from error
-        return row
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
-        self._rewrite([row for row in self.rows() if row["epoch"] <= epoch])
+        lines = [json.dumps(row) + "\n" for row in self.rows() if row["epoch"] <= epoch]
+        write_atomically(self.path, "".join(lines))
 
     def set_aside(self) -> None:
         """Rename the file where a run begins again: no checkpoint continues its rows."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
-
-    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _storable(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,18 +85,18 @@ class Tracker:
             if name == "tensorboard":
                 self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
             elif name == "wandb":
-                # A run that resumes is continued under its name.
-                place = {"name": run_name, "id": run_name, "resume": "allow", "dir": str(run_dir)}
+                place = {"name": run_name, "dir": str(run_dir)} | _identity(run_dir)
                 self.tracker = WandBTracker(project, config=config, **place)
             elif name == "swanlab":
-                # A resumed run is a new experiment: SwanLab continues an old one only online.
                 place = {"experiment_name": run_name, "logdir": str(run_dir / "swanlab")}
+                if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":  # others cannot continue
+                    place |= _identity(run_dir)
                 self.tracker = SwanLabTracker(project, config=config, **place)
             if self.tracker is not None:
                 self.tracker.start()
         except Exception as error:  # each tracker raises different errors
             cause = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TrackingError(
+            raise ConfigError(
                 f"config.logging_platform={name!r} could not be started ({cause}): "
                 f"pip install {name}, and `{name} login` or {name.upper()}_MODE=offline"
             ) from error
@@ -162,3 +131,13 @@ class Tracker:
         """Send what is left and end the tracker's run."""
         if self.tracker is not None:
             self.tracker.finish()
+
+
+def _identity(run_dir: Path) -> dict[str, str]:
+    """The tracker's name for the run, which stays in its folder; a resumed run continues there."""
+    file = run_dir / "tracker_id"
+    if file.exists():
+        return {"id": file.read_text(), "resume": "allow"}
+    identity = secrets.token_hex(11)[:21]  # SwanLab takes 21 letters and digits
+    file.write_text(identity)
+    return {"id": identity}

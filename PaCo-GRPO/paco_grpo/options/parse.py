@@ -178,17 +178,17 @@ def make_options(
 ) -> RunOptions:
     """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem.
 
-    A file's arguments of rewards that ``overrides`` replace are dropped.
+    A file's arguments of rewards that ``overrides`` replace are dropped, and its evaluation follows
+    the rewards that they train.
     """
     values = _as_json(values)
-    rewards_of_file = _rewards(values)
+    overrides = list(overrides)
+    before = _as_json(values)
     for name, text in overrides:
         _override(values, name, text)
-    for reward in rewards_of_file - _rewards(values):
-        for split in ("train", "test"):
-            arguments = _table(values, split, "reward_fn_kwargs")
-            if arguments.pop(reward, None) is not None:
-                logger.info("config.%s.reward_fn_kwargs.%s is dropped with it", split, reward)
+    if not any(name.startswith("test.reward_fn") for name, _ in overrides):
+        _evaluate_what_is_trained(before, values)
+    _drop_arguments(before, values)
     try:
         return _RUN_OPTIONS.validate_python(values)
     except ValidationError as error:
@@ -201,6 +201,28 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _as_json(entry) for key, entry in value.items()}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _evaluate_what_is_trained(before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Evaluate rewards that the command line adds, and none of a task that it replaces."""
+    tested = _table(values, "test", "reward_fn")
+    trained = _table(values, "train", "reward_fn")
+    earlier = _table(before, "train", "reward_fn")
+    kept = [name for name, weight in earlier.items() if weight and name in trained]
+    if kept and tested:
+        tested |= {name: trained[name] for name in trained if name not in earlier}
+    elif tested and any(earlier.values()):
+        tested.clear()
+        logger.info("config.test.reward_fn is dropped: the rewards of the training are evaluated")
+
+
+def _drop_arguments(before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Drop the arguments of rewards that are no longer there."""
+    for reward in _rewards(before) - _rewards(values):
+        for split in ("train", "test"):
+            arguments = _table(values, split, "reward_fn_kwargs")
+            if arguments.pop(reward, None) is not None:
+                logger.info("config.%s.reward_fn_kwargs.%s is dropped with it", split, reward)
 
 
 def _rewards(values: Mapping[str, Any]) -> set[str]:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,12 +114,8 @@ class DiffusersPolicy(Policy):
     family: ClassVar[str]  # for messages
     # The pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas.
     linear_sigmas: ClassVar[bool] = True
-    # Python for model cards: lines that give the plain pipeline ``pipe`` the numbers of this
-    # policy; lines that prepare the image ``reference`` for an edit of ``width`` x ``height``
-    # pixels; arguments of the call that belong to it.
-    card_setup: str = ""
-    card_reference: ClassVar[str] = ""
-    card_arguments: ClassVar[Mapping[str, str]] = {"image": "reference"}
+    # Lines of Python for model cards that give the plain pipeline ``pipe`` this policy's numbers.
+    card_setup: ClassVar[str] = ""
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         """Freeze ``pipeline`` and put it on the device of ``settings``."""

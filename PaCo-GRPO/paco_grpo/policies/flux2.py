@@ -36,7 +36,6 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     needs_image = False
     several_images = True
     largest_reference = _MEGAPIXEL
-    card_reference = "reference = ImageOps.fit(reference, (width, height), Image.LANCZOS)"
     # The output layer is ``attn.to_out`` in single blocks and ``attn.to_out.0`` in double blocks.
     lora_targets = (
         *lora_targets_with("ff", "ff_context", layers=("linear_in", "linear_out")),

@@ -1,8 +1,7 @@
 """FLUX.1-Kontext: edits a reference image, whose latents are further tokens."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from diffusers import FluxKontextPipeline
 
@@ -19,13 +18,6 @@ class FluxKontextPolicy(ReferenceImagePolicy, FluxPolicy):
 
     pipeline_class = FluxKontextPipeline
     family = "FLUX Kontext"
-    card_reference = "reference = reference.resize((width, height), Image.LANCZOS)"
-    # The pipeline alone would generate, and see the reference, at about a megapixel.
-    card_arguments: ClassVar[Mapping[str, str]] = {
-        "image": "reference",
-        "max_area": "width * height",
-        "_auto_resize": "False",
-    }
 
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
         """As in ``DiffusersPolicy``: without the pipeline's own resizing to about a megapixel."""

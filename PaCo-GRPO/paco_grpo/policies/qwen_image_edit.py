@@ -47,17 +47,12 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
     pipeline_class = QwenImageEditPipeline
     family = "Qwen-Image-Edit"
     cuts_text = False  # the pipeline encodes all of an instruction
-    card_reference = """\
-# The pipeline encodes the reference at about a megapixel; in training it had the size of the image.
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-pipeline_qwenimage_edit.calculate_dimensions = lambda area, ratio: (width, height, None)
-"""
+    card_setup = _MARK_IMAGE_TOKENS
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         super().__init__(pipeline, settings)
         self.size_step = _ROUNDED_TO
         pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
-        self.card_setup = _MARK_IMAGE_TOKENS
 
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline sizes reference images: to the nearest multiples of 32 pixels."""

@@ -1,7 +1,6 @@
 """Qwen-Image-Edit-2509 and -2511: several reference images."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from diffusers import QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
@@ -22,12 +21,6 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     family = "Qwen-Image-Edit-Plus"
     several_images = True
     shape_from = -1
-    card_reference = """\
-# The pipeline encodes references at about a megapixel; in training they had the size of the image.
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
-pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = width * height
-"""
-    card_arguments: ClassVar[Mapping[str, str]] = {"image": "[reference]"}
 
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         originals = [reference.original for reference in references]

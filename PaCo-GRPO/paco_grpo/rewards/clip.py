@@ -1,5 +1,5 @@
-"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), and sub-figures
-(subfig_clipT, subfig_clipI).
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT,
+subfig_clipI), and an edit against what it edits (reference_clipI).
 """
 
 import threading
@@ -12,6 +12,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.judge import check_references
 from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
 from paco_judge.errors import UserError
@@ -225,7 +226,7 @@ class OpenClip(Clip):
 open_clip_model = cache(OpenClip)  # one for all rewards of a process
 
 
-def _sub_figure_reward(
+def _open_clip_reward(
     compare: Callable[[Clip, int], Reward],
     model: str = OPEN_CLIP,
     pretrained: str | None = OPEN_CLIP_WEIGHTS,
@@ -233,7 +234,7 @@ def _sub_figure_reward(
     batch_size: int = 32,
     dtype: str = "float32",
 ) -> Reward:
-    """A reward of sub-figures by their OpenCLIP features.
+    """A reward of images or sub-figures by their OpenCLIP features.
 
     Args:
         compare: (model, ``batch_size``) → the reward.
@@ -271,6 +272,22 @@ def _with_each_other(clip: Clip, batch_size: int) -> Reward:
     return mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))
 
 
-subfig_clipT = partial(_sub_figure_reward, _with_panels)
-subfig_clipI = partial(_sub_figure_reward, _with_each_other)
+def _with_references(clip: Clip, batch_size: int) -> Reward:
+    """Mean cosine of an edited image with its reference images, in [−1, 1]."""
+
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        scores = []
+        for image, item in zip(images, items, strict=True):
+            edited, *references = clip.images([image, *item.images], batch_size)
+            cosines = [float(edited @ reference) for reference in references]
+            scores.append(np.mean(cosines))
+        return np.array(scores)
+
+    return score
+
+
+subfig_clipT = partial(_open_clip_reward, _with_panels)
+subfig_clipI = partial(_open_clip_reward, _with_each_other)
+reference_clipI = partial(_open_clip_reward, _with_references)
+reference_clipI.check_item = lambda item, kwargs: check_references(item, "reference_clipI")
 subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")

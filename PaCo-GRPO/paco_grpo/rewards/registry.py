@@ -55,6 +55,7 @@ REWARDS: dict[str, str] = {
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
     "ocr": "paco_grpo.rewards.ocr:ocr",
     "pickscore": "paco_grpo.rewards.clip:PickScore",
+    "reference_clipI": "paco_grpo.rewards.clip:reference_clipI",
     "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
     "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
     "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",

@@ -22,7 +22,6 @@ from paco_grpo.advantages.aggregation import (
     get_aggregate_fn,
     weighted_sum,
 )
-from paco_grpo.atomic import write_atomically
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import DataError, load_prompts
@@ -30,7 +29,7 @@ from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError, finite_numbers
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
@@ -43,7 +42,6 @@ from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.registry import (
     CheckedReward,
     Reward,
-    RewardError,
     find_problems,
     reward_weights,
     short_name,
@@ -57,19 +55,12 @@ from paco_grpo.training.state import EMA, TrainState
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
+from paco_judge.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-USER_ERRORS = (
-    ConfigError,
-    DataError,
-    PolicyLoadError,
-    RewardError,
-    UserError,
-    TrackingError,
-    files.CheckpointError,
-)
+USER_ERRORS = (DataError, PolicyLoadError, UserError)
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = start_processes(options)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(strategy.accelerator, lambda: name)
-    claimed = files.RunFolder(files.expanded(options.save_dir, "config.save_dir") / name)
+    claimed = files.RunFolder(Path(options.save_dir).expanduser().absolute() / name)
     main_decides(strategy.accelerator, claimed.claim)
     with contextlib.ExitStack() as on_error:
         on_error.callback(claimed.release, remove_if_unused=True)
@@ -173,7 +164,7 @@ def _build(
     train_items = load_prompts(options.dataset, "train", options.prompt_fn)
     test_items = load_prompts(options.dataset, "test", options.prompt_fn)
     items = {"train": train_items, "test": test_items}
-    earlier = main_decides(accelerator, lambda: find_earlier(options, folder, items))
+    earlier = main_decides(accelerator, lambda: find_earlier(options, folder))
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
     num_tokens = text_length(options, [*train_items, *test_items])
@@ -374,9 +365,7 @@ def _record_start(run: Run) -> None:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else device.type
     plan |= {"device": name, "engine": run.state.strategy.name}
-    plan |= run.earlier.hashes
-    # A run that is resumed without this folder has lost its checkpoints.
-    run.checkpoints.root.mkdir(exist_ok=True)
+    plan["fingerprints"] = dict(run.earlier.fingerprints)
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)

@@ -13,7 +13,6 @@ from operator import attrgetter
 import torch
 
 from paco_grpo.advantages.aggregation import describe
-from paco_grpo.checkpoint.files import check_writable  # noqa: F401 - a check too
 from paco_grpo.data.prompts import DataError, load_prompts
 from paco_grpo.item import Reference
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective

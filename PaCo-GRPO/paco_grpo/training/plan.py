@@ -63,21 +63,11 @@ def evaluation_images(options: RunOptions, num_items: int) -> int:
     return options.test.num_images or num_items
 
 
-def picture_bytes(options: RunOptions, num_items: int) -> int:
-    """Bytes of the pictures of one evaluation: about two a pixel in a PNG of a photograph."""
-    if not options.test.save_eval_images:
-        return 0
-    return 2 * evaluation_images(options, num_items) * options.test.resolution**2
-
-
 def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
     """How many images an evaluation has, when there is one, and its share of the denoising."""
     test = options.test
     images = evaluation_images(options, num_items)
     line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
-    size = picture_bytes(options, num_items) / 1e9
-    if size:
-        line += f" (about {size:.1f} GB of pictures)"
     if options.eval_freq == 0:
         return f"{line}, only at the end (config.eval_freq=0)"
     steps = images * test.num_steps

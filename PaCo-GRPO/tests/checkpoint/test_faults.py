@@ -44,7 +44,7 @@ def kill_in(phase: str, processes: int) -> Fault:
         "sampling": Fault("decode", batches + 2),
         "reward": Fault("score", batches + 1, after=True),
         "training": Fault("update", 4),
-        "saving": Fault("write", 5),
+        "saving": Fault("write", 4),
         "committing": Fault("commit", 2),
     }[phase]
 
@@ -95,7 +95,7 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(
 @pytest.mark.slow
 def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_path):
     """The system refuses writes beyond a size, in the middle of the second checkpoint."""
-    assert run(tiny_flux_dir, tmp_path, 1, Fault("begin", 2, fill_disk, after=True)) == [FAILED]
+    assert run(tiny_flux_dir, tmp_path, 1, Fault("write", 3, fill_disk)) == [FAILED]
     assert "epoch_0002" in message(tmp_path)
     assert checkpoints(tmp_path) == ["epoch_0001"]
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(1))

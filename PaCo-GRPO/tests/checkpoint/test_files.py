@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.training.state import EMA
@@ -36,14 +37,15 @@ def write_checkpoint(root, epoch):
 
 
 def test_the_newest_checkpoints_are_kept_by_number(tmp_path):
-    for epoch in (9, 10000, 11, 2):
+    for epoch in (9, 10000, 9999, 2):
         write_checkpoint(tmp_path, epoch)
     for name in ("epoch_0001_keep", "epoch_"):  # the user's own
         shutil.copytree(tmp_path / "epoch_0009", tmp_path / name)
     (tmp_path / ".epoch_0099.partial" / "state").mkdir(parents=True)
     (tmp_path / "epoch_0050").mkdir()  # without state: not finished by us
     ckpt.prune(tmp_path, 2)
-    assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["epoch_0011", "epoch_10000"]
+    assert not (tmp_path / ".epoch_0099.partial").exists()
+    assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["epoch_9999", "epoch_10000"]
     assert (tmp_path / "epoch_0001_keep").is_dir()
 
 
@@ -61,7 +63,17 @@ def test_finding_a_checkpoint(tmp_path):
 
 
 def test_other_weights_are_not_loaded(tmp_path):
-    ckpt.save_tensors(tmp_path / "ema.safetensors", {"w": torch.ones(1, 2)}, write=True)
+    save_file({"w": torch.ones(1, 2)}, tmp_path / "ema.safetensors")
     for tensors in ({"w": torch.zeros(2, 2)}, {}):  # the first would be broadcast
-        with pytest.raises(ValueError, match=r"ema\.safetensors"):
+        with pytest.raises(ckpt.CheckpointError, match=r"ema\.safetensors"):
             ckpt.load_into(tmp_path / "ema.safetensors", tensors)
+
+
+def test_saving_again_replaces_a_checkpoint(tmp_path):
+    for content in ("old", "new"):
+        partial = tmp_path / ".epoch_0001.partial"
+        (partial / "state").mkdir(parents=True)
+        (partial / "state" / "x").write_text(content)
+        ckpt.commit(partial, tmp_path / "epoch_0001")
+    assert (tmp_path / "epoch_0001" / "state" / "x").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_0001"]

@@ -1,14 +1,25 @@
-"""Named configurations hold the values of docs/method.md §7."""
+"""Named configurations hold the values of docs/method.md §7 and of recipes.yaml, and have a guard.
+
+``python tests/config/test_named.py`` writes recipes.yaml anew; read what changed in it.
+"""
+
+import sys
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
-from named import load
+import yaml
 
-from paco_grpo.options import OPTIONS
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from named import FUNCTIONS, SIZED, load
+
+from paco_grpo.options import OPTIONS, RunOptions
+from paco_grpo.options.parse import options_to_dict
 from paco_grpo.training.plan import make_plan
 
-FLUX = "black-forest-labs/FLUX.1-dev"
+RECIPES = Path(__file__).with_name("recipes.yaml")
 PUBLISHED = {
-    "pretrained.model": FLUX,
+    "pretrained.model": "black-forest-labs/FLUX.1-dev",
     "train.resolution": 512,
     "test.resolution": 1024,
     "sample.num_steps": 10,
@@ -52,54 +63,27 @@ EDITING = {
     "sample.unique_sample_num_per_epoch": 42,
     "prompt_fn": "arrow_editing",
 }
-KONTEXT = EDITING | {
-    "pretrained.model": "black-forest-labs/FLUX.1-Kontext-dev",
-    "sample.num_steps": 8,
-    "sample.noise_steps": (1,),
-    "sample.noise_level": 0.9,
-    "sample.guidance_scale": 2.5,
-    "sample.negative_prompt": None,
-}
-QWEN = EDITING | {
-    "pretrained.model": "Qwen/Qwen-Image-Edit",
-    "sample.num_steps": 10,
-    "sample.noise_steps": (1, 2, 3, 4),
-    "sample.noise_level": 1.0,
-    "sample.guidance_scale": 4.0,
-    "sample.negative_prompt": " ",  # true CFG
-}
-
-
-ONE_IMAGE = {
-    "pretrained.model": FLUX,
-    "train.resolution": 256,
-    "test.resolution": 512,
-    "sample.noise_steps": (1,),
-    "prompt_fn": "general_ocr",
-}
-SDE_FREE = {"sample.noise_level": 0}
-AUTHORS = {
-    "nft": SDE_FREE
+NAMED = {
+    "t2is": PUBLISHED,
+    "kontext_editing": EDITING
     | {
-        "train.num_sigmas": 9,
-        "train.sigma_one": True,
-        "train.nft_beta": 0.1,
-        "train.beta": 1e-4,
-        "train.lora_rank": 32,
+        "pretrained.model": "black-forest-labs/FLUX.1-Kontext-dev",
+        "sample.num_steps": 8,
+        "sample.noise_steps": (1,),
+        "sample.noise_level": 0.9,
+        "sample.guidance_scale": 2.5,
+        "sample.negative_prompt": None,
     },
-    "awm": SDE_FREE | {"train.num_sigmas": None, "train.sigma_fraction": 0.9, "train.beta": 3e-3},
-    "dgpo": SDE_FREE
-    | {"train.sigma_fraction": 0.7, "train.sigma_one": True, "train.lora_alpha": 128},
-    "flow_dppo": {
-        "sample.noise_level": 0.7,
-        "sample.num_noise_steps": 3,
-        "sample.noise_steps": (0, 1, 2, 3, 4),
-        "train.dppo_divergence": 1e-5,
+    "qwen_editing": EDITING
+    | {
+        "pretrained.model": "Qwen/Qwen-Image-Edit",
+        "sample.num_steps": 10,
+        "sample.noise_steps": (1, 2, 3, 4),
+        "sample.noise_level": 1.0,
+        "sample.guidance_scale": 4.0,
+        "sample.negative_prompt": " ",  # true CFG
     },
 }
-
-
-FOR_80GB = {"speed.compile": True, "sample.batch_size": 6, "sample.unique_sample_num_per_epoch": 42}
 # What the memory of a GPU may change.
 OF_MEMORY = {
     "enable_gradient_checkpointing",
@@ -109,39 +93,35 @@ OF_MEMORY = {
     "speed.offload_vae",
     "test.batch_size",
     "train.batch_size",
+    "test.reward_fn_kwargs",
     "train.reward_fn_kwargs",
-}
-
-
-OF_AUTHORS = {"sample.global_std": True, "train.lora_targets": "attention"}
-NO_CFG = {"sample.guidance_scale": 1.0, "sample.negative_prompt": None}
-NAMED = {
-    **{
-        f"t2is_{name}": OF_AUTHORS | changes | {"train.loss_type": name}
-        for name, changes in AUTHORS.items()
-    },
-    "t2is": PUBLISHED,
-    "kontext_editing": KONTEXT,
-    "qwen_editing": QWEN,
-    "qwen_editing_no_cfg": QWEN | NO_CFG,
-    "t2is_80gb_fast": FOR_80GB | {"sample.tail_steps": 4},
-    "t2is_fast_80gb": FOR_80GB | {"sample.tail_steps": 4},
-    "t2is_80gb": FOR_80GB | {"sample.tail_steps": None},
-    "t2is_fast_nft": {"train.loss_type": "nft", "sample.tail_steps": 4},
-    "editing": {"test.num_images": 256},
-    "sd3_ocr": {"test.num_images": 256},
-    "ocr": ONE_IMAGE | {"sample.noise_level": 0.8, "train.reward_fn": {"ocr": 1.0}},
-    "pickscore": ONE_IMAGE | {"sample.noise_level": 0.7, "train.reward_fn": {"pickscore": 1.0}},
 }
 
 
 def flat(options):
     """Dotted name → value of every option."""
-    values = {}
-    for name in OPTIONS:
-        group, _, field = name.rpartition(".")
-        values[name] = getattr(getattr(options, group) if group else options, field)
-    return values
+    return {name: attrgetter(name)(options) for name in OPTIONS}
+
+
+def changes(options, base):
+    """Option → value, as in a saved configuration, where they differ from ``base``."""
+    found = {}
+    for name, value in flat(options).items():
+        if value != attrgetter(name)(base):
+            group, _, field = name.rpartition(".")
+            values = options_to_dict(options)
+            found[name] = (values[group] if group else values)[field]
+    return found
+
+
+def recipes():
+    """Name → what it sets; with a suffix, what that changes."""
+    table = {name: changes(load(name), RunOptions()) for name in FUNCTIONS}
+    for name in SIZED:
+        if name not in FUNCTIONS:
+            bases = [base for base in FUNCTIONS if name.startswith(f"{base}_")]
+            table[name] = changes(load(name), load(max(bases, key=len)))
+    return table
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -150,17 +130,35 @@ def test_named_configuration_is_the_published_table(name):
     assert {option: values[option] for option in NAMED[name]} == NAMED[name]
 
 
+def test_every_recipe_is_as_it_was_reviewed():
+    reviewed = yaml.safe_load(RECIPES.read_text())
+    found = recipes()
+    assert found.keys() == reviewed.keys()
+    for name, values in found.items():
+        assert values == reviewed[name], name
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *SIZED])
+def test_every_recipe_has_a_guard(name):
+    """A reward that is evaluated and not trained: without one, no exploited reward is noticed."""
+    options = load(name)
+    trained = {reward for reward, weight in options.train.reward_fn.items() if weight}
+    assert set(options.test.reward_fn or options.train.reward_fn) - trained
+
+
 @pytest.mark.parametrize("suffix", ["_24gb", "_48gb", "_80gb"])
 @pytest.mark.parametrize(
-    "name", ["t2is", "t2is_nft", "kontext_editing", "qwen_editing", "sd3_t2is"]
+    "name",
+    ["t2is", "t2is_variety", "t2is_nft", "kontext_editing", "qwen_editing", "sd3_t2is", "ocr"],
 )
 def test_a_suffix_of_memory_changes_memory_and_speed_alone(name, suffix):
     plain = flat(load(name))
     sized = flat(load(name + suffix))
     changed = {option for option in plain if plain[option] != sized[option]}
     assert changed and changed <= OF_MEMORY
-    for arguments in sized["train.reward_fn_kwargs"].values():
-        assert set(arguments) <= {"model", "device", "dtype"}
+    for split in ("train", "test"):
+        for arguments in sized[f"{split}.reward_fn_kwargs"].values():
+            assert set(arguments) <= {"model", "device", "dtype"}
 
 
 def test_the_order_of_suffixes_does_not_matter():
@@ -173,3 +171,7 @@ def test_the_order_of_suffixes_does_not_matter():
 def test_the_recipe_for_80_gb_keeps_42_prompts(processes):
     plan = make_plan(load("t2is_80gb"), processes, gradient_steps=2)
     assert (plan.prompts, plan.sample_batch_size) == (42, 6)
+
+
+if __name__ == "__main__":
+    RECIPES.write_text(yaml.safe_dump(recipes(), sort_keys=False))

@@ -168,14 +168,15 @@ def test_tables_in_a_file(load_file):
 def test_arguments_of_a_replaced_reward_are_dropped(caplog):
     caplog.set_level(logging.INFO)
     mine = ("train.reward_fn", "{'my_rewards:brightness': 1.0}")
-    no_test = ("test.reward_fn", "{}")
-    options = load("t2is", mine, no_test)
+    options = load("t2is_48gb", mine)
     assert options.train.reward_fn_kwargs == {} and contradictions(options) == []
+    assert options.test.reward_fn == options.test.reward_fn_kwargs == {}
     assert "consistency_score" in caplog.text
     # Added beside the judge, whose arguments stay.
     beside = load("t2is", ("train.reward_fn.my_rewards:brightness", "0.5"))
     assert beside.train.reward_fn["consistency_score"] == 0.2
     assert beside.train.reward_fn_kwargs == load("t2is").train.reward_fn_kwargs
+    assert beside.test.reward_fn == load("t2is").test.reward_fn | {"my_rewards:brightness": 0.5}
     # Still a reward of the evaluation.
     kept = load("t2is", mine, ("test.reward_fn", "{'consistency_score': 1}"))
     assert kept.train.reward_fn_kwargs == load("t2is").train.reward_fn_kwargs

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from tiny_run import ROOT, as_arguments, overrides_for
 
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, TrackingError
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker
+from paco_grpo.options import ConfigError
 
 
 def test_metrics_continue_where_the_run_resumes(tmp_path):
@@ -33,12 +34,31 @@ def test_a_tracker_does_not_start_or_is_finished(tmp_path, monkeypatch):
         raise RuntimeError("No API key configured.\nmore")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(TrackingError, match="No API key configured.*WANDB_MODE"):
+    with pytest.raises(ConfigError, match="No API key configured.*WANDB_MODE"):
         Tracker("wandb", tmp_path, "p", "r", {})
     run = Mock()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: run))
     Tracker("wandb", tmp_path, "p", "r", {}).close()
     run.finish.assert_called_once()
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_tracker_continues_the_run_of_its_folder_and_no_other(tmp_path, monkeypatch, name):
+    """Two runs of one name in two folders are two runs."""
+    calls = []
+
+    def init(**arguments):
+        calls.append((arguments["id"], arguments.get("resume")))
+        return Mock()
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, config={}))
+    monkeypatch.delenv("SWANLAB_MODE", raising=False)
+    for folder in ("a", "b", "a"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Tracker(name, tmp_path / folder, "p", "r", {})
+    first, other, again = calls
+    assert first[1] is None and other[1] is None
+    assert again == (first[0], "allow") and other[0] != first[0]
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):

@@ -12,7 +12,9 @@ import torch
 from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
 from paco_grpo.checkpoint.files import CheckpointError
+from paco_grpo.distributed.launch import StopSignal
 from paco_grpo.training.checks import require_promised_gpu
+from paco_grpo.training.trainer import Trainer
 
 NO_JUDGE = {
     "train__reward_fn": "{'consistency_score': 1}",
@@ -67,6 +69,62 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, capsys, en
     assert said.count(f"error: {promise}, but torch") == 2
     for hidden in ({"CUDA_VISIBLE_DEVICES": ""}, environment | {"ACCELERATE_USE_CPU": "true"}):
         require_promised_gpu(hidden)
+
+
+def test_ctrl_c_while_building(tiny_flux_dir, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paco_grpo.training.build.load_generator", interrupt)
+    options = tiny_options(tiny_flux_dir, tmp_path)
+    assert load_script("train").train(options, "toy_t2is") == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted: ")
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143), (None, 130)]
+)
+def test_a_signal_saves_and_a_second_ctrl_c_ends_at_once(
+    tiny_flux_dir, tmp_path, monkeypatch, capsys, number, status
+):
+    calls = []
+    sample = Trainer._sample
+
+    def signal_then_sample(trainer, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            if number is None:
+                raise KeyboardInterrupt
+            signal.raise_signal(number)
+        return sample(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "_sample", signal_then_sample)
+    options = tiny_options(tiny_flux_dir, tmp_path, save_freq=0)
+    assert load_script("train").train(options, "toy_t2is") == status
+    assert "--config.resume_from=latest" in capsys.readouterr().err.splitlines()[-1]
+    saved = (tmp_path / "runs/run/checkpoints/epoch_0001").is_dir()
+    assert saved == (number is not None)
+
+
+def test_nohup_stays_in_force():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = StopSignal()
+        with stop.listening():
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_help_after_a_name_lists_options_and_refuses_wrong_ones(capsys):
+    main = load_script("train").main
+    command = ["--config", f"{ROOT}/config/grpo.py:t2is_nft"]
+    assert main([*command, "--config.seed=7", "--help"]) == 0
+    listed = capsys.readouterr().out
+    assert "--config.seed=7\n" in listed and "--config.train.loss_type='nft'\n" in listed
+    assert main([*command, "--config.sed=7", "--help"]) == 2
 
 
 @pytest.mark.slow

@@ -1,20 +1,20 @@
-"""What a resume finds in the run's folder: damaged files, lost checkpoints, other items, too little
-space.
-"""
+"""What a resumed run continues, and what it refuses to continue."""
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
-from tiny_policies import picture
-from tiny_run import load_script, rows_of, tiny_edit_options, tiny_options, train, write_edits
+import torch
+from forked_runs import REFUSED
+from forked_runs import run as run_processes
+from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.monitoring.trackers import MetricsFile
+from paco_grpo.checkpoint.files import CheckpointError, RunFolder
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import space_for_checkpoints
+from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
+from paco_judge.errors import UserError
 
 
 @pytest.fixture
@@ -35,111 +35,111 @@ def again(tiny_flux_dir, tmp_path):
     return of
 
 
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fail if weights are loaded."""
-    monkeypatch.setattr("paco_grpo.training.build.load_generator", lambda *_: pytest.fail("loaded"))
+def assert_equal(saved, loaded):
+    assert saved.keys() == loaded.keys()
+    for name, value in saved.items():
+        if isinstance(value, dict):
+            assert_equal(value, loaded[name])
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(loaded[name])), name
 
 
-LINE = b'{"epoch": 1, "phase": "train"}\n'
-FILES = {
-    "empty": lambda content: b"",
-    "half": lambda content: content[: len(content) // 2],
-    "nearly_whole": lambda content: content[:-1],
-    "list": lambda content: b"[1]\n",
-    "number": lambda content: b"7\n",
-    "latin": lambda content: b"\xe9" + content,
-    "zeros": lambda content: bytes(len(content)),
-    "zeros_within": lambda content: content[:40] + bytes(80) + content[120:],
-    "binary": lambda content: b"\x93NUMPY\x01\n",
-}
-ROWS = {
-    "half_line": b'{"epoch": 1, "pha\n' + LINE,
-    "zeros": bytes(40) + b"\n" + LINE,
-    "list": b"[1]\n" + LINE,
-    "number": b"7\n",
-    "no_phase": b'{"epoch": 1}\n',
-    "other_phase": b'{"epoch": 1, "phase": "x"}\n',
-    "text_epoch": b'{"epoch": "1", "phase": "train"}\n',
-    "latin": b'{"epoch": 1, "phase": "train", "x": "\xe9"}\n',
-    "nested": b"[" * 100_000 + b"\n",
-}
+@pytest.mark.parametrize("changes", [{}, {"train__use_8bit_adam": True, "train__lora_rank": 64}])
+def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
+    """Every number is another one; a learning rate is not restored but that of the options."""
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes)
+    first = train(options).run
+    state = first.state
+    state.epoch = 5
+    state.optimizer_steps = 7
+    state.train_seconds = 12.5
+    state.must_recompute = True
+    with torch.no_grad():
+        for name in first.state.ema.shadow:
+            first.state.ema.shadow[name] += 1
+    first.checkpoints.save()
 
-
-@pytest.mark.parametrize("damage", [*FILES, "folder"])
-@pytest.mark.parametrize("name", ["config.yaml", "plan.json"])
-def test_a_damaged_file_is_one_message_before_weights(folder, again, no_weights, name, damage):
-    path = folder / name
-    content = path.read_bytes()
-    if damage == "folder":
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_bytes(FILES[damage](content))
-    with pytest.raises(ConfigError) as caught:
-        build_run(again())
-    message = str(caught.value)
-    assert message.startswith(f"{path} is damaged (") and "\n" not in message
-    assert "or delete it: " in message and "resume_changed" not in message
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "plan.json", "metrics.jsonl"])
-def test_a_file_that_was_deleted_does_not_hinder(folder, again, caplog, name):
-    (folder / name).unlink()
-    run = build_run(again())
+    changes = changes | {"train__learning_rate": 0.25, "resume_from": "latest"}
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    load_state(run)
     run.close()
-    assert (folder / name).exists() or name == "metrics.jsonl"
-    if name != "plan.json":
-        assert name in caplog.text
+    numbers = (run.state.epoch, run.state.optimizer_steps, run.state.train_seconds)
+    assert numbers == (5, 7, 12.5)
+    assert run.state.must_recompute is True
+    assert_equal(first.state.weights(), run.state.weights())
+    saved = first.state.optimizer.state_dict()["state"]
+    assert len(saved) == len(run.state.parameters)
+    assert_equal(saved, run.state.optimizer.state_dict()["state"])
+    assert [group["lr"] for group in run.state.optimizer.param_groups] == [0.25]
 
 
-@pytest.mark.parametrize("damage", ROWS)
-def test_damaged_metrics_name_their_line_before_weights(folder, again, no_weights, damage):
-    path = folder / "metrics.jsonl"
-    path.write_bytes(LINE + ROWS[damage])
-    with pytest.raises(
-        ConfigError, match=r"metrics\.jsonl is damaged in line 2 .*Remove this line"
-    ):
+def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):
+    """Saving does not touch the optimizer, whose first step is then its first one."""
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path))
+    run.checkpoints.save()
+    assert not run.state.optimizer.state
+    run.close()
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest"))
+    load_state(run)
+    run.close()
+    assert not run.state.optimizer.state
+
+
+def test_the_average_may_begin_where_a_run_resumes(tiny_flux_dir, tmp_path, caplog):
+    caplog.set_level("INFO")
+    first = train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__ema=False)).run
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest"))
+    load_state(run)
+    run.close()
+    assert_equal(dict(first.state.parameters), run.state.ema.shadow)
+    assert "average" in caplog.text
+
+
+def test_another_optimizer_is_refused(folder, again):
+    with pytest.raises(ConfigError, match=r"train\.use_8bit_adam"):
+        build_run(again(train__use_8bit_adam=True))
+
+
+REPLACED = {
+    "weights": ("flux", "transformer/diffusion_pytorch_model.safetensors", "pretrained.model"),
+    "scheduler": ("flux", "scheduler/scheduler_config.json", "pretrained.model"),
+    "tokenizer": ("flux", "tokenizer_2/tokenizer.json", "pretrained.model"),
+    "prompts": ("prompts", "train_metadata.jsonl", "dataset"),
+    "table": ("prompts", "test.parquet", "dataset"),  # as of an editing set, with its images
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_other_files_in_the_same_folders_are_refused(tiny_flux_dir, tmp_path, what):
+    place, name, option = REPLACED[what]
+    flux = shutil.copytree(tiny_flux_dir, tmp_path / "flux")
+    tiny_options(flux, tmp_path)  # writes the prompts
+    file = tmp_path / place / name
+    if not file.exists():
+        file.write_bytes(bytes(3_000_000))
+    first = build_run(tiny_options(flux, tmp_path))
+    first.checkpoints.save()
+    first.close()
+    resumed = {"resume_from": "latest"}
+    build_run(tiny_options(flux, tmp_path, **resumed)).close()
+    if file.suffix == ".json":
+        content = file.read_bytes() + b"\n"
+    elif file.suffix == ".jsonl":
+        content = file.read_bytes().replace(b"odd", b"new")
+    else:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"config\.{option} .*resume_changed"):
+        build_run(tiny_options(flux, tmp_path, **resumed))
+    build_run(tiny_options(flux, tmp_path, resume_changed=True, **resumed)).close()
+
+
+def test_a_checkpoint_of_another_version_is_refused(folder, again):
+    path = folder / "checkpoints" / "epoch_0002" / "state" / "trainer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match="epoch_0002"):
         build_run(again())
-
-
-def test_metrics_that_are_a_folder_are_one_message(folder, again, no_weights):
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read \(Is a directory\)"):
-        build_run(again())
-    with pytest.raises(ConfigError, match="already holds a run"):
-        build_run(again(resume_from="None"))
-
-
-def test_what_a_kill_leaves_in_metrics_is_no_damage(folder):
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    rows = metrics.rows()
-    for end in (b'{"epoch": 3, "pha', bytes(50), b"\n\n"):
-        content = metrics.path.read_bytes()
-        metrics.path.write_bytes(content + end)
-        assert metrics.rows() == rows
-        metrics.path.write_bytes(content)
-
-
-def test_rows_that_are_missing_are_counted(folder, again, caplog):
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    build_run(again()).close()
-    assert "lacks 1 of the 2 epochs before the checkpoint, from epoch 1 on" in caplog.text
-
-
-@pytest.mark.parametrize("lost", ["missing", "a file", "empty"])
-def test_lost_checkpoints_are_not_a_new_start(folder, again, no_weights, lost):
-    rows = (folder / "metrics.jsonl").read_bytes()
-    shutil.rmtree(folder / "checkpoints")
-    if lost == "a file":
-        (folder / "checkpoints").write_text("")
-    elif lost == "empty":  # save_freq is 1, so the first one was due
-        (folder / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match="has 2 epochs, but .*checkpoints holds no checkpoint"):
-        build_run(again())
-    assert (folder / "metrics.jsonl").read_bytes() == rows
 
 
 def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, caplog):
@@ -158,82 +158,12 @@ def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, capl
     assert [row["epoch"] for row in rows_of(options, "train")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"open": True}, {"criteria": {"Style": {"Line": "Same line."}}}, {"height": 32, "width": 64}],
-)
-def test_other_metadata_of_the_items_is_refused(folder, again, tmp_path, change):
-    path = tmp_path / "prompts" / "train_metadata.jsonl"
-    first, *others = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [first | change, *others]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"config.dataset \(.* holds other items\)"):
-        build_run(again())
-    build_run(again(resume_changed=True)).close()
-
-
-def test_other_test_items_are_a_warning(folder, again, tmp_path, caplog):
-    path = tmp_path / "prompts" / "test_metadata.jsonl"
-    path.write_text(path.read_text().replace("odd", "new"))
-    build_run(again()).close()
-    assert "holds other test items" in caplog.text
-
-
-def test_other_reference_images_are_refused(tiny_folder, tmp_path):
-    model = tiny_folder("flux_kontext")
-    train(tiny_edit_options(model, tmp_path, num_epochs=1))
-    picture(7, 48, 48).save(tmp_path / "prompts" / "train1.png")
-    with pytest.raises(ConfigError, match="holds other items"):
-        build_run(tiny_edit_options(model, tmp_path, resume_from="latest"))
-
-
-def test_another_reference_image_of_as_many_bytes_is_refused(tiny_folder, tmp_path, caplog):
-    model = tiny_folder("flux_kontext")
-    write_edits(tmp_path / "prompts")
-    for name in ("train1", "test1"):
-        picture(1, 48, 48).save(tmp_path / "prompts" / f"{name}.png", compress_level=0)
-    train(tiny_edit_options(model, tmp_path, num_epochs=1))
-    again = tiny_edit_options(model, tmp_path, resume_from="latest")
-
-    picture(7, 48, 48).save(tmp_path / "prompts" / "test1.png", compress_level=0)
-    build_run(again).close()
-    assert "holds other test items" in caplog.text
-
-    picture(7, 48, 48).save(tmp_path / "prompts" / "train1.png", compress_level=0)
-    with pytest.raises(ConfigError, match=r"config.dataset \(.* holds other references\)"):
-        build_run(again)
-
-
-def test_space_is_asked_only_for_what_is_still_to_be_written(tmp_path, again):
-    """Bytes of weights, average, moments and two adapters, 24 a weight, for each checkpoint."""
-
-    def checkpoints(epoch, existing, **changes):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        for number in range(existing):
-            (tmp_path / "run" / "checkpoints" / f"epoch_{number:04d}" / "state").mkdir(parents=True)
-        return space_for_checkpoints(again(**changes), tmp_path / "run", 1, epoch) // 24
-
-    many = {"num_epochs": 100, "save_freq": 1, "num_checkpoint_limit": 5}
-    assert checkpoints(0, 0, **many) == 6
-    assert checkpoints(10, 4, **many) == 2
-    assert checkpoints(10, 5, **many) == checkpoints(10, 9, **many) == 1
-    assert checkpoints(100, 5, **many) == 0  # only its evaluation is missing
-    assert checkpoints(99, 2, **many) == 2
-    assert checkpoints(0, 0, num_epochs=100, save_freq=0, num_checkpoint_limit=5) == 1
-    assert checkpoints(0, 0, num_epochs=0) == 1
-
-
-def test_a_full_disk_does_not_hinder_the_last_evaluation(folder, again, monkeypatch):
-    """Resumed at its last epoch, a run writes no checkpoint any more."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match="MiB free, but checkpoints .*need about"):
-        build_run(again(num_epochs=3))
-    build_run(again(num_epochs=2)).close()
-
-
-@pytest.mark.parametrize("option", ["save_dir", "resume_from"])
-@pytest.mark.parametrize("place", ["~nouser/x", "x" * 5000])
-def test_a_path_that_cannot_be_one_names_its_option(again, capsys, option, place):
-    assert load_script("train").train(again(**{option: place}), "toy_t2is") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: config.{option}='") and "cannot be a path" in error
+@pytest.mark.slow
+def test_a_second_trainer_is_refused_until_the_first_is_gone(tiny_flux_dir, tmp_path):
+    held = RunFolder(tmp_path / "runs" / "run")
+    held.claim()
+    with pytest.raises(UserError, match="run"):
+        build_run(tiny_options(tiny_flux_dir, tmp_path))
+    assert run_processes(tiny_flux_dir, tmp_path, 2) == [REFUSED] * 2
+    held.release()
+    build_run(tiny_options(tiny_flux_dir, tmp_path)).close()
