@@ -14,7 +14,7 @@ from paco_grpo.evaluation.verify import skip_reason, verify_adapter
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
 from paco_grpo.policies import adapters, lora
-from paco_grpo.training import verification
+from paco_grpo.training import evaluations
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
 
@@ -137,7 +137,7 @@ def test_a_run_ends_with_it(tiny_flux_dir, tmp_path, caplog, monkeypatch):
     def broken(*_):
         raise OSError("no file")
 
-    monkeypatch.setattr(verification, "verify_adapter", broken)
+    monkeypatch.setattr(evaluations, "verify_adapter", broken)
     train(tiny_options(tiny_flux_dir, tmp_path, **changes, run_name="second"))
     assert "could not be compared with plain diffusers (OSError: no file)" in caplog.text
     train(tiny_options(tiny_flux_dir, tmp_path, **changes, use_lora=False, run_name="third"))
