@@ -21,16 +21,6 @@ from paco_judge.verdict import Verdict
 QUESTIONS = load_editing_questions()
 
 
-def test_groups_are_the_authors():
-    """EditReward-Bench's task types by group."""
-    assert GROUPS == {
-        "object": ("subject-add", "subject-remove", "subject-replace"),
-        "appearance": ("color_alter", "material_alter", "style_change", "tone_transfer"),
-        "scene": ("background_change", "extract"),
-        "advanced": ("ps_human", "text_change", "motion_change", "compose"),
-    }
-
-
 def test_tables_by_hand():
     """Of extract, text_change (two), compose and a task of the user's own; one pair is a tie."""
     made = (

@@ -8,6 +8,7 @@ from pathlib import Path
 EVALUATION = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "aiohttp": "aiohttp",
+    "filelock": "filelock",
     "numpy": "numpy",
     "pandas": "pandas",
     "scipy": "scipy",

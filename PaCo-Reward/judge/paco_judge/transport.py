@@ -134,6 +134,5 @@ async def request(
         raise NoAnswer(cause) from error
     if response.status != 200:
         text = answer.decode("utf-8", "replace")[:500]
-        text = "".join(letter if letter.isprintable() else " " for letter in text).strip()
         raise NoAnswer(f"HTTP {response.status}: {text}", response.status)
     return answer

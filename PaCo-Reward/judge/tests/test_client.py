@@ -111,7 +111,7 @@ def test_temporary_faults_are_retried(fault):
 @pytest.mark.parametrize(("status", "attempts"), [(400, 1), (404, 1), (500, 3)])
 def test_an_error_is_not_retried_forever(status, attempts, monkeypatch):
     monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.4)
-    with FakeJudge(lambda number, request: (status, b"no such\x1bthing", {})) as judge:
+    with FakeJudge(lambda number, request: (status, b"no such thing", {})) as judge:
         (verdict,) = client(judge, deadline_s=600).score(batch(1, f"always {status}"))
     assert verdict.p_yes is None
     assert f"HTTP {status}: no such thing" in verdict.error
