@@ -47,8 +47,9 @@ def require_scores(
     by_reward = ", ".join(f"{name} {value:.0%}" for name, value in shares.items())
     raise StopTraining(
         f"{share:.0%} of {images} have no score ({by_reward}), more than "
-        f"config.train.max_missing_reward_fraction={limit:g} allows. If a judge or reward "
-        "service is gone, restart it first"
+        f"config.train.max_missing_reward_fraction={limit:g} allows. The log above says "
+        "why: a judge or service that is gone must be started again, one that answers neither Yes "
+        "nor No is the wrong model (docs/judge.md, troubleshooting)"
     )
 
 
