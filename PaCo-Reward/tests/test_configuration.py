@@ -15,7 +15,7 @@ from paco_judge.errors import UserError
 from paco_reward import launch, overlay
 from paco_reward.config import check_combinations, check_options, load_config
 from paco_reward.datasets import check_data
-from paco_reward.launch import next_commands, plan_processes, run, warn_of_slow_attention
+from paco_reward.launch import next_commands, plan_processes, run
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = {"model_name_or_path": "model", "output_dir": "out"}
@@ -256,20 +256,6 @@ def test_a_finished_training_names_the_next_commands():
     assert measure in shown and "export --base model --adapter out" in shown
     shown = next_commands(config | {"finetuning_type": "full"})
     assert "accuracy --model out --dataset_dir" in shown and "export" not in shown
-
-
-def test_windows_that_are_computed_one_by_one_are_announced_on_a_gpu_alone(monkeypatch, caplog):
-    def warnings(config, model_type="qwen2_5_vl"):
-        caplog.clear()
-        warn_of_slow_attention(config, model_type)
-        return caplog.messages
-
-    assert not warnings({})  # without a GPU
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    (message,) = warnings({"flash_attn": "sdpa"})
-    assert "flash_attn=fa2" in message
-    assert not warnings({"flash_attn": "fa2"}) and not warnings({"use_cpu": True})
-    assert not warnings({}, "qwen3_vl")
 
 
 @pytest.mark.parametrize(

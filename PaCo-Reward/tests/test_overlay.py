@@ -12,6 +12,7 @@ from PIL import Image
 from training_tools import adapter, losses, run_processes, train_config
 
 from paco_judge.errors import UserError
+from paco_judge.scorer import JudgeScorer
 from paco_reward import launch, overlay
 from paco_reward.families import limit_images
 
@@ -112,6 +113,12 @@ def test_examples_that_cutoff_len_would_cut_are_counted_and_refused(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_a_judge_is_asked_without_cudnns_attention(judge_dir):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    JudgeScorer.from_pretrained(judge_dir)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 class Processes:
     """What two processes gather; every evaluation pads its last batch."""
 
@@ -191,6 +198,7 @@ def test_a_loss_that_is_not_finite_ends_a_training(judge_dir, data_dir, tmp_path
     config = train_config(judge_dir, data_dir, tmp_path, first_token_weight=0.1, max_steps=4)
     config |= {"per_device_train_batch_size": 2, "max_grad_norm": 1.0}
     config |= {"save_strategy": "steps", "save_steps": 1}
+    torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(UserError, match="checkpoint-1"):
         launch.train(config)
     assert len(steps) == 2 and not (tmp_path / "adapter_model.safetensors").exists()

@@ -116,8 +116,9 @@ def test_a_name_that_fits_two_prompts_is_refused(world, tmp_path, lines, idx, fi
     sources = {"grids": tmp_path / "grids", "metadata": file}
     message = problem(None, tmp_path / "out", **sources, sets_only=True)
     assert all(name in message for name in idx) and ".png" in message
-    # In folders of their own, or named in the metadata, they are clear.
-    for name in idx:
+    # In folders of their own they are clear; one folder leaves the other prompt's names unclear.
+    for name in reversed(idx):
+        assert ".png" in problem(None, tmp_path / "out", **sources, sets_only=True)
         (tmp_path / "grids" / name).mkdir()
         shutil.copyfile(tmp_path / "grids" / files[0], tmp_path / "grids" / name / "1.png")
         shutil.copyfile(tmp_path / "grids" / files[1], tmp_path / "grids" / name / "2.png")

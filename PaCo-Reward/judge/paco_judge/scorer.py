@@ -81,6 +81,9 @@ class JudgeScorer:
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
+        # cuDNN's attention, PyTorch's choice on H100 and newer, can be wrong for models with few
+        # key and value heads (pytorch#193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = dtype or ("auto" if device == "cuda" else torch.float32)
         with explain_missing(model):
