@@ -61,7 +61,8 @@ def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch, capsys, en
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert load_script("train").train(None, "") == load_script("evaluate").main([]) == 2
+    assert load_script("train").train(None, "") == 2
+    assert load_script("evaluate").main([]) == 1
     said = capsys.readouterr().err
     assert said.count("ACCELERATE_USE_CPU=true") == 2
     # Only what is known: the variable alone does not mean that there are GPUs.
