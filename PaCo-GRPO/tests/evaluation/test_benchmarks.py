@@ -89,7 +89,7 @@ def test_t2is_continues_where_it_stopped(trained_run, tmp_path, capsys):
         assert changed == [lost]
         num_requests = len(judge.requests)
         assert main(command) == 0  # nothing is left to do
-        assert len(judge.requests) == num_requests
+        assert len(judge.requests) == num_requests + 1  # the question at the start
         assert "## t2is" in capsys.readouterr().out
         assert main([*command, "--config.test.num_steps=3"]) == 1  # another command is not mixed in
         assert "config.test.num_steps" in capsys.readouterr().err
