@@ -270,7 +270,6 @@ def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
             num_pairs=len(run.pairs),
             measures=_measures(run, page),
             colors={"training": TRAINING, "evaluation": EVALUATION},
-            sides={part: run.option(part, "resolution") for part in ("train", "test")},
             curves=_reward_plots(run, page),
             evidence=page.evidence,
             health=[_plot(HEALTH[name], [(run.health[name], TRAINING)]) for name in run.health],
