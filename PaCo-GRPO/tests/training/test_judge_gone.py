@@ -53,5 +53,5 @@ def test_run_waits_stops_with_state_saved_and_resumes(tiny_flux_dir, tmp_path, c
         before = len(asked)
         options = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
         train(options)
-        assert len(asked) - before == PAIRS // 2  # scores that had arrived are not asked for again
+        assert len(asked) - before == PROOF + PAIRS
     assert [row["reward/missing_share"] for row in rows_of(options, "train")] == [0, 0]
