@@ -3,6 +3,9 @@
 The samples of an epoch are divided into chunks, one for each optimizer step, and a chunk into
 micro-batches, which share a forward. A micro-batch is trained on several steps of the schedule,
 each with its own loss and backward.
+
+From the old log-probabilities to the optimizer step: ``recompute_old_log_probs``, ``update``, the
+``loss`` of the objective (``objectives/ppo.py``: ratio, clip, KL), ``_optimizer_step``.
 """
 
 import dataclasses
@@ -72,6 +75,26 @@ class Updater:
     options: RunOptions
     gradient_steps: int  # optimizer steps per pass over the samples
 
+    def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
+        """Replace recorded means and log-probabilities by those of the weights before the update.
+
+        This is done in place: always with ``train.old_log_prob='recompute'``, and with 'auto' where
+        low precision or compiled blocks make the first ratio not 1.
+        """
+        if not self._must_recompute(rollouts):
+            return
+        policy = self.state.policy
+        compiled = self.options.speed.compile
+        batches = self._all_batches(rollouts)
+        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
+            recomputed = with_current_log_probs(policy, rollouts.stack(numbers), compiled)
+            if is_dummy:
+                continue
+            for number, sample in zip(numbers, recomputed.split(), strict=True):
+                rollouts.samples[number] = dataclasses.replace(
+                    rollouts.samples[number], noise_steps=sample.noise_steps
+                )
+
     def update(
         self,
         rollouts: Rollouts,
@@ -121,25 +144,38 @@ class Updater:
         self._blend_snapshots(every_step=False)
         return _epoch_metrics(records)
 
-    def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
-        """Replace recorded means and log-probabilities by those of the weights before the update.
+    def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
+        """Step, unless the gradient is not finite.
 
-        This is done in place: always with ``train.old_log_prob='recompute'``, and with 'auto' where
-        low precision or compiled blocks make the first ratio not 1.
+        Returns:
+            This process's part of the metrics, and the norm of the gradient.
         """
-        if not self._must_recompute(rollouts):
-            return
-        policy = self.state.policy
-        compiled = self.options.speed.compile
-        batches = self._all_batches(rollouts)
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
-            recomputed = with_current_log_probs(policy, rollouts.stack(numbers), compiled)
-            if is_dummy:
-                continue
-            for number, sample in zip(numbers, recomputed.split(), strict=True):
-                rollouts.samples[number] = dataclasses.replace(
-                    rollouts.samples[number], noise_steps=sample.noise_steps
-                )
+        state = self.state
+        strategy = state.strategy
+        parameters = list(state.parameters.values())
+        norm = strategy.finish_gradients(parameters, self.options.train.max_grad_norm).double()
+        totals = [total.to(norm.device) for total in meter.totals.values()]
+        values = torch.stack([*totals, norm]).tolist()  # one transfer from the device
+        norm = values.pop()
+        metrics = dict(zip(meter.totals, values, strict=True))
+        if not math.isfinite(norm):  # also after a loss that is not finite
+            state.optimizer.zero_grad(set_to_none=True)
+            loss = metrics.get("loss", 0.0)
+            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            raise NonFiniteError(
+                f"{what}, in epoch {epoch + 1} before optimizer step "
+                f"{state.optimizer_steps + 1}; the weights are unchanged. Lower "
+                "config.train.learning_rate, or look at the rewards of this epoch."
+            )
+        state.between_epochs = False
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer_steps += 1
+        if state.ema:
+            state.ema.update(state.optimizer_steps)
+        self._blend_snapshots(every_step=True)
+        # ``_epoch_metrics`` adds the processes' parts, and the norm is the same on each of them.
+        return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     def _must_recompute(self, rollouts: Rollouts) -> bool:
         """What ``train.old_log_prob`` says; 'auto' is decided once, before the first update."""
@@ -236,39 +272,6 @@ class Updater:
         """Positions of the schedule to train on, the same for all samples of a pass."""
         words = [Stream.TRAINED_STEPS, self.options.seed, epoch, inner_epoch]
         return self.objective.steps(rollouts.samples[0], np.random.default_rng(words))
-
-    def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
-        """Step, unless the gradient is not finite.
-
-        Returns:
-            This process's part of the metrics, and the norm of the gradient.
-        """
-        state = self.state
-        strategy = state.strategy
-        parameters = list(state.parameters.values())
-        norm = strategy.finish_gradients(parameters, self.options.train.max_grad_norm).double()
-        totals = [total.to(norm.device) for total in meter.totals.values()]
-        values = torch.stack([*totals, norm]).tolist()  # one transfer from the device
-        norm = values.pop()
-        metrics = dict(zip(meter.totals, values, strict=True))
-        if not math.isfinite(norm):  # also after a loss that is not finite
-            state.optimizer.zero_grad(set_to_none=True)
-            loss = metrics.get("loss", 0.0)
-            what = "the gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-            raise NonFiniteError(
-                f"{what}, in epoch {epoch + 1} before optimizer step "
-                f"{state.optimizer_steps + 1}; the weights are unchanged. Lower "
-                "config.train.learning_rate, or look at the rewards of this epoch."
-            )
-        state.between_epochs = False
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.optimizer_steps += 1
-        if state.ema:
-            state.ema.update(state.optimizer_steps)
-        self._blend_snapshots(every_step=True)
-        # ``_epoch_metrics`` adds the processes' parts, and the norm is the same on each of them.
-        return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
     def _blend_snapshots(self, every_step: bool) -> None:
         """Move the snapshots of each step, or of each epoch, toward the trained weights."""

@@ -1,7 +1,7 @@
 """The roads of an epoch: each image is scored with its own item, and trained once in a pass with its
 own advantage, however many processes share the work.
 
-All items differ in prompt and shape, all images in noise, and the reward says what it was asked
+All items differ in prompt, some in shape, all images in noise, and the reward says what it was asked
 about, so that an exchange, a repetition or an omission changes a number.
 """
 
@@ -21,7 +21,7 @@ from paco_grpo.training.plan import make_plan
 from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.trainer import Trainer
 
-SHAPES = ((16, 16), (16, 32), (32, 16))
+SHAPES = ((16, 16), (16, 32), (16, 16))  # of the items; two share their batches
 UNSCORED = 1  # item id
 
 
@@ -57,7 +57,7 @@ def make(flux, folder, unscored=None, **changes):
         "sample__unique_sample_num_per_epoch": 3,
         "sample__num_steps": 4,
         "sample__noise_steps": "0,2",
-        "sample__batch_size": 3,
+        "sample__batch_size": 4,
         "sample__reward_batch_size": 5,
         "train__batch_size": 2,
         "train__max_grad_norm": 1e9,
