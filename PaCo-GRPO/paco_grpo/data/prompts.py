@@ -81,6 +81,9 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
         if folder.name.startswith("public-"):
             public_name = folder.name.removeprefix("public-")
             hint = f"; fetch it with `python dataset/fetch.py {public_name}`"
+        elif folder.name == "T2IS-twins":
+            arguments = "t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins"
+            hint = f"; make it with `python dataset/fetch.py {arguments}`"
         raise UserError(
             f"prompt set {str(dataset)!r} (config.dataset) is no folder "
             f"(looked from {Path.cwd()}){hint}"

@@ -13,7 +13,8 @@
 #   JUDGE_MODEL     folder or hub name (default: X-GenGroup/PaCo-Reward-7B)
 #   JUDGE_NAME      served name (default: PaCo-Reward-7B)
 #   JUDGE_REWARDS   rewards of the run that ask it, separated by spaces (default: consistency_score;
-#                   for editing configurations consistency_for_editing)
+#                   t2is_variety: "consistency_score between_images"; editing configurations:
+#                   consistency_for_editing; ocr and pickscore: "")
 #   JUDGE_GPUS      GPUs of the first node for the judge (default: 0)
 #   VLLM_PORT       its port (default: 8000)
 #   VLLM_API_KEY    its key; processes get it by their environment (default: a random one)
@@ -51,7 +52,7 @@ export VLLM_API_KEY="${VLLM_API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-64}"
 
 options=()
-for reward in ${JUDGE_REWARDS:-consistency_score}; do
+for reward in ${JUDGE_REWARDS-consistency_score}; do
   options+=("--config.train.reward_fn_kwargs.$reward.base_url=http://$first:$VLLM_PORT")
 done
 

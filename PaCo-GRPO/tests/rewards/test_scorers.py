@@ -8,7 +8,14 @@ import torch
 from PIL import Image
 from wired import share_of
 
-from paco_grpo.rewards.clip import ClipScore, PickScore, open_clip_model, subfig_clipI, subfig_clipT
+from paco_grpo.rewards.clip import (
+    ClipScore,
+    PickScore,
+    open_clip_model,
+    reference_clipI,
+    subfig_clipI,
+    subfig_clipT,
+)
 from paco_grpo.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
@@ -69,6 +76,21 @@ def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_ope
         assert pairs == pytest.approx(
             np.mean([(a @ b).item() for a, b in itertools.combinations(cells, 2)]), abs=1e-6
         )
+
+
+def test_an_edit_is_compared_with_its_own_references(tiny_open_clip):
+    reward = reference_clipI(*tiny_open_clip)
+    clip = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
+    references = [(IMAGES[1],), (IMAGES[2], IMAGES[0]), (IMAGES[2],)]
+    items = [Item(i, f"edit {i}", references=of_item) for i, of_item in enumerate(references)]
+    expected = []
+    for image, of_item in zip(IMAGES, references, strict=True):
+        edited = clip.images([image], 1)[0]
+        expected.append(np.mean([(edited @ one).item() for one in clip.images(of_item, 1)]))
+    assert reward(IMAGES, items) == pytest.approx(expected, abs=1e-6)
+    assert expected[2] == pytest.approx(1, abs=1e-5) and expected[0] < 0.999
+    with pytest.raises(ValueError, match="reference_clipI"):
+        reference_clipI.check_item(Item(0, "no reference"), {})
 
 
 LONG = "one " * 75 + "two"  # 76 words, and a first and a last token
