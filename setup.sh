@@ -131,10 +131,11 @@ choose_builds() {
     elif read -r old_backend old_engine old_origin 2>/dev/null <.venv/.paco-builds &&
         [[ "${PACO_ENGINE:-$old_engine}" == "$old_engine" ]] &&
         stays "$old_backend" "$old_origin"; then
+        [[ "$backend $engine" == "$old_backend $old_engine" ]] ||
+            reason="installed; see bash setup.sh --help"
         backend=$old_backend
         engine=$old_engine
         origin=$old_origin
-        reason="installed; see bash setup.sh --help"
     fi
     if [[ $backend == none ]]; then
         fail "no build of PyTorch $(pinned "$train_pins" torch) runs with $reason: update it to 580

@@ -27,7 +27,7 @@ def pairs() -> list[Pair]:
     import tiny_judge
 
     pairs = []
-    for index in range(24):
+    for index in range(16):
         first = tiny_judge.picture(index, 28 + 9 * (index % 7))
         second = tiny_judge.picture(50 + index, 30 + 11 * (index % 5))
         theme = f"{index} foxes" + " and a boat" * (index % 3)

@@ -46,11 +46,11 @@ async def test_answers_of_mixed_batches_are_the_scorers(http, worker, pairs, sco
     sizes = []
     work = worker.work
     monkeypatch.setattr(worker, "work", lambda jobs: sizes.append(len(jobs)) or work(jobs))
-    limits = {index: 3 + index % 4 for index in range(0, 24, 3)}
+    limits = {index: 3 + index % 4 for index in range(0, 16, 2)}
     answers = await ask(
         http, *(body(pair, max_tokens=limits.get(i, 1)) for i, pair in enumerate(pairs))
     )
-    assert max(sizes) > 10
+    assert max(sizes) > 8
     texts = set()
     for index, answer in enumerate(answers):
         pair = pairs[index]
@@ -65,7 +65,7 @@ async def test_answers_of_mixed_batches_are_the_scorers(http, worker, pairs, sco
         text = choice["message"]["content"]
         assert text.strip() == worker.scorer.reasons([pair], limit)[0].text
         texts.add(text)
-    assert len(texts) > 6
+    assert len(texts) > 5
 
 
 async def test_an_answer_ends_with_any_token_that_ends_answers(scorer, pairs, monkeypatch):
