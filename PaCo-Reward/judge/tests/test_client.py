@@ -112,7 +112,7 @@ def test_temporary_faults_are_retried(fault):
 def test_an_error_is_not_retried_forever(status, attempts, monkeypatch):
     monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.4)
     with FakeJudge(lambda number, request: (status, b"no such thing", {})) as judge:
-        (verdict,) = client(judge, deadline_s=600).score(batch(1, f"always {status}"))
+        (verdict,) = client(judge, deadline_s=10).score(batch(1, f"always {status}"))
     assert verdict.p_yes is None
     assert f"HTTP {status}: no such thing" in verdict.error
     assert len(judge.requests) == attempts
