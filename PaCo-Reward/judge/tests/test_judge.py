@@ -52,9 +52,9 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     assert both == pytest.approx([with_theme, without], abs=1e-5)
     texts = editing_texts(load_editing_questions(), "make it blue").values()
     edit = math.sqrt(math.prod(expected(first, second, text) for text in texts))
-    assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edit)
+    assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edit, abs=1e-5)
     edits = judge.score_edit(files[0], files[1:], "make it blue")
-    assert edits[0] == pytest.approx(edit) and len(edits) == 2
+    assert edits[0] == pytest.approx(edit, abs=1e-5) and len(edits) == 2
     answer = judge.explain(files[0], files[1], theme="boats", max_tokens=4)
     (expected_answer,) = scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
     assert answer == expected_answer.text
