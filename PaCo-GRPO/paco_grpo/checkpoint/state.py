@@ -109,7 +109,7 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         transformer = self.state.policy.transformer
         saved = get_optimizer_state_dict(transformer, self.state.optimizer, options=options)
-        return {"state": saved["state"]}
+        return {"state": saved.get("state", {})}  # other processes have none
 
     @contextlib.contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:
