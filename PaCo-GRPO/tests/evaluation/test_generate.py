@@ -10,6 +10,7 @@ from tiny_policies import EDITORS, disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script
 
 from paco_grpo.policies.adapters import add_lora, save_peft
+from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
 
 CONFIGS = {
@@ -121,7 +122,15 @@ def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path, capsys):
 
     with fake_judge.FakeJudge(respond) as judge:
         assert main([*arguments, "--judge", judge.url, "--best", "1"]) == 0
-    rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
+        own = build_rewards(
+            {"consistency_score": 1.0}, {"consistency_score": {"base_url": judge.url}}
+        )
+        for row in rows:
+            if row["kept"]:
+                image = Image.open(out / row["file"])
+                (score,) = own["consistency_score"]([image], [Item(0, row["prompt"])])
+                assert row["judge"] == pytest.approx(score)
     assert [row["file"] for row in rows] == [
         f"0000{item}_seed{seed}.png" for item in (0, 1) for seed in range(3)
     ]
