@@ -81,22 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, rest = parser().parse_known_args(arguments)
 
     # PyTorch and diffusers take seconds to import; --help and wrong arguments do not wait for them.
-    from paco_grpo.data.prompts import DataError
     from paco_grpo.estimate.planning import GPUS
     from paco_grpo.options import ConfigError
     from paco_grpo.policies import PolicyLoadError
+    from paco_judge.errors import UserError
 
-    user_errors: tuple = (ConfigError, PolicyLoadError, DataError, ImportError, OSError)
     try:
         if given.gpu not in GPUS:
             raise ConfigError(f"--gpu {given.gpu!r} is not known: {', '.join(GPUS)}")
         if not given.judge:
             return estimate_run(given, rest)
-        from paco_judge.errors import UserError
-
-        user_errors += (UserError,)
         return estimate_judge_training(given, rest)
-    except user_errors as error:
+    except (PolicyLoadError, UserError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

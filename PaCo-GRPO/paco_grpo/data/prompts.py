@@ -16,7 +16,6 @@ from paco_judge.files import read_json_lines
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import UnreadableImage, read_image
 
-DataError = UserError
 _LARGEST_SIDE = 1 << 16  # pixels
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paco_grpo.architectures import pipeline_of
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, fake_cuda, measured
 from paco_grpo.estimate.memory import (
@@ -33,6 +33,7 @@ from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import add_adapters, policy_settings
 from paco_grpo.training.plan import Plan, evaluation_images, make_plan
 from paco_grpo.types import Item, Rollout
+from paco_judge.errors import UserError
 
 PROMPT = (
     "A 2x2 grid of images that show one fox in four seasons, "
@@ -193,7 +194,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _num_test_items(options: RunOptions) -> int:
     """Items of the test set; one batch where the set is not on this machine."""
-    with contextlib.suppress(DataError):
+    with contextlib.suppress(UserError):
         return len(load_prompts(options.dataset, "test", options.prompt_fn))
     return options.test.batch_size
 

@@ -65,9 +65,6 @@ _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
 _LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 
 
-RewardError = UserError
-
-
 def short_name(name: str) -> str:
     """The name of a reward in metrics and aggregation: of an import path, the last part."""
     return name.rsplit(":", 1)[-1]

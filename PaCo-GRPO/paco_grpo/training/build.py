@@ -24,7 +24,7 @@ from paco_grpo.advantages.aggregation import (
 )
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.launch import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
@@ -60,7 +60,7 @@ from paco_judge.files import write_atomically
 logger = logging.getLogger(__name__)
 
 # What a command reports in one line.
-USER_ERRORS = (DataError, PolicyLoadError, UserError)
+USER_ERRORS = (PolicyLoadError, UserError)
 
 
 @dataclass(frozen=True)

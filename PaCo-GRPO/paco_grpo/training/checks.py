@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 
 from paco_grpo.advantages.aggregation import describe
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.item import Reference
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -23,6 +23,7 @@ from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ def _nvidia_smi_lists_gpus() -> bool:
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
-    """Raise a ``DataError`` for items that the generator cannot take.
+    """Raise a ``UserError`` for items that the generator cannot take.
 
     An editor's items have reference images, others' have none, and sizes hold a token.
     """
@@ -243,7 +244,7 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         elif max(counts) > 1 and not policy.several_images:
             problem = f"edits one image, but {where} have several"
         if problem:
-            raise DataError(f"config.pretrained.model={model} {problem}")
+            raise UserError(f"config.pretrained.model={model} {problem}")
         sized = [item for item in items if item.height is not None]
         multiple = size_multiple(model) if sized else 0
         if sized and options.item_size == "aspect":
@@ -253,7 +254,7 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
                 where,
             )
         elif small := [item for item in sized if min(item.height, item.width) < multiple]:
-            raise DataError(
+            raise UserError(
                 f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: "
                 f"with config.item_size='exact', both sides need at least {multiple} pixels"
             )
@@ -262,14 +263,14 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
 def check_references(splits: Mapping[str, Sequence[Item]]) -> None:
     """Read every reference image once: a bad one would end the run in the epoch that draws it.
 
-    Raises a ``DataError`` that names all of them.
+    Raises a ``UserError`` that names all of them.
     """
 
     def problem_of(reference: Reference) -> str | None:
         try:
             if callable(reference):
                 reference()
-        except DataError as error:
+        except UserError as error:
             return str(error)
         return None
 
@@ -280,7 +281,7 @@ def check_references(splits: Mapping[str, Sequence[Item]]) -> None:
     with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
         problems = [problem for problem in threads.map(problem_of, references) if problem]
     if problems:
-        raise DataError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def with_text_length(options: RunOptions) -> RunOptions:

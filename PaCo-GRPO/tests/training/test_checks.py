@@ -12,12 +12,13 @@ import pytest
 from named import load as load_named
 from tiny_policies import load
 
-from paco_grpo.data.prompts import DataError, load_prompts
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, size_multiple
 from paco_grpo.training.checks import check_items, check_run, model_problems
 from paco_grpo.types import Item
+from paco_judge.errors import UserError
 
 
 class OnCleanImages(Objective):
@@ -123,7 +124,7 @@ def test_a_tail_without_noise_is_said_to_change_nothing(tiny_flux_dir, caplog):
 @pytest.mark.parametrize("name", ["kontext_editing", "ocr"])
 def test_a_missing_public_set_names_its_download(name):
     options = load_named(name, ("dataset", f"/nowhere/{Path(load_named(name).dataset).name}"))
-    with pytest.raises(DataError, match=r"python dataset/fetch\.py (sharegpt-4o-image|ocr)`"):
+    with pytest.raises(UserError, match=r"python dataset/fetch\.py (sharegpt-4o-image|ocr)`"):
         load_prompts(options.dataset, "train", options.prompt_fn)
 
 
@@ -136,7 +137,7 @@ def test_prompt_set_must_suit_the_model(tiny_folder):
         ("qwen_image_edit_plus", several, True),
     ):
         options = load_named("toy_t2is", ("pretrained.model", str(tiny_folder(name))))
-        with contextlib.nullcontext() if fits else pytest.raises(DataError, match="train items"):
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="train items"):
             check_items(options, {"train": [item]})
 
 
@@ -145,7 +146,7 @@ def test_sizes_of_items_are_checked_before_the_model_is_loaded(tiny_flux_dir, ca
     options = load_named(
         "toy_t2is", ("pretrained.model", str(tiny_flux_dir)), ("item_size", "exact")
     )
-    with pytest.raises(DataError, match="item 1 of the train items .*1x65536"):
+    with pytest.raises(UserError, match="item 1 of the train items .*1x65536"):
         check_items(options, thin)
     with caplog.at_level(logging.INFO):
         check_items(

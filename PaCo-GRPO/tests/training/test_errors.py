@@ -8,10 +8,10 @@ import torch
 from tiny_run import rows_of, tiny_edit_options, tiny_options, train
 
 from paco_grpo.checkpoint import files
-from paco_grpo.data.prompts import DataError
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
+from paco_judge.errors import UserError
 
 LATE = {"save_freq": 0, "num_epochs": 3, "health__probe_images": 0, "test__num_images": 1}
 
@@ -44,7 +44,7 @@ def test_bad_reference_images_are_named_together_before_the_first_epoch(tiny_fol
     (prompts / "train3.png").write_bytes(whole[: len(whole) // 2])
     (prompts / "train1.png").write_bytes(b"")
     (prompts / "test2.png").write_bytes(b"GIF")
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(UserError) as refused:
         build_run(options)
     for name in ("train1.png", "train3.png", "test2.png"):
         assert str(refused.value).count(name) == 1
