@@ -33,6 +33,7 @@ def published(tmp_path_factory) -> dict[str, Path]:
         "X-GenGroup/PaCo-Reward-7B": judge,
         "X-GenGroup/Paco-Reward-7B": judge,
         "google/gemma-3-4b-it": judge,
+        "openai/clip-vit-large-patch14": clip,
         "yuvalkirstain/PickScore_v1": clip,
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": clip,
     }

@@ -147,6 +147,7 @@ def test_quick_start(terminal, open_clip):
         tiny_judge.save_pairs(terminal.clone / "PaCo-Reward" / "PaCo-Dataset", 8, name)
     rewards = {
         "subfig_clipT": {"model": open_clip, "pretrained": None},
+        "subfig_clipI": {"model": open_clip, "pretrained": None},
         "consistency_score": {"port": port, "model": "Paco-Reward-7B"},
     }
     options = TOY_SIZE | {"save_dir": "runs"}

@@ -64,9 +64,10 @@ def _toy(configuration):
         config = configuration()
         for arguments in config.train.reward_fn_kwargs.values():
             arguments["port"] = PORT
-        if "subfig_clipT" in config.train.reward_fn:
-            clip = {"model": "OPEN_CLIP", "pretrained": None}
-            config.train.reward_fn_kwargs["subfig_clipT"] = clip
+        for name in ("subfig_clipT", "subfig_clipI", "reference_clipI"):
+            if name in config.train.reward_fn or name in config.test.reward_fn:
+                clip = {"model": "OPEN_CLIP", "pretrained": None}
+                config.train.reward_fn_kwargs[name] = clip
         for name, value in SIZES.items():
             group, _, option = name.rpartition(".")
             (config[group] if group else config)[option] = value

@@ -16,6 +16,7 @@ _VIT_H = ("OpenCLIP ViT-H-14", 986_109_441)
 REWARD_PARAMETERS = {
     "subfig_clipT": _VIT_H,
     "subfig_clipI": _VIT_H,
+    "reference_clipI": _VIT_H,
     "pickscore": ("PickScore", _VIT_H[1]),
     "clipscore": ("CLIP ViT-L/14", 427_616_513),
 }
