@@ -209,3 +209,15 @@ def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
     rows = read_rows(run.folder / "eval" / "epoch_0001")
     assert [row["file"] is None for row in rows] == [False, True, False, False, False]
     assert rows[1]["rewards"] == {"brightness": None}
+
+
+def test_images_of_an_interrupted_evaluation_do_not_stay(tiny_flux_dir, tmp_path):
+    """They may be of other weights."""
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=0, test__save_eval_images=True)
+    folder = tmp_path / "runs" / "run" / "eval" / "epoch_0000"
+    folder.mkdir(parents=True)
+    for number in (1, 77):
+        Image.new("RGB", (8, 8)).save(folder / f"{number:05d}.png")
+    train(options)
+    assert not (folder / "00077.png").exists()
+    assert pixels(folder / "00001.png").shape == (32, 32, 3)
