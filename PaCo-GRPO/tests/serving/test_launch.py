@@ -177,7 +177,9 @@ def check_scores(shell, scorer, pairs, scores, tolerance: float) -> None:
         expected = pytest.approx(logprobs[:20], abs=10 * tolerance)
         assert sorted((each["logprob"] for each in top), reverse=True)[:20] == expected
         text = answer.json()["choices"][0]["message"]["content"]
-        assert text.strip() == scorer.reasons([pair], 5)[0].text
+        # vLLM holds the beginning of a character back, transformers shows it as U+FFFD.
+        expected_text = scorer.reasons([pair], 5)[0].text.replace("\ufffd", "")
+        assert text.replace("\ufffd", "").strip() == expected_text.strip()
     remote = body(pairs[0])
     remote["messages"][-1]["content"][1]["image_url"]["url"] = "http://127.0.0.1:1/a.png"
     assert httpx.post(url, json=remote, trust_env=False).status_code == 400
