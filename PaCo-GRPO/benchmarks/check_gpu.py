@@ -1,157 +1,301 @@
 """Does this machine's GPU compute what the CPU computes, how fast, and in how much memory?
 
-It takes ten minutes and downloads nothing.
+It takes ten to fifteen minutes and downloads nothing.
 
-    python benchmarks/check_gpu.py                                # run it first on a new machine
-    python benchmarks/check_gpu.py --judge http://127.0.0.1:8000  # with a running judge
+    python benchmarks/check_gpu.py   # run it first on a new machine
 
-The most important comes first, until the minutes are over: an epoch of every family on tiny weights
-against the CPU's; the judge; FLUX.1-dev at full size with random weights; compiled blocks,
-attention backends and nf4; two GPUs; other models at full size. A failure does not end the rest.
-Without a GPU, the tiny models run on the CPU alone.
+Checks run in the order of their importance until the minutes are over, and a failure does not end
+the rest: epochs of the toy model and gradients of every family at full width, against the CPU's;
+epochs at full size with random weights, beside the memory that estimate.py predicts for the same
+run. Without a GPU, the first two run on the CPU alone.
 
 Exit status: 0 = nothing failed, 1 = something did, 2 = a wrong option.
 """
 
 import argparse
 import functools
+import gc
 import json
 import os
-import platform
-import shutil
+import pkgutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries read it
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = ("sample_per_s", "train_per_s", "epoch_per_s", "peak_gib", "predicted_gib", "first_ratio")
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import epoch
+
+CONFIG = f"{ROOT}/config/grpo.py"
+# One model of each family; editors have the transformers of these.
+FAMILIES = (
+    "black-forest-labs/FLUX.1-dev",
+    "Qwen/Qwen-Image",
+    "stabilityai/stable-diffusion-3.5-medium",
+    "Tongyi-MAI/Z-Image",
+    "black-forest-labs/FLUX.2-klein-base-4B",
+)
+# Largest distance from the CPU's float32, as a share. Disturbing every velocity by 1e-4 of its size
+# moves an epoch's update by 3e-5, and the CPU's own bfloat16 by up to 0.23.
+FLOAT32_LIMIT = 0.01
+BF16_LIMIT = 0.5
+# A mean first ratio is trusted up to a quarter of the clip range.
+RATIO_LIMIT = 2.5e-5
+# Configurations at full size, and the seconds of each: a cold compilation takes minutes.
+FULL_SIZE = {"t2is": 150, "t2is_80gb": 400, "t2is_qwen": 150, "z_image_t2is": 120, "sd3_t2is": 120}
+BF16 = {"mixed_precision": "bf16"}
+LESS_MEMORY = BF16 | {"speed.offload_vae": True, "enable_gradient_checkpointing": True}
+# Checks of the toy model on a GPU; nf4 is another model, so its update is bounded only roughly.
+VARIANTS: dict[str, tuple[float, float, dict[str, Any]]] = {  # seconds, limit, options
+    "bf16": (30, BF16_LIMIT, BF16),
+    "less memory": (30, BF16_LIMIT, LESS_MEMORY),
+    "compiled": (240, BF16_LIMIT, BF16 | {"speed.compile": True}),
+    "nf4": (30, 1.0, BF16 | {"pretrained.quantize": "nf4"}),
+    "cuDNN's attention": (30, BF16_LIMIT, BF16 | {"speed.attention": "_native_cudnn"}),
+    "flex attention": (120, BF16_LIMIT, BF16 | {"speed.attention": "flex"}),
+}
+Check = tuple[str, float, Callable[[], dict[str, Any]]]  # name, seconds at most, its figures
+
+
+class Deviates(Exception):
+    """A check ran, and its numbers are not those that they should be."""
+
+
+def read(name: str, changes: dict[str, Any]) -> Any:
+    """Options of the configuration ``name`` for a run that only trains."""
+    from paco_grpo.options import read_options
+
+    texts = [f"--config.{key}={value}" for key, value in (epoch.CHANGES | changes).items()]
+    return read_options(["--config", f"{CONFIG}:{name}", *texts])[0]
+
+
+def gradients(model: str, device: str, dtype: str) -> Any:
+    """Gradients of a LoRA with two blocks of each kind at full width, flat, on the CPU."""
+    import torch
+
+    from paco_grpo import architectures
+    from paco_grpo.policies import POLICIES, PolicySettings
+    from paco_grpo.policies.adapters import add_lora
+    from paco_grpo.policies.diffusers_policy import TextConditioning
+
+    settings = PolicySettings(device="meta", dtype=getattr(torch, dtype))
+    with architectures.with_blocks(model, 2):
+        pipeline = architectures.pipeline_of(model, settings.dtype)
+    policy = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])(pipeline, settings)
+    torch.manual_seed(0)
+    transformer = policy.transformer.to_empty(device="cpu")
+    add_lora(policy)
+    architectures.fill_randomly(transformer)
+    transformer.to(device)
+    policy.device = torch.device(device)
+    config = transformer.config
+    width = config.get("joint_attention_dim") or config.cap_feat_dim
+    text = {"prompt_embeds": torch.randn(2, 48, width).to(device, settings.dtype)}
+    if config.get("pooled_projection_dim"):
+        pooled = torch.randn(2, config.pooled_projection_dim)
+        text["prompt_pooled"] = pooled.to(device, settings.dtype)
+    side = 8 * policy.size_multiple
+    latents = policy.initial_latents([0, 1], side, side)
+    sigma = torch.tensor([0.4, 0.7], device=device)
+    velocity = policy.velocity(latents, sigma, TextConditioning(**text), side, side, guided=False)
+    velocity.square().mean().backward()
+    return flat(p.grad for p in transformer.parameters() if p.requires_grad)
+
+
+def toy_update(folder: Path, device: str, changes: dict[str, Any]) -> Any:
+    """How an epoch moves the adapter of the quickstart's FLUX, flat, on the CPU."""
+    from accelerate.state import AcceleratorState
+
+    from paco_grpo.training.build import build_run
+    from paco_grpo.training.trainer import Trainer
+
+    # Accelerate looks for devices once per process; here it looks again.
+    os.environ["ACCELERATE_USE_CPU"] = str(device == "cpu").lower()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # With a tiny epsilon, Adam's first step is the gradient's sign, and rounding near 0 shows.
+    options = {
+        "dataset": ROOT / "dataset" / "T2IS",
+        "save_dir": folder,
+        "pretrained.model": ROOT.parent / "quickstart" / "models" / "flux",
+        "sample.num_images_per_prompt": 4,
+        "sample.unique_sample_num_per_epoch": 4,
+        "train.adam_epsilon": 1e-2,
+        "train.learning_rate": 1e-2,
+        "allow_tf32": False,
+    }
+    run = build_run(read("toy_t2is", options | changes))
+    parameters = run.state.parameters.values()
+    before = flat(parameters)
+    Trainer(run).epoch()
+    run.close()
+    return flat(parameters) - before
+
+
+def flat(tensors: Any) -> Any:
+    """A float32 copy on the CPU."""
+    import torch
+
+    return torch.cat([tensor.detach().float().flatten().cpu() for tensor in tensors])
+
+
+def compared(values: Any, reference: Any, limit: float) -> dict[str, float]:
+    """The distance of ``values`` from ``reference``. Raises Deviates: It is over ``limit``."""
+    share = float((values - reference).norm() / reference.norm())
+    if not share <= limit or not values.any():
+        raise Deviates(f"they differ by {share:.3g} of the CPU's, over {limit}")
+    return {"deviation": share}
+
+
+def full_size(name: str) -> dict[str, Any]:
+    """Speed, memory and the first ratio of a small epoch, and the estimate of the same run."""
+    import torch
+
+    from paco_grpo.estimate.generator import estimate
+
+    changes = {
+        "sample.unique_sample_num_per_epoch": 2,
+        "sample.num_images_per_prompt": 8,
+        "train.gradient_step_per_epoch": 1,  # so that all ratios are first ratios
+    }
+    options = read(name, changes)
+    torch.cuda.reset_peak_memory_stats()
+    figures = epoch.measure(options, 1, True)
+    estimated = estimate(options, name, 1, torch.cuda.get_device_properties(0).total_memory)
+    phases = ("encode", "sample", "train", "update")
+    peak = max(sum(estimated.adds[phase].values()) for phase in phases)
+    row = {
+        "images_per_s": figures["images_per_second"],
+        "sample_s": figures["time/sample_s"],
+        "train_s": figures["time/train_s"],
+        "peak_gib": figures["memory/peak_cuda_mb"] / 1024,
+        "estimated_gib": (peak + sum(estimated.resident.values())) / 2**30,
+        "first_ratio": figures["train/ratio_deviation"],
+    }
+    if not row["first_ratio"] <= RATIO_LIMIT:
+        raise Deviates(f"the first ratio is off by more than {RATIO_LIMIT}: {row}")
+    return row
+
+
+def two_gpus(sharding: str) -> dict[str, Any]:
+    """benchmarks/epoch.py on the quickstart's FLUX, under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    config = ["--config", f"{CONFIG}:toy_t2is", f"--config.dataset={ROOT}/dataset/T2IS"]
+    config += [f"--config.train.sharding={sharding}", "--repeats", "1"]
+    command = [sys.executable, *launcher, epoch.__file__, *config]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "false"}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **options)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-300:])
+    return {"images_per_s": json.loads(done.stdout.splitlines()[-1])["images_per_second"]}
+
+
+def plan(folder: Path, gpus: int) -> list[Check]:
+    """All checks of this machine, the most important first."""
+    device = "cuda" if gpus else "cpu"
+    reference = functools.cache(lambda: toy_update(folder, "cpu", {}))
+    exact_gradients = functools.cache(lambda model: gradients(model, "cpu", "float32"))
+
+    def toy(limit: float, changes: dict[str, Any]) -> dict[str, float]:
+        return compared(toy_update(folder, device, changes), reference(), limit)
+
+    def family(model: str, dtype: str, limit: float) -> dict[str, float]:
+        return compared(gradients(model, device, dtype), exact_gradients(model), limit)
+
+    checks: list[Check] = [("toy, float32", 60, lambda: toy(FLOAT32_LIMIT, {}))]
+    for model in FAMILIES:
+        for dtype, limit in (("float32", FLOAT32_LIMIT), ("bfloat16", BF16_LIMIT)):
+            check = functools.partial(family, model, dtype, limit)
+            checks.append((f"{model.split('/')[1]}, {dtype}", 60, check))
+    if not gpus:
+        return checks
+    sized = []
+    for name, seconds in FULL_SIZE.items():
+        sized.append((name, seconds, functools.partial(full_size, name)))
+    checks += sized[:2]  # what most people train
+    for name, (seconds, limit, changes) in VARIANTS.items():
+        checks.append((f"toy, {name}", seconds, functools.partial(toy, limit, changes)))
+    if gpus > 1:
+        for sharding in ("None", "fsdp2"):
+            check = functools.partial(two_gpus, sharding)
+            checks.append((f"two GPUs, sharding={sharding}", 160, check))
+    return checks + sized[2:]
+
+
+def run_check(check: Check, deadline: float) -> dict[str, Any]:
+    """A row of the table."""
+    name, seconds, function = check
+    started = time.monotonic()
+    limit = int(min(seconds, deadline - started))
+    row: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "name": name}
+    if limit < 10:
+        return row
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not finished in {limit} s")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(limit)
+    try:
+        row |= function()
+        row["status"] = "passed"
+    except Exception as error:  # noqa: BLE001 - the next check may still tell something
+        text = " ".join(str(error).split())
+        row |= {"status": "failed", "message": f"{type(error).__name__}: {text[:300]}"}
+    finally:
+        signal.alarm(0)
+    row["seconds"] = time.monotonic() - started
+    gc.collect()
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """``row`` on the screen."""
+    figures = []
+    for name, value in list(row.items())[3:]:
+        figures.append(f"{name} {value:.3g}" if isinstance(value, float) else value)
+    head = f"{row['status']:<8}{row['seconds']:6.1f} s  {row['name']:<40}"
+    return head + ", ".join(figures)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    arguments = parser().parse_args(words)
-    deadline = time.monotonic() + 60 * arguments.minutes
-    import logging
-
-    import torch
-
-    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests"), str(ROOT)]
-    from gpu_checks import full_size
-    from gpu_checks.steps import run_steps
-    from gpu_checks.toy import all_families
-
-    logging.disable(logging.WARNING)  # tiny models cut every prompt
-    torch.set_num_threads(1)  # tiny models need no more, and others share the cores
-    families = arguments.families or all_families()
-    if unknown := set(families) - set(all_families()):
-        print(f"error: no family {unknown}; known: {', '.join(all_families())}", file=sys.stderr)
-        return 2
-    machine = describe_machine()
-    print(json.dumps(machine), flush=True)
-    results = []
-    with tempfile.TemporaryDirectory(prefix="paco-check-") as name:
-        full = full_size.FullSize(Path(name))
-        if torch.cuda.is_available() and not arguments.toy:
-            full.start()
-        try:
-            for result in run_steps(plan(arguments, families, full), deadline):
-                print(result.line(), flush=True)
-                results.append(result)
-        finally:
-            full.close()
-            logging.disable(logging.NOTSET)
-    report = {"machine": machine, "results": [result.as_dict() for result in results]}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(markdown_rows(report)))
-    counts = {status: 0 for status in ("passed", "failed", "skipped")}
-    for result in results:
-        counts[result.status] += 1
-    print(", ".join(f"{number} {status}" for status, number in counts.items()))
-    print(arguments.output)
-    return 1 if counts["failed"] else 0
-
-
-def plan(arguments: argparse.Namespace, families: list[str], full: Any) -> list[Any]:
-    """All steps for this machine, the most important first."""
-    import torch
-
-    from gpu_checks import full_size, others, toy
-    from gpu_checks.steps import Step
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs = toy.ToyRuns(full.folder, device)
-    steps = toy.first_steps(runs, families)
-    if arguments.judge:
-        ask = functools.partial(others.ask_judge, arguments.judge, arguments.judge_model)
-        steps.append(Step("judge", 90, ask))
-    if device == "cpu":
-        return steps
-    at_full_size = [] if arguments.toy else full_size.steps(full)
-    steps += [*at_full_size[:2], *toy.later_steps(runs)]
-    if torch.cuda.device_count() > 1:
-        steps += others.two_gpu_steps(full.folder)
-    return [*steps, *at_full_size[2:]]
-
-
-def describe_machine() -> dict[str, Any]:
-    """Card, driver and versions."""
-    import diffusers
-    import peft
-    import torch
-    import transformers
-
-    driver = None
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-        driver = (answer.stdout.splitlines() or [None])[0]
-    libraries = (torch, diffusers, transformers, peft)
-    return {
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {library.__name__: library.__version__ for library in libraries},
-    }
-
-
-def markdown_rows(report: dict[str, Any]) -> list[str]:
-    """Rows for docs/scaling.md: one for each model that ran at full size."""
-    card = (report["machine"]["gpus"] or ["CPU"])[0]
-    rows = []
-    for result in report["results"]:
-        figures = result["figures"]
-        if "epoch_per_s" in figures:
-            cells = ["–" if figures[name] is None else f"{figures[name]:.3g}" for name in COLUMNS]
-            rows.append(f"| {card} | `{result['name']}` | {' | '.join(cells)} |")
-    if not rows:
-        return []
-    names = "sampled/s | trained/s | images/s | peak GiB | estimated | first ratio"
-    head = f"| card | configuration | {names} |"
-    return [head, "|---|---|--:|--:|--:|--:|--:|--:|", *rows]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The arguments of this program."""
     style = argparse.RawDescriptionHelpFormatter
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=style, allow_abbrev=False
-    )
-    options.add_argument("--minutes", type=float, default=10, help="begin and end within them")
-    options.add_argument("--judge", metavar="URL", help="a running judge server")
-    options.add_argument("--judge_model", default="PaCo-Reward-7B", help="its name there")
-    options.add_argument("--toy", action="store_true", help="no model at full size")
-    options.add_argument("--families", nargs="+", help="these on tiny weights; default: all")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=15, help="begin and end within them")
+    parser.add_argument("--only", default="", help="checks whose name contains this text")
     output = Path("benchmarks/results/check_gpu.json")
-    options.add_argument("--output", type=Path, default=output)
-    return options
+    parser.add_argument("--output", type=Path, default=output)
+    arguments = parser.parse_args(words)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    import torch
+    import torch._dynamo  # an import that a time limit ends would break those after it
+
+    import paco_grpo.estimate.generator
+    import paco_grpo.training.trainer  # noqa: F401
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    machine = {"gpus": gpus, "torch": torch.__version__, "cores": os.cpu_count()}
+    print(json.dumps(machine), flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for check in plan(Path(folder), len(gpus)):
+            if arguments.only in check[0]:
+                rows.append(run_check(check, deadline))
+                print(line(rows[-1]), flush=True)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine, "results": rows}
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(map(line, rows)))
+    print(arguments.output)
+    return 1 if "failed" in [row["status"] for row in rows] else 0
 
 
 if __name__ == "__main__":

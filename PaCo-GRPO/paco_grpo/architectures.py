@@ -7,6 +7,7 @@ of parameters (tests/test_estimate.py).
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,46 +246,6 @@ _Z_IMAGE = Architecture(
 )
 
 
-def _qwen3_vl(tied: bool, text: dict[str, int], vision: dict[str, Any]) -> tuple[str, dict]:
-    """``tied``: the embeddings are the output layer too."""
-    text_config = text | {
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    }
-    vision_config = vision | {"out_hidden_size": text["hidden_size"]}
-    return "Qwen3VLForConditionalGeneration", {
-        "tie_word_embeddings": tied,
-        "text_config": text_config,
-        "vision_config": vision_config,
-    }
-
-
-# Judges: hub name -> class, and values of its configuration.
-JUDGES = {
-    "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN2_5_VL_7B,
-    "Qwen/Qwen3-VL-4B-Instruct": _qwen3_vl(
-        True,
-        {"hidden_size": 2560, "intermediate_size": 9728},
-        {
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-    ),
-    "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(
-        False,
-        {"hidden_size": 4096, "intermediate_size": 12288},
-        {
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
-    ),
-}
 # Generators: hub name -> architecture.
 KNOWN = {
     "black-forest-labs/FLUX.1-dev": _flux1("FluxPipeline"),
@@ -351,22 +312,6 @@ def pipeline_of(
     return DiffusionPipeline.from_pretrained(folder, **modules)
 
 
-def judge_of(model: str, dtype: torch.dtype) -> nn.Module:
-    """The judge's base model on ``meta``: one of ``JUDGES``, a folder or a cached hub name.
-
-    Raises ConfigError: It is none of these.
-    """
-    if model in JUDGES:
-        return _module(*JUDGES[model], dtype, "meta")
-    try:
-        config = transformers.AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise ConfigError(
-            f"{model!r} is not known here: give its folder, or one of {', '.join(JUDGES)}"
-        ) from error
-    return _module(config.architectures[0], config, dtype, "meta")
-
-
 def _module(
     class_name: str, config: Any, dtype: torch.dtype, device: torch.device | str
 ) -> nn.Module:
@@ -430,13 +375,32 @@ def write(model: str, folder: Path) -> Path:
     return folder
 
 
-def _fill_randomly(module: nn.Module) -> None:
+def fill_randomly(module: nn.Module) -> None:
     """Weights with which activations neither vanish nor overflow in bfloat16."""
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, 0.02)
         else:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+_DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+
+
+@contextmanager
+def with_blocks(model: str, count: int) -> Iterator[None]:
+    """Inside the block, the transformer of ``model`` has ``count`` blocks of each kind.
+
+    Its width is the real one.
+    """
+    modules = KNOWN[model].modules
+    class_name, config = modules["transformer"]
+    parameters = inspect.signature(getattr(diffusers, class_name)).parameters
+    depths = {name: count for name in _DEPTHS if name in parameters}
+    if config.get("dual_attention_layers"):
+        depths["dual_attention_layers"] = list(range(count // 2 + 1))
+    with mock.patch.dict(modules, transformer=(class_name, config | depths)):
+        yield
 
 
 @contextmanager
@@ -448,7 +412,7 @@ def random_weights(model: str) -> Iterator[None]:
         pipeline = pipeline_of(model, settings.dtype, PartialState().device)
         for part in pipeline.components.values():
             if isinstance(part, nn.Module):
-                _fill_randomly(part)
+                fill_randomly(part)
         return policy(pipeline, settings)
 
     with mock.patch.object(policy, "from_pretrained", from_pretrained):

@@ -142,6 +142,7 @@ def injected(fault: Fault):
 def _main(
     rank: int,
     processes: int,
+    machines: int,
     port: int,
     flux: Path,
     folder: Path,
@@ -154,6 +155,7 @@ def _main(
     if processes > 1:
         os.environ |= {
             "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(processes // machines),
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -177,6 +179,7 @@ def run(
     processes: int = 1,
     fault: Fault | None = None,
     without: str = "",
+    machines: int = 1,
     **changes,
 ) -> list[int]:
     """Exit status of each process; when one is killed, so are the others, as by a launcher."""
@@ -189,7 +192,7 @@ def run(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    more = (processes, port, flux, folder, changes, fault)
+    more = (processes, machines, port, flux, folder, changes, fault)
     started = [context.Process(target=_main, args=(rank, *more)) for rank in range(processes)]
     for process in started:
         process.start()

@@ -85,6 +85,7 @@ SUFFIXES["_80gb"] = _for_80gb_without_compiling
 t2is = _toy(t2is)
 kontext_editing = _toy(kontext_editing)
 qwen_editing = _toy(qwen_editing)
+qwen_editing_80gb = qwen_editing
 """
 
 

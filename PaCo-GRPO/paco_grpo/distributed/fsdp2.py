@@ -1,14 +1,21 @@
 """FSDP2: the transformer's weights sharded over the processes (torch's ``fully_shard``)."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate.utils import gather_object
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.processes import Strategy, full_tensor
+from paco_grpo.distributed.processes import (
+    Strategy,
+    full_tensor,
+    make_float32,
+    trains_transformer,
+)
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import lora_parameters
@@ -31,7 +38,10 @@ class FSDP2(Strategy):
         return torch.device("cpu")
 
     def place(self, policy: Policy) -> None:
-        """Shard block by block: a device never holds more than its share and one block."""
+        """Shard block by block: a device never holds more than its share and one block.
+
+        Nor does main memory hold more than one block's float32 copy, if all weights are trained.
+        """
         device = self.accelerator.device
         policy.device = device
         transformer = policy.transformer
@@ -45,8 +55,11 @@ class FSDP2(Strategy):
         kept_whole = set(lora_parameters(policy).values())
         for parameter in kept_whole:
             parameter.data = parameter.data.to(device)
-        mesh = init_device_mesh(device.type, (self.accelerator.num_processes,))
+        trains_everything = trains_transformer(policy)
+        mesh = _mesh(device.type, self.accelerator.num_processes)
         for module in (*blocks, transformer):
+            if trains_everything:
+                make_float32(module)
             fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=True)
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
@@ -61,6 +74,20 @@ class FSDP2(Strategy):
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, max_norm)
         return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def _mesh(device_type: str, processes: int) -> DeviceMesh:
+    """(machines, processes of one), so that weights travel only inside a machine.
+
+    Every machine holds all shards then. It is one dimension on a single machine, where machines
+    have different numbers of processes, and where each has a single one.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    is_even = set(gather_object([local])) == {local}
+    if not is_even or local in (1, processes):
+        return init_device_mesh(device_type, (processes,))
+    shape = (processes // local, local)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("machines", "processes"))
 
 
 def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:

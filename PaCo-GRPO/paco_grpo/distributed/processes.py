@@ -95,6 +95,18 @@ def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
+def trains_transformer(policy: Policy) -> bool:
+    """Whether all weights of the transformer are trained, instead of a LoRA."""
+    return all(parameter.requires_grad for parameter in policy.transformer.parameters())
+
+
+def make_float32(module: torch.nn.Module) -> None:
+    """Cast the weights of ``module`` that are not sharded yet, as training needs them."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point() and not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.float()
+
+
 class Strategy:
     """How weights, gradients and optimizer states are spread over the processes.
 
@@ -118,7 +130,9 @@ class Strategy:
         return self.accelerator.device
 
     def place(self, policy: Policy) -> None:
-        """Move a policy with its adapters to where it computes."""
+        """Move a policy with its adapters to where it computes, and make trained weights float32."""
+        if trains_transformer(policy):
+            make_float32(policy.transformer)
 
     def synced_batches(
         self, batches: Sequence[Batch], dummy: Batch, should_stop: Callable[[], bool] | None = None

@@ -1,13 +1,8 @@
-"""Devices that compute shapes alone: what a program would do and hold on a GPU, without a GPU and
-without weights.
+"""A device that computes shapes alone: what a program would do and hold, without its weights.
 
-``FakeDevice`` counts bytes, FLOPs and operators. ``fake_cuda`` makes PyTorch believe in a GPU, with
-its autocast and its refusals (tensors on two devices, wrong data types). ``fake_cpu`` is for the
-backward pass, because PyTorch's own autograd works with its tensors.
-
-The tests' pretended GPU (``tests/pretend_cuda.py``) is another mechanism, because its tensors hold
-real numbers on the CPU under a label, whereas these are on CUDA for PyTorch itself and hold none:
-beyond four functions of ``torch.cuda`` there would be nothing to share.
+``FakeDevice`` counts bytes and FLOPs. ``fake_cpu`` is what estimate.py uses: PyTorch's own forward
+and backward, in the data types of CUDA's autocast. The tests count the same on fake CUDA tensors
+(tests/gpu/fake_gpu.py).
 """
 
 import contextlib
@@ -17,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -33,72 +29,62 @@ for _name in ("", "_backward"):
 
 
 class FakeDevice(TorchDispatchMode):
-    """Inside it, operations on fake tensors compute shapes alone.
+    """Inside it, operations on fake tensors compute shapes alone, and all others run for real.
 
-    So do those that create tensors on CUDA. All others run for real.
+    The device is the CPU, so that integers by which models decide what they compute (tokens, sizes
+    of pictures, masks) are real.
     """
 
-    def __init__(self, kind: str) -> None:
+    kind = "cpu"
+
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind  # of the device whose tensors are counted
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = 0  # bytes of the fake tensors that exist, and their maximum
         self.flops = 0  # of matrix products, convolutions and attention
-        self.operators = 0  # that compute; a view only describes other memory
-        self.seen: weakref.WeakSet = weakref.WeakSet()  # storages that are counted, or need not be
+        # Bytes of each storage, 0 of those that are not counted.
+        self.sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        fake = [t for t in tensors if isinstance(t, FakeTensor)]
-        if not fake and torch.device(kwargs.get("device") or "cpu").type != "cuda":
+        if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        return self.compute_shapes(func, args, kwargs)
+
+    def compute_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The fake result of an operator; its bytes and FLOPs are counted."""
         if func is aten._local_scalar_dense.default:
-            known = _known(args[0])
-            if known is None:
-                return 1e-6 if args[0].is_floating_point() else 1
-            with unset_fake_temporarily():
-                return known.item()
-        values = _values(func, tensors, args, kwargs)
-        to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
-        if to_cpu and fake and fake[0].fake_device.type == "cuda":  # what comes back is real
-            with unset_fake_temporarily():
-                zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
-                return zeros if values is None else values
+            return 1e-6 if args[0].is_floating_point() else 1
         if func is aten.index.Tensor:
             # A mask whose values are known selects a known number of rows.
             args = args[0], [rows for index in args[1] for rows in _rows(index)]
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         with self.mode:
-            if values is not None and torch.Tag.dynamic_output_shape in func.tags:
-                device = fake[0].fake_device
-
-                def empty(value: torch.Tensor) -> torch.Tensor:
-                    return torch.empty(value.shape, dtype=value.dtype, device=device)
-
-                out = tree_map_only(torch.Tensor, empty, values)
-            else:
-                out = func(*args, **kwargs)
-        self.operators += not func.is_view
+            out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=out)
-        results = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
-        for tensor in results:
-            storage = tensor.untyped_storage()
-            if tensor.fake_device.type == self.kind and storage not in self.seen:
-                size = -(-storage.nbytes() // 512) * 512  # CUDA's allocator rounds up
-                self.seen.add(storage)
-                self.live += size
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._free, size)
-        if values is not None:
-            for tensor, value in zip(results, tree_leaves(values), strict=True):
-                tensor.known = value
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor)
         return out
+
+    def _count(self, tensor: FakeTensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.fake_device.type == self.kind and storage not in self.sizes:
+            self.sizes[storage] = [0]
+            weakref.finalize(storage, self.resize, self.sizes[storage], 0)
+            self.resize(self.sizes[storage], storage.nbytes())
+
+    def resize(self, size: list[int], num_bytes: int) -> None:
+        """Count ``num_bytes`` for a storage, instead of its present ``size``."""
+        self.live -= size[0]
+        size[0] = -(-num_bytes // 512) * 512  # CUDA's allocator rounds up
+        self.live += size[0]
+        self.peak = max(self.peak, self.live)
 
     def _faked(self, tensor: torch.Tensor) -> FakeTensor:
         if isinstance(tensor, FakeTensor):
@@ -106,99 +92,13 @@ class FakeDevice(TorchDispatchMode):
         with unset_fake_temporarily():
             return self.mode.from_tensor(tensor.detach())
 
-    def _free(self, size: int) -> None:
-        self.live -= size
-
-
-def _known(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return getattr(tensor, "known", None) if isinstance(tensor, FakeTensor) else tensor
-
 
 def _rows(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """The rows that a mask selects, if its values are known; otherwise ``index``."""
-    known = _known(index)
-    if known is None or known.dtype != torch.bool:
+    """The rows that a real mask selects; otherwise ``index``."""
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
         return [index]
     with unset_fake_temporarily():
-        return known.nonzero().unbind(1)
-
-
-def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """The result of ``func`` if it follows from known integers, else None.
-
-    Models decide by such integers, sizes of pictures and masks, what they compute.
-    """
-    known = {id(t): _known(t) for t in tensors}
-    if not all(v is not None and not v.is_floating_point() for v in known.values()):
-        if func._schema.is_mutable and tensors:
-            tensors[0].known = None
-        return None
-    if not tensors and func._overloadpacket is not aten.arange:
-        return None
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-    with unset_fake_temporarily():
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
-        out = func(*args, **kwargs)
-    return None if any(v.is_floating_point() for v in tree_leaves(out)) else out
-
-
-def _attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """``scaled_dot_product_attention`` as CUDA computes it.
-
-    That is under autocast, with one data type, by a fused kernel.
-    """
-    if torch.is_autocast_enabled("cuda"):
-        low = torch.get_autocast_dtype("cuda")
-        query, key, value = (t.to(low) if t.is_floating_point() else t for t in (query, key, value))
-    dtypes = (query.dtype, key.dtype, value.dtype)
-    if len(set(dtypes)) > 1:
-        raise RuntimeError(f"query, key and value must have one dtype, not {dtypes}")
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-            attn_mask.logical_not(), -torch.inf
-        )
-    attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and query.requires_grad
-    attention = aten._scaled_dot_product_efficient_attention
-    return attention(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0]
-
-
-@contextlib.contextmanager
-def fake_cuda(device: FakeDevice) -> Iterator[None]:
-    """Inside the block CUDA exists and computes nothing; its autocast is active."""
-    make_tensor = torch.tensor
-
-    def of_numbers(data: Any, **kwargs: Any) -> torch.Tensor:
-        """A list of CUDA tensors would look for the driver."""
-        if isinstance(data, list):
-            data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
-        return make_tensor(data, **kwargs)
-
-    patches = {
-        "torch.cuda.is_available": lambda: True,
-        # Autocast would switch itself off.
-        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
-        "torch.cuda.is_bf16_supported": lambda *args, **kwargs: True,
-        "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.empty_cache": lambda: None,
-        "torch.tensor": of_numbers,
-        "torch.Tensor.pin_memory": lambda tensor, *args: tensor,
-        "torch.nn.functional.scaled_dot_product_attention": _attention,
-    }
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(device.mode)  # first: it looks whether CUDA is there
-        for target, replacement in patches.items():
-            stack.enter_context(mock.patch(target, replacement))
-        stack.enter_context(device)
-        yield
+        return index.nonzero().unbind(1)
 
 
 # What CUDA's autocast computes in float32, and the CPU's does not.
@@ -226,11 +126,14 @@ def _in_float32(function: Callable) -> Callable:
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
     """Inside the block, operations on fake tensors of the CPU compute nothing.
 
-    PyTorch's own autograd works with them.
+    Their data types are those of CUDA's autocast.
     """
     with contextlib.ExitStack() as stack:
         for target in _FLOAT32:
             stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
+        # Of decoded images.
+        zeros = mock.patch("torch.Tensor.numpy", lambda t: np.zeros(t.shape, np.uint8))
+        stack.enter_context(zeros)
         stack.enter_context(device)
         yield
 
@@ -246,7 +149,7 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
     def fake(tensor: torch.Tensor, where: str) -> torch.Tensor:
         with device.mode:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-        device.seen.add(empty.untyped_storage())
+        device.sizes[empty.untyped_storage()] = [0]
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
@@ -264,7 +167,6 @@ class Measured(NamedTuple):
 
     result: Any
     flops: int
-    operators: int
     peak: int  # bytes above what existed before
 
 
@@ -272,12 +174,6 @@ def measured(device: FakeDevice, function: Callable[[], Any]) -> Measured:
     """Run ``function`` and return what ``device`` counted meanwhile."""
     live = device.live
     flops = device.flops
-    operators = device.operators
     device.peak = live
     result = function()
-    return Measured(
-        result=result,
-        flops=device.flops - flops,
-        operators=device.operators - operators,
-        peak=device.peak - live,
-    )
+    return Measured(result, device.flops - flops, device.peak - live)

@@ -1,47 +1,63 @@
 """An epoch of RL on fake tensors: every kind of work once, at the model's real shapes."""
 
-import contextlib
 import dataclasses
 import math
 import pkgutil
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paco_grpo.architectures import pipeline_of
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.distributed.processes import Strategy
 from paco_grpo.estimate import fake_device
-from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, fake_cuda, measured
-from paco_grpo.estimate.memory import (
-    add_gradients,
-    bytes_of,
-    map_tensors,
-    quantized,
-    reward_bytes,
-    weights_of,
-)
-from paco_grpo.estimate.planning import Estimate, Work
+from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
 from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.lora import lora_parameters
+from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import add_adapters, policy_settings
-from paco_grpo.training.plan import Plan, evaluation_images, make_plan
+from paco_grpo.training.plan import Plan, make_plan
 from paco_grpo.types import Item, Rollout
-from paco_judge.errors import UserError
 
 PROMPT = (
     "A 2x2 grid of images that show one fox in four seasons, "
     "watercolor on rough paper, soft morning light. "
 ) * 4
+# Parameters of rewards that load a model on the device of the process.
+_VIT_H = ("OpenCLIP ViT-H-14", 986_109_441)
+REWARD_PARAMETERS = {
+    "subfig_clipT": _VIT_H,
+    "subfig_clipI": _VIT_H,
+    "reference_clipI": _VIT_H,
+    "pickscore": ("PickScore", _VIT_H[1]),
+    "clipscore": ("CLIP ViT-L/14", 427_616_513),
+}
+# Bytes a weight in nf4: 4 bits, 8 bits for 64 weights, a float32 for 256 of these.
+_NF4 = 1 / 2 + 1 / 64 + 1 / 4096
+# CUDA context and libraries, workspaces of cuBLAS and cuDNN, fragmentation.
+RESERVE = 3 * 2**29
+_GPUS_OF_A_MACHINE = 8  # FSDP2 shards inside a machine
 
 
-@dataclasses.dataclass
+@dataclass
+class Estimate:
+    """What one GPU does and holds."""
+
+    title: str
+    epoch: dict[str, float]  # FLOPs of an epoch, by phase
+    resident: dict[str, int]  # bytes that stay on the device, by part
+    adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
+    compiled: bool
+
+
+@dataclass
 class SampledOnce:
     """What encoding one prompt, two denoising steps and decoding of its images cost."""
 
@@ -50,7 +66,7 @@ class SampledOnce:
     decode: Measured
 
 
-@dataclasses.dataclass
+@dataclass
 class Pieces:
     """Every kind of work of an epoch, once."""
 
@@ -60,70 +76,54 @@ class Pieces:
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
     update: Measured  # forward and backward of a micro-batch at one step
 
-    @property
-    def images(self) -> Rollout:
-        """The sampled training batch."""
-        return self.training.denoise.result
 
-
-def estimate(options: RunOptions, name: str, processes: int = 1) -> Estimate:
-    """What each of ``processes`` GPUs does in an epoch and an evaluation, and what it holds."""
+def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -> Estimate:
+    """What each of ``processes`` GPUs does in an epoch, and what it holds of ``gpu_bytes``."""
     objective = create_objective(options.train)
     plan = make_plan(options, processes, objective.gradient_steps)
     pieces = measure_pieces(options, plan)
-    images = evaluation_images(options, _num_test_items(options))
-    test = options.test
-    batches = math.ceil(images / (processes * test.batch_size))
-    shown = pieces.evaluation
-    evaluation = [
-        Work.of("evaluate", batches * test.num_steps, shown.denoise, 1 / 2),
-        Work.of("decode", batches, shown.decode),
-    ]
-    epoch = epoch_work(options, plan, pieces, objective)
-    resident, adds = memory(options, plan, pieces)
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch "
         f"({plan.prompts} prompts x {plan.images_per_prompt}), sampled {plan.sample_batch_size} "
-        f"and trained {options.train.batch_size} at a time; {images} in an evaluation"
+        f"and trained {options.train.batch_size} at a time"
     )
-    work = {"an epoch": epoch, "an evaluation": evaluation}
-    return Estimate(title, work, resident, adds, plan, options.speed.compile)
+    resident, adds = memory(options, plan, pieces, gpu_bytes)
+    return Estimate(
+        title=title,
+        epoch=epoch_flops(options, plan, pieces, objective),
+        resident=resident,
+        adds=adds,
+        compiled=options.speed.compile,
+    )
 
 
 def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
-    """Sample on a fake GPU, and train on a fake CPU, where PyTorch's autograd works."""
+    """Sample, evaluate and train once."""
     train = dataclasses.replace(options.train, timesteps=(0,), num_sigmas=None)
     objective = create_objective(train)
-    batch = min(train.batch_size, plan.samples_per_process)
-
-    gpu = FakeDevice("cuda")
-    policy = build_policy(options, gpu, "cuda:0")
-    with fake_cuda(gpu):
-        noise = _noise_of_first_step(options)
-        training = _sample(
-            policy, gpu, options, options.train.resolution, plan.sample_batch_size, noise
-        )
-        trained = training.denoise.result.select([0] * batch)
-        # A loss that a GPU would refuse is refused here.
-        objective.loss(_step(trained, objective), policy)
-        evaluation = _sample(
-            policy, gpu, options, options.test.resolution, options.test.batch_size, {}
-        )
-
-    cpu = FakeDevice("cpu")
-    policy = build_policy(options, cpu, "cpu")
-    with cpu.mode:
-        step = _step(map_tensors(_on_cpu, trained), objective)
-    with fake_cpu(cpu):
-        add_gradients(policy.transformer)
+    device = FakeDevice()
+    policy = build_policy(options, device, "cpu")
+    with fake_cpu(device):
+        Strategy(accelerator=None).place(policy)
+        sample = options.sample
+        noise = {}
+        if num_noise_steps(options):
+            noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
+        training = _sample(policy, device, options, train.resolution, plan.sample_batch_size, noise)
+        test = options.test
+        evaluation = _sample(policy, device, options, test.resolution, test.batch_size, {})
+        step = one_step(training.denoise.result, objective, micro_batch_size(options, plan))
+        for parameter in policy.transformer.parameters():
+            if parameter.requires_grad:  # gradients are counted apart
+                parameter.grad = torch.zeros_like(parameter)
         first_pass = getattr(objective, "error_change", lambda step, policy: None)
-        before_update = measured(cpu, lambda: first_pass(step, policy))
-        update = measured(cpu, lambda: objective.loss(step, policy).loss.sum().backward())
+        before_update = measured(device, lambda: first_pass(step, policy))
+        update = measured(device, lambda: objective.loss(step, policy).loss.sum().backward())
     return Pieces(policy, training, evaluation, before_update, update)
 
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersPolicy:
-    """The policy with its adapters, as training builds it; its fake weights are ``on`` a device."""
+    """The policy with its adapters, before it is placed; its fake weights are ``on`` a device."""
     settings = dataclasses.replace(
         policy_settings(options, "meta"),
         max_sequence_length=options.max_sequence_length or 512,
@@ -143,14 +143,10 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     return policy
 
 
-def _noise_of_first_step(options: RunOptions) -> dict[str, Any]:
-    sample = options.sample
-    is_noisy = bool(sample.noise_steps and sample.noise_level)
-    return {
-        "noise_steps": (0,) if is_noisy else (),
-        "noise_level": sample.noise_level,
-        "cps": sample.cps,
-    }
+def example(policy: DiffusersPolicy, options: RunOptions, side: int) -> Item:
+    """An item of the run, with a reference image where it edits."""
+    references = (Image.new("RGB", (side, side)),) if _edits(policy, options) else ()
+    return Item(0, PROMPT, side, side, references=references)
 
 
 def _sample(
@@ -162,13 +158,12 @@ def _sample(
     noise: dict[str, Any],
 ) -> SampledOnce:
     """Encode a text, take two steps for ``count`` images of side ``side``, decode them."""
-    references = (Image.new("RGB", (side, side)),) if _edits(policy, options) else ()
-    item = Item(0, PROMPT, side, side, references=references)
+    item = example(policy, options, side)
     encode = measured(device, lambda: policy.encode([item]))
     text = encode.result
     ids = [0] * count
-    sampling = Sampling(num_steps=2, **noise)
     draws = Draws(ids, range(count), side, side)
+    sampling = Sampling(num_steps=2, **noise)
     denoise = measured(device, lambda: rollout(policy, text.select(ids), draws, sampling))
     latents = denoise.result.clean_latents
     decode = measured(device, lambda: policy.decode(latents, side, side))
@@ -180,47 +175,42 @@ def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
     return policy.needs_image or (policy.edits_images and has_references)
 
 
-def _step(sampled: Rollout, objective: Objective) -> Step:
-    (index,) = objective.steps(sampled, np.random.default_rng(0))
-    ones = torch.ones(len(sampled), device=sampled.clean_latents.device)
-    return Step(sampled, index, ones, group_weights=ones)
+def micro_batch_size(options: RunOptions, plan: Plan) -> int:
+    """Samples that are trained at a time."""
+    return min(options.train.batch_size, plan.samples_per_process)
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return tensor
+def one_step(sampled: Rollout, objective: Objective, count: int) -> Step:
+    """A training step of ``count`` samples."""
+    trained = sampled.select([0] * count)
+    (index,) = objective.steps(trained, np.random.default_rng(0))
+    ones = torch.ones(count, device=trained.clean_latents.device)
+    return Step(trained, index, ones, group_weights=ones)
 
 
-def _num_test_items(options: RunOptions) -> int:
-    """Items of the test set; one batch where the set is not on this machine."""
-    with contextlib.suppress(UserError):
-        return len(load_prompts(options.dataset, "test", options.prompt_fn))
-    return options.test.batch_size
+# --- FLOPs ----------------------------------------------------------------------------------------
 
 
-def epoch_work(options: RunOptions, plan: Plan, pieces: Pieces, objective: Objective) -> list[Work]:
-    """The pieces of an epoch on each GPU."""
+def epoch_flops(
+    options: RunOptions, plan: Plan, pieces: Pieces, objective: Objective
+) -> dict[str, float]:
+    """FLOPs of an epoch on each GPU, by phase."""
     train = options.train
     sampled = pieces.training
-    steps = _num_trained_steps(options, pieces.images, objective) * train.num_inner_epochs
+    steps = _num_trained_steps(options, sampled.denoise.result, objective)
     micro_batches = math.ceil(plan.samples_per_process / train.batch_size)
-    prompts = min(plan.prompts, plan.samples_per_process)
+    updates = micro_batches * steps * train.num_inner_epochs
     forwards = plan.rollout_batches * _num_forwards(options, plan.sample_batch_size)
-    work = [
-        Work.of("encode", prompts, sampled.encode),
-        Work.of("denoise", forwards, sampled.denoise, 1 / 2),
-        Work.of("decode", plan.rollout_batches, sampled.decode),
-        Work.of("train", micro_batches * steps, pieces.before_update) + pieces.update,
-    ]
-    probe_images = options.health.probe_images
-    if probe_images and options.use_lora:
-        share = 1 / 2 / plan.sample_batch_size
-        work.append(Work.of("probe", probe_images, sampled.denoise, share))
-    return work
+    return {
+        "encode": min(plan.prompts, plan.samples_per_process) * sampled.encode.flops,
+        "denoise": forwards * sampled.denoise.flops / 2,
+        "decode": plan.rollout_batches * sampled.decode.flops,
+        "train": updates * (pieces.before_update.flops + pieces.update.flops),
+    }
 
 
-def _num_noise_steps(options: RunOptions) -> int:
+def num_noise_steps(options: RunOptions) -> int:
+    """Noise steps of an epoch."""
     sample = options.sample
     if not (sample.noise_steps and sample.noise_level):
         return 0
@@ -233,7 +223,7 @@ def _num_forwards(options: RunOptions, batch: int) -> float:
     Images that share their initial noise also share the steps before the noise steps.
     """
     sample = options.sample
-    is_noisy = _num_noise_steps(options) > 0
+    is_noisy = num_noise_steps(options) > 0
     before = min(sample.noise_steps) if is_noisy else sample.num_steps
     tail = sample.num_steps - 1 - max(sample.noise_steps) if is_noisy else 0
     forwards = sample.num_steps - tail + min(tail, sample.tail_steps or tail)
@@ -245,7 +235,7 @@ def _num_forwards(options: RunOptions, batch: int) -> float:
 
 def _num_trained_steps(options: RunOptions, images: Rollout, objective: Objective) -> int:
     sample = options.sample
-    steps = sample.noise_steps[: _num_noise_steps(options)]
+    steps = sample.noise_steps[: num_noise_steps(options)]
     noise_steps = [dataclasses.replace(images.noise_steps[0], index=step) for step in steps]
     schedule = dataclasses.replace(
         images, sigmas=range(sample.num_steps + 1), noise_steps=noise_steps
@@ -253,30 +243,32 @@ def _num_trained_steps(options: RunOptions, images: Rollout, objective: Objectiv
     return len(objective.steps(schedule, np.random.default_rng(0)))
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
 def memory(
-    options: RunOptions, plan: Plan, pieces: Pieces
+    options: RunOptions, plan: Plan, pieces: Pieces, gpu_bytes: float
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Bytes that stay on the device, and bytes that each phase adds at its peak, both by part."""
     policy = pieces.policy
     sampled = pieces.training
     shown = pieces.evaluation
-    blocks = [part for part in policy.transformer.children() if isinstance(part, nn.ModuleList)]
-    saved, layer = quantized(blocks, 4 if options.pretrained.quantize else None)
-    weights = weights_of(policy, options, plan.num_processes, saved)
-    gradients = weights.gradients
-    vae = weights.offloaded.get("VAE", 0)
-    moved = weights.offloaded.get("text encoders", 0)
+    layer = 0  # the largest layer in 4 bits, decoded
+    if options.pretrained.quantize:
+        layer = max(linear.weight.nbytes for _, linear in quantizable_layers(policy))
+    resident, offloaded, gradients = weight_bytes(options, policy, plan.num_processes, gpu_bytes)
+    vae = offloaded.get("VAE", 0)
+    moved = offloaded.get("text encoders", 0)
     if _edits(policy, options):
         moved += vae
-    records = _record_bytes(options, plan, pieces)
+    records = _record_bytes(options, plan, sampled)
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
     adds = {
         "encode": {"weights": moved, "activations": sampled.encode.peak},
         "sample": {
             "records": records,
-            "denoising": sampled.denoise.peak + layer,
-            "decoding meanwhile": sampled.decode.peak + vae,
+            "activations": max(sampled.denoise.peak + layer, sampled.decode.peak + vae),
         },
         "train": {
             "records": records,
@@ -288,17 +280,102 @@ def memory(
             "gradients": gradients,
             "gradients in one message": in_one_message,
         },
-        "evaluate": {"denoising": shown.denoise.peak + layer},
+        "evaluate": {
+            "trained weights set aside": gradients if options.train.ema else 0,
+            "denoising": shown.denoise.peak + layer,
+        },
         "show": {"decoding": shown.decode.peak + vae},
     }
-    return weights.resident | reward_bytes(options), adds
+    return resident | reward_bytes(options), adds
 
 
-def _record_bytes(options: RunOptions, plan: Plan, pieces: Pieces) -> int:
+def weight_bytes(
+    options: RunOptions, policy: DiffusersPolicy, processes: int, gpu_bytes: float
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes of weights and training state on each of ``processes`` GPUs, by part.
+
+    Returns:
+        What stays on the device, what comes only to compute, and the gradients.
+    """
+    speed = options.speed
+    trained = bytes_of([p for p in policy.transformer.parameters() if p.requires_grad])
+    adapters = lora_parameters(policy).values()
+    old_adapter = bytes_of([p for p in adapters if not p.requires_grad])
+    transformer = bytes_of(policy.transformer) - trained - old_adapter
+    if options.pretrained.quantize:
+        for _, linear in quantizable_layers(policy):
+            weight = linear.weight
+            transformer -= int(weight.nbytes - weight.numel() * _NF4)
+    resident = {
+        "transformer": transformer,
+        "adapter" if options.use_lora else "trained weights": trained,
+        "old adapter": old_adapter,
+        "optimizer": trained // 2 if options.train.use_8bit_adam else 2 * trained,
+        "average": trained if options.train.ema else 0,
+    }
+    gradients = trained
+    if options.train.sharding == "fsdp2":
+        shards = min(processes, _GPUS_OF_A_MACHINE)
+        sharded = ["transformer"] if options.use_lora else list(resident)
+        for part in sharded:
+            resident[part] //= shards
+        if not options.use_lora:
+            gradients //= shards
+    offloaded = {}
+    vae_bytes = bytes_of(policy.pipeline.vae)
+    text_bytes = sum(map(bytes_of, policy.text_encoders()))
+    # As ``fits_beside_training`` decides before there are an optimizer and an average.
+    free = gpu_bytes - RESERVE - transformer - trained - old_adapter - vae_bytes - text_bytes
+    offloads_text = speed.offload_text
+    if offloads_text is None:
+        offloads_text = free < gpu_bytes / 2
+    vae = offloaded if speed.offload_vae else resident
+    vae["VAE"] = vae_bytes
+    text = offloaded if offloads_text else resident
+    text["text encoders"] = text_bytes
+    resident = {part: size for part, size in resident.items() if size}
+    return resident, offloaded, gradients
+
+
+def quantizable_layers(policy: DiffusersPolicy) -> list[tuple[str, nn.Linear]]:
+    """The layers in 4 bits, which may have a LoRA already."""
+    layers = []
+    for name, layer in quantizable(policy.transformer):
+        if "lora_" not in name:
+            layers.append((name, layer))
+    return layers
+
+
+def reward_bytes(options: RunOptions) -> dict[str, int]:
+    """Bytes of local reward models on the device; rewards that use the same one share it."""
+    sizes = {}
+    arguments = options.test.reward_fn_kwargs | options.train.reward_fn_kwargs
+    for name in options.train.reward_fn | options.test.reward_fn:
+        kwargs = arguments.get(name, {})
+        is_elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
+        if name in REWARD_PARAMETERS and not is_elsewhere:
+            model, parameters = REWARD_PARAMETERS[name]
+            is_half = kwargs.get("dtype") in ("float16", "bfloat16")
+            sizes[model] = (2 if is_half else 4) * parameters
+    return sizes
+
+
+def _record_bytes(options: RunOptions, plan: Plan, sampled: SampledOnce) -> int:
     """Bytes of an epoch's latents and texts."""
-    images = pieces.images
+    images = sampled.denoise.result
     kept = bytes_of(images) - bytes_of(images.conditioning)
     recorded = sum(bytes_of(step) for step in images.noise_steps)  # nothing without noise
-    per_image = (kept + (_num_noise_steps(options) - 1) * recorded) // plan.sample_batch_size
+    per_image = (kept + (num_noise_steps(options) - 1) * recorded) // plan.sample_batch_size
     texts = min(plan.prompts, plan.samples_per_process)
-    return per_image * plan.samples_per_process + bytes_of(pieces.training.encode.result) * texts
+    return per_image * plan.samples_per_process + bytes_of(sampled.encode.result) * texts
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of the tensors in a module, a list or a batch."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    if dataclasses.is_dataclass(value):
+        value = list(vars(value).values())
+    return sum(map(bytes_of, value)) if isinstance(value, list) else 0

@@ -321,6 +321,10 @@ def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
 def apply_speed(options: RunOptions, policy: Policy) -> None:
     """Apply ``config.speed`` to a policy that has its adapters and is placed."""
     speed = options.speed
+    # PyTorch would choose cuDNN's attention by itself on compute capability 9.0 and 10.0 (H100,
+    # B200), whose backward returns NaN for some masked inputs (pytorch#196678). The backend
+    # "_native_cudnn" still turns it on for its own calls.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if speed.attention is not None:
         set_attention(policy, speed.attention)
     if speed.compile:
@@ -335,7 +339,7 @@ def add_adapters(policy: Policy, options: RunOptions, objective: Objective) -> N
         train = options.train
         add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets, train.lora_path)
     else:
-        policy.transformer.float().requires_grad_(True)
+        policy.transformer.requires_grad_(True)  # float32 where the strategy places them
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     if options.train.reference == "start":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train Qwen-Image-Edit on one machine:
-#   bash scripts/single_node/train_qwenimage_edit.sh qwen_editing [--config.a.b=value …]
+#   bash scripts/single_node/train_qwenimage_edit.sh qwen_editing_80gb [--config.a.b=value …]
 #
 # As train_flux.sh, which describes names, options and variables:
 #   bash scripts/single_node/train_flux.sh --help

@@ -33,6 +33,7 @@ PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
 NFT = {"train__loss_type": "nft", "train__max_grad_norm": 1e3}
 FULL = {"use_lora": False, "train__learning_rate": 1e-3}
 FSDP2 = {"train__sharding": "fsdp2"}
+MACHINES = FSDP2 | {"machines": 2}
 
 
 def write_uneven_prompts(folder: Path) -> None:
@@ -156,6 +157,16 @@ def test_training_everything(trained):
     torch.testing.assert_close(
         load_file(sharded / name), load_file(alone / name), rtol=0, atol=TOLERANCE
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("training", [PPO, FULL])
+def test_each_of_two_machines_holds_the_whole_base(trained, training):
+    """So weights travel inside a machine; gradients are summed over both."""
+    folder = trained(4, **training, **MACHINES)
+    assert_same_training(trained(1, **training), folder)
+    parts = [observed(folder, rank) for rank in range(4)]
+    assert sum(part["base_here"] for part in parts) == 2 * parts[0]["base"]
 
 
 @pytest.mark.long

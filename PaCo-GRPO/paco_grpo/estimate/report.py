@@ -1,0 +1,112 @@
+"""Does a configuration fit on a GPU, what fills the memory, and roughly how long is an epoch?
+
+Needs no weights, no GPU, and a minute or two.
+
+    python scripts/estimate.py --config config/grpo.py:t2is --gpu "H100 80GB" --processes 8
+    python scripts/estimate.py --config config/grpo.py:t2is_24gb --gpu "RTX 4090 24GB"
+
+The policy encodes, samples, decodes and trains at the model's real shapes on a device that computes
+shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share). Not
+estimated: rewards, reading and writing, the time to compile.
+
+Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from paco_judge.errors import run_command
+
+GIB = 2**30
+# Share of the stated peak. 28 steps of FLUX.1-dev with a LoRA at 1024 px take 7.89 s on an H100
+# (huggingface.co/blog/lora-fast), which is 27 %. Compiling reaches 1.5 times as much without a LoRA
+# (PyTorch's report of 11 May 2026).
+EAGER = 0.27
+COMPILED = 0.42
+# Usable GiB of the smallest card sold as such (ECC on), and stated dense bfloat16 TFLOP a second.
+GPUS = {
+    "B200 180GB": (178.0, 2250),
+    "H200 141GB": (139.8, 989),
+    "H100 80GB": (79.2, 989),
+    "H800 80GB": (79.2, 989),
+    "A100 80GB": (79.2, 312),
+    "L40S 48GB": (44.4, 362),
+    "A6000 48GB": (47.4, 155),
+    "A100 40GB": (39.4, 312),
+    "RTX 5090 32GB": (31.3, 210),
+    "RTX 4090 24GB": (23.5, 165),
+    "RTX 3090 24GB": (23.5, 71),
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    arguments, rest = parser().parse_known_args(words)
+    return run_command(lambda: report(arguments, rest), ImportError, OSError)
+
+
+def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the estimate of a run; returns the exit status."""
+    # PyTorch and diffusers take seconds to import; --help does not wait for them.
+    from paco_grpo.estimate.generator import RESERVE, estimate
+    from paco_grpo.options import read_options
+
+    options, name = read_options(rest)
+    gib, peak = GPUS[arguments.gpu]
+    estimated = estimate(options, name, arguments.processes, gib * GIB)
+    share = arguments.share or (COMPILED if options.speed.compile else EAGER)
+    print(f"{estimated.title}\n\n{'each GPU':<12}{'TFLOP':>9}{'seconds':>9}")
+    epoch = estimated.epoch | {"an epoch": sum(estimated.epoch.values())}
+    for phase, flops in epoch.items():
+        teraflops = flops / 1e12
+        print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * peak):>9.1f}")
+    print(f"seconds: assumed {share:.0%} of the stated {peak} TFLOP a second; not measured")
+    print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
+    resident = sum(estimated.resident.values())
+    totals = {}
+    for phase, parts in estimated.adds.items():
+        totals[phase] = resident + sum(parts.values())
+        print(f"{phase:<12} {totals[phase] / GIB:6.1f}  + {_parts(parts)}")
+    worst = max(totals, key=totals.__getitem__)
+    spare = gib - (RESERVE + totals[worst]) / GIB
+    verdict = "fits" if spare >= 0 else "does not fit"
+    print(
+        f"\n{verdict}: peak {totals[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
+        f"for CUDA itself leave {spare:.1f} GiB of {arguments.gpu}"
+    )
+    return 0 if spare >= 0 else 3
+
+
+def _parts(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options that are not the run's own."""
+    style = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=style, allow_abbrev=False
+    )
+    cards = ", ".join(GPUS)
+    options.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
+    options.add_argument("--processes", type=count, default=1, help="GPUs that share an epoch")
+    share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
+    options.add_argument("--share", type=positive, help=share)
+    return options

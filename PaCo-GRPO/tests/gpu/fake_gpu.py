@@ -1,0 +1,185 @@
+"""A GPU of shapes: PyTorch's own CUDA dispatch, autocast, backward, fused AdamW and FSDP2 without a
+GPU.
+
+``run`` starts a program whose PyTorch finds the devices of fake_cuda.c. Inside ``FakeGPU``, tensors
+on them have a shape, a data type and a device, and no values, except for the integers by which
+models decide what they compute.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paco_grpo.estimate.fake_device import FakeDevice, aten
+
+HERE = Path(__file__).resolve().parent
+GRPO = HERE.parents[1]
+PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO.parent / "PaCo-Reward" / "judge"]
+
+
+def run(folder: Path, program: Path, *arguments: str, **variables: Any) -> list[dict[str, Any]]:
+    """The JSON lines that ``program`` prints on fake GPUs; skips where PyTorch or cc cannot."""
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    environment |= {"LD_PRELOAD": str(library(folder)), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, PYTHONPATH)), "HF_HUB_OFFLINE": "1"}
+    environment.pop("ACCELERATE_USE_CPU", None)
+    command = [sys.executable, str(program), *arguments]
+    options = {"cwd": GRPO, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=580, check=False, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def library(folder: Path) -> Path:
+    """fake_cuda.c, compiled into ``folder``."""
+    if torch.version.cuda is None:
+        pytest.skip("this PyTorch is built for the CPU (PACO_TORCH_BACKEND=default bash setup.sh)")
+    packages = Path(torch.__file__).parents[1]
+    headers = [packages / "nvidia" / f"cu{torch.version.cuda.split('.')[0]}" / "include"]
+    headers.append(packages / "triton" / "backends" / "nvidia" / "include")
+    built = folder / "fake_cuda.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(built)]
+    command += [f"-I{header}" for header in headers]
+    try:
+        subprocess.run([*command, str(HERE / "fake_cuda.c")], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no C compiler (cc)")
+    return built
+
+
+def finish(main: Callable[[], None]) -> None:
+    """Run a program to its end; autograd's threads abort at a normal exit without a driver."""
+    status = 0
+    try:
+        main()
+    except BaseException:  # noqa: BLE001 - shown, and told by the status
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class FakeGPU(FakeDevice):
+    """Counts the bytes of fake tensors on CUDA.
+
+    Operations that create tensors there make fake ones. A copy to the CPU is real: zeros, or the
+    known integers.
+    """
+
+    kind = "cuda"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        if not fakes and torch.device(kwargs.get("device") or "cpu").type != "cuda":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        _check(func, args, kwargs)
+        values = _values(func, tensors, args, kwargs)
+        if func is aten._local_scalar_dense.default and _known(args[0]) is not None:
+            with unset_fake_temporarily():
+                return _known(args[0]).item()
+        to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
+        if to_cpu and fakes[0].fake_device.type == "cuda":
+            with unset_fake_temporarily():
+                zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
+                return zeros if values is None else values
+        if func is aten.index.Tensor:
+            args = args[0], [index if _known(index) is None else _known(index) for index in args[1]]
+        if values is not None and torch.Tag.dynamic_output_shape in func.tags:
+            device = fakes[0].fake_device
+            out = tree_map_only(torch.Tensor, lambda value: self._empty(value, device), values)
+        else:
+            out = self.compute_shapes(func, args, kwargs)
+        if values is not None:
+            for tensor, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
+                tensor.known = value
+        return out
+
+    def _empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
+        with self.mode:
+            empty = torch.empty(like.shape, dtype=like.dtype, device=device)
+        self._count(empty)
+        return empty
+
+
+def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """What a GPU refuses, or gets wrong, and shapes do not show."""
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    device = operands[0].device if operands else torch.device("cpu")
+    device = torch.device(kwargs.get("device") or device)
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type != device.type:
+        raise RuntimeError(f"{func}: a generator of {generator.device} on {device}")
+    is_copy = func in (aten._to_copy.default, aten.copy_.default)
+    is_unfinished = kwargs.get("non_blocking") or (is_copy and args[-1] is True)
+    if is_copy and is_unfinished and device.type == "cpu" and operands[-1].device.type == "cuda":
+        raise RuntimeError(f"{func}: a copy to the CPU that is read before it is finished")
+
+
+def _known(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return getattr(tensor, "known", None) if isinstance(tensor, FakeTensor) else tensor
+
+
+def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """The result of ``func`` if it follows from known integers, else None."""
+    known = {id(tensor): _known(tensor) for tensor in tensors}
+    if not all(v is not None and not v.is_floating_point() for v in known.values()):
+        if func._schema.is_mutable and tensors:
+            tensors[0].known = None
+        return None
+    if not tensors and func._overloadpacket is not aten.arange:
+        return None
+    kwargs = {name: kwargs[name] for name in kwargs if name not in ("device", "pin_memory")}
+    with unset_fake_temporarily():
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
+        out = func(*args, **kwargs)
+    return None if any(value.is_floating_point() for value in tree_leaves(out)) else out
+
+
+def _resize(gpu: FakeGPU, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """As FSDP2 frees and allocates the weights of a block."""
+    torch.UntypedStorage.__base__.resize_(storage, num_bytes)
+    if storage in gpu.sizes:
+        gpu.resize(gpu.sizes[storage], num_bytes)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    torch.Tensor.data.__set__(tensor, value)
+    tensor.fake_device = value.fake_device
+
+
+@contextmanager
+def fake_gpu(memory_gb: float) -> Iterator[FakeGPU]:
+    """A GPU with so much memory, in GiB."""
+    gpu = FakeGPU()
+    total = int(memory_gb * 2**30)
+    patches = {
+        "torch.cuda.mem_get_info": lambda *_: (total - gpu.live, total),
+        "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
+        "torch.UntypedStorage.resize_": lambda storage, size: _resize(gpu, storage, size),
+        "torch.utils.swap_tensors": _set_data,  # it refuses tensors that have a weak reference
+    }
+    with ExitStack() as stack:
+        for target, replacement in patches.items():
+            stack.enter_context(mock.patch(target, replacement))
+        data = property(torch.Tensor.data.__get__, _set_data)
+        stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
+        stack.enter_context(gpu)
+        yield gpu
