@@ -5,6 +5,7 @@ prompts that share a theme, and images that must stay on one side of the split. 
 exchanged, repeated or left out changes a label, a side or the loss.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,13 @@ from paco_reward import launch
 from paco_reward.datasets import labeled_pairs
 
 
-def expected_labels(output: Path, world: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
-    """Label and question by the digests of two panels, from the grids, the sets and the judge."""
+def clear_rankings(output: Path, world: Path, model: str) -> list[tuple[str, str, str, str]]:
+    """(question, reference, best, worst) of the sets whose scores differ enough.
+
+    From the grids, the sets and the judge; panels by their digests.
+    """
     prompts = {line["idx"]: line["prompt"] for line in read_lines(world / "metadata.jsonl")}
-    votes: dict[frozenset, list[int]] = {}
-    questions = {}
+    rankings = []
     for candidates in read_lines(output / "sets.jsonl"):
         idx = candidates["folder"]
         panels = {Path(name).name for name in candidates["comp_images"]}
@@ -52,10 +55,18 @@ def expected_labels(output: Path, world: Path, model: str) -> dict[frozenset, tu
         for name in candidates["comp_images"]:
             other = panel(name)
             scores[other] = p_yes_of(reference, other, question, model)
-        ranked = sorted(scores, key=scores.get, reverse=True)
-        if scores[ranked[0]] - scores[ranked[-1]] < 0.1:
-            continue
-        for other, vote in ((ranked[0], 1), (ranked[-1], -1)):
+        *_, worst = ranked = sorted(scores, key=scores.get, reverse=True)
+        if scores[ranked[0]] - scores[worst] >= 0.1:
+            rankings.append((question, reference, ranked[0], worst))
+    return rankings
+
+
+def expected_labels(output: Path, world: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
+    """Label and question by the digests of two panels."""
+    votes: dict[frozenset, list[int]] = {}
+    questions = {}
+    for question, reference, best, worst in clear_rankings(output, world, model):
+        for other, vote in ((best, 1), (worst, -1)):
             key = frozenset((reference, other))
             votes.setdefault(key, []).append(vote)
             questions[key] = question
@@ -90,6 +101,8 @@ def shown(output: Path, row: dict) -> list[str]:
 def test_labels_are_the_judges_about_reference_and_candidate(built, world):
     """Whatever the order of the two images in the training file, of which both occur."""
     expected = expected_labels(built, world, "judge-a")
+    stats = json.loads((built / "stats.json").read_text())["consistency_reward"]
+    assert stats["counts"]["rankings_used"] == len(clear_rankings(built, world, "judge-a"))
     orders = []
     for part in ("train", "test"):
         found = built_rows(built, part)
@@ -140,8 +153,10 @@ def test_another_judge_is_asked_again(world, tmp_path):
         asked = len(server.requests)
         build(world, tmp_path, **judge, **SETTING, model="judge-b")
         assert len(server.requests) == 2 * asked
+        build(world, tmp_path, **judge, **SETTING, model="judge-b", image_format="jpeg")
+        assert len(server.requests) == 3 * asked
         build(world, tmp_path, **judge, **SETTING, model="judge-a")
-        assert len(server.requests) == 2 * asked
+        assert len(server.requests) == 3 * asked
     expected = expected_labels(tmp_path, world, "judge-a")
     other = expected_labels(tmp_path, world, "judge-b")
     labels = set()
