@@ -9,8 +9,7 @@ from typing import NoReturn
 import torch
 
 from paco_grpo.checkpoint import files
-from paco_grpo.distributed.launch import StopSignal
-from paco_grpo.distributed.processes import ProcessError, Stopped
+from paco_grpo.distributed.processes import ProcessError, Stopped, StopSignal
 from paco_grpo.evaluation.evaluate import EvaluationError
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.rewards.queue import ScoringError

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from paco_grpo.advantages import AdvantageResult, compute_advantages
-from paco_grpo.distributed.launch import StopSignal
-from paco_grpo.distributed.processes import Stopped, any_process
+from paco_grpo.distributed.processes import Stopped, StopSignal, any_process
 from paco_grpo.evaluation.agreement import of_epoch
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics

@@ -12,7 +12,7 @@ import torch
 from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
 from paco_grpo.checkpoint.files import CheckpointError
-from paco_grpo.distributed.launch import StopSignal
+from paco_grpo.distributed.processes import StopSignal
 from paco_grpo.training.checks import require_promised_gpu
 from paco_grpo.training.trainer import Trainer
 
