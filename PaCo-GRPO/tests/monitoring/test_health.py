@@ -48,21 +48,21 @@ def test_a_sign_that_is_not_finite_is_a_collapse(sign, value):
     assert f"health/{sign} not finite" in finding.message
 
 
-def evaluation(**means):
+def evaluation(stderr, **means):
     row = {}
     for name, value in means.items():
-        row |= {f"eval/{name}_mean": value, f"eval/{name}_stderr": 0.03}
+        row |= {f"eval/{name}_mean": value, f"eval/{name}_stderr": stderr}
     return row
 
 
 def test_trained_rewards_against_evaluation_only_ones():
-    first = evaluation(judge=0.4, oracle=0.0)
-    hacked = evaluation(judge=0.8, oracle=-0.3)
-    good = evaluation(judge=0.8, oracle=0.2)
+    first = evaluation(0.03, judge=0.4, oracle=0.0)
+    hacked = evaluation(0.04, judge=0.8, oracle=-0.3)
+    good = evaluation(0.04, judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"])
     assert finding.sign == "eval/oracle_mean"
     assert "oracle" in finding.message
-    assert "7.1" in finding.message
+    assert "6.0" in finding.message
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
