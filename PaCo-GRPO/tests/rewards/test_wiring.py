@@ -44,7 +44,8 @@ def kwargs(judge, clip_folder, tiny_open_clip, packages, tmp_path, monkeypatch):
     arguments = {name: {"base_url": judge.url} for name in (*OF_JUDGE, "grid_layout")}
     arguments |= {"edit_score": {"base_url": judge.url, "num_pass": 2}}
     arguments |= {"clipscore": clip, "pickscore": clip, "ocr": {"threads": 1}}
-    arguments |= {"subfig_clipI": open_clip, "subfig_clipT": open_clip}
+    of_open_clip = ("subfig_clipI", "subfig_clipT", "reference_clipI")
+    arguments |= dict.fromkeys(of_open_clip, open_clip)
     arguments |= {"subfig_dreamsim": {"cache_dir": str(tmp_path)}, "imagereward": {}}
     arguments |= {"jpeg_compressibility": {}, "jpeg_incompressibility": {}}
     assert set(arguments) == set(REWARDS)
