@@ -161,6 +161,8 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     path = folder / f"{split}.arrow"
     if not path.is_file():
         path = folder / f"{split}.parquet"
+    if not path.is_file():
+        raise FileNotFoundError(f"neither {split}.arrow nor {split}.parquet is in {folder}")
     table = _open_table(path)
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"
