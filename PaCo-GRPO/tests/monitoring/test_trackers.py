@@ -53,8 +53,8 @@ def test_a_tracker_continues_the_run_of_its_folder_and_no_other(tmp_path, monkey
 
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, config={}))
     monkeypatch.delenv("SWANLAB_MODE", raising=False)
-    for folder in ("a", "b", "a"):
-        (tmp_path / folder).mkdir(exist_ok=True)
+    for folder in ("a/run", "b/run", "a/run"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         Tracker(name, tmp_path / folder, "p", "r", {})
     first, other, again = calls
     assert first[1] is None and other[1] is None
