@@ -8,11 +8,18 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from accelerate import PartialState
 from PIL import Image
 from tiny_run import ROOT, as_arguments, overrides_for
 
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker
 from paco_grpo.options import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def processes():
+    """As in a run, where trackers log on the main process."""
+    PartialState()
 
 
 def test_metrics_continue_where_the_run_resumes(tmp_path):
