@@ -153,7 +153,7 @@ def read_run(folder: Path) -> RunReport:
     """
     file = folder / "metrics.jsonl"
     whole_lines, _, _ = file.read_bytes().rpartition(b"\n")  # the run may be writing one
-    rows = [json.loads(line) for line in whole_lines.splitlines()]
+    rows = list(map(json.loads, whole_lines.splitlines()))
     if not rows:
         raise UserError(f"{file} has no epoch and no evaluation yet; let the run finish one first")
     train = [row for row in rows if row["phase"] == "train"]
@@ -163,7 +163,11 @@ def read_run(folder: Path) -> RunReport:
     sample = config.get("sample", {})
     num_prompts = sample.get("unique_sample_num_per_epoch", 0)
     num_images = num_prompts * sample.get("num_images_per_prompt", 0)
-    health = {name: _curve(train, name) for name in HEALTH}
+    health = {}
+    for name in HEALTH:
+        curve = _curve(train, name)
+        if len(curve):
+            health[name] = curve
     seconds = {}
     for key, phase in PHASES.items():
         total = sum(row.get(f"time/{key}_s") or 0 for row in rows)
@@ -174,7 +178,7 @@ def read_run(folder: Path) -> RunReport:
         config=config,
         train=_reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan),
         test=_reward_curves(test, "eval/", "_stderr"),
-        health={name: curve for name, curve in health.items() if len(curve)},
+        health=health,
         seconds=seconds,
         pairs=_read_pairs(folder / "eval"),
         epochs=max(row["epoch"] for row in rows),

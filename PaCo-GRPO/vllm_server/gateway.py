@@ -25,7 +25,7 @@ _HEADERS = ("authorization", "content-type", "x-request-id")  # that pass in bot
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of
 # their own.
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0, pool=None)
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=60.0)
 
 
 def build_app(
@@ -45,7 +45,7 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal http
-        options: dict[str, Any] = {"transport": transport} if transport else {"limits": _LIMITS}
+        options: dict[str, Any] = {"transport": transport} if transport else {"limits": LIMITS}
         # trust_env: a proxy of the environment is not for servers of this machine.
         async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, **options) as http:
             yield

@@ -6,7 +6,6 @@ environment variables.
 """
 
 import argparse
-import errno
 import os
 import random
 import re
@@ -125,10 +124,8 @@ def _refuse_port(host: str, port: int) -> None:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()
     except OSError as error:
-        is_used = error.errno == errno.EADDRINUSE
-        reason = "another program listens there" if is_used else error.strerror
         raise UserError(
-            f"VLLM_HOST and VLLM_PORT: cannot listen on {host}:{port} ({reason})"
+            f"VLLM_HOST and VLLM_PORT: cannot listen on {host}:{port}: {error}"
         ) from error
 
 
@@ -288,8 +285,8 @@ def _ask_first_question(url: str, server: Server, settings: LaunchSettings) -> N
 
 
 def _log_lines(server: Server) -> list[str]:
-    text = Path(server.log).read_text(errors="replace")[-16000:].replace("\r", "\n")
-    return [line.rstrip() for line in text.split("\n") if line.strip()]
+    lines = Path(server.log).read_text(errors="replace")[-16000:].splitlines()
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def _log_tail(server: Server) -> str:

@@ -205,9 +205,9 @@ class BatchWorker:
                 self._answer([job])
             return
         for job, job_ids, job_logits in zip(batch, ids.tolist(), logits, strict=True):
-            job.result = self._result(job, self._until_end(job_ids), job_logits)
+            job.result = self._result(job, self.until_end(job_ids), job_logits)
 
-    def _until_end(self, ids: list[int]) -> list[int]:
+    def until_end(self, ids: list[int]) -> list[int]:
         """Generated tokens up to the first that ends the answer; the rest is padding."""
         for place, token in enumerate(ids):
             if token in self._eos_ids:

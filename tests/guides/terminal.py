@@ -79,7 +79,8 @@ class Terminal:
             (entry / "refs").mkdir(parents=True)
             (entry / "refs" / "main").write_text(REVISION)
             shutil.copytree(model, entry / "snapshots" / REVISION)
-        self.environment = {
+        kept = ("PATH", "PYTHONPATH", "LANG", "TMPDIR")
+        self.environment = {name: os.environ[name] for name in kept if name in os.environ} | {
             "HOME": str(home),
             "CLONE": str(self.clone),
             "ENVIRONMENTS": str(environments),
@@ -89,9 +90,6 @@ class Terminal:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        for name in ("PATH", "PYTHONPATH", "LANG", "TMPDIR"):
-            if name in os.environ:
-                self.environment[name] = os.environ[name]
 
     def run(self, block: str, folder: str | Path = ".", **variables) -> str:
         """The output of a block that is run in ``folder`` of the clone."""
@@ -103,7 +101,6 @@ class Terminal:
             env=environment,
             start_new_session=True,
             check=False,
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -129,6 +126,7 @@ def check_learning(run: Path, reward: str) -> None:
 
 def save_editing_set(folder: Path) -> None:
     """What ``dataset/fetch.py sharegpt-4o-image`` downloads, in small."""
+    folder.mkdir()
     images = []
     for shade in (40, 120, 200):
         data = io.BytesIO()
@@ -136,6 +134,5 @@ def save_editing_set(folder: Path) -> None:
         images.append(data.getvalue())
     prompts = ["make the star blue", "make the star red", "make it green"]
     table = pyarrow.table({"prompt": prompts, "image": images})
-    folder.mkdir()
-    for split in ("train", "test"):
-        pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
+    pyarrow.parquet.write_table(table, folder / "train.parquet")
+    pyarrow.parquet.write_table(table, folder / "test.parquet")

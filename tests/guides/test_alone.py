@@ -18,19 +18,22 @@ from terminal import REPOSITORY, TOY_JUDGE
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 
+# pip's and uv's settings of this machine, and our pins, are not a user's.
+NOT_A_USERS = ("PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX", "PIP_", "UV_")
+
+MIRRORS = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
+
+
 def run(command: list, cwd: Path, **variables: str) -> str:
     environment = {"PYTHONFAULTHANDLER": "1"}  # a crash names its place
-    # pip's and uv's settings of this machine, and our pins, are not a user's.
-    not_a_users = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
     for name, value in os.environ.items():
-        if name not in not_a_users and not name.startswith(("PIP_", "UV_")):
+        if not name.startswith(NOT_A_USERS):
             environment[name] = value
     done = subprocess.run(
-        [str(word) for word in command],
+        list(map(str, command)),
         cwd=cwd,
         env=environment | variables,
         check=False,
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,8 +53,7 @@ def place(tmp_path):
 
     def pip(command: str, arguments: list[str], folder: Path) -> None:
         variables = {"UV_NO_CONFIG": "1"}
-        mirrors = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
-        for name, pips_name in mirrors.items():
+        for name, pips_name in MIRRORS.items():
             if value := os.environ.get(name, os.environ.get(pips_name)):
                 variables[name] = value
         run([uv, "pip", command, "-q", "--python", python, *arguments], folder, **variables)

@@ -8,9 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pairing_tools
 import pytest
@@ -89,19 +87,13 @@ qwen_editing_80gb = qwen_editing
 """
 
 
-def run_page(
-    terminal,
-    page: str,
-    port: int,
-    judge_url: str = "",
-    after_block: Mapping[int, Callable[[], None]] = MappingProxyType({}),
-) -> None:
-    """Run the blocks of ``page``; ``after_block``: what to do after the block of a number."""
+def run_page(terminal, page: str, port: int, judge_url: str = "", actions: dict | None = None):
+    """Run the blocks of ``page``; ``actions``: what to do after the block of a number."""
     url = judge_url or f"http://127.0.0.1:{port}"
     text = (REPOSITORY / page).read_text()
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
-    unused = [command for command in REPLACED[page] if command not in "".join(blocks)]
-    assert not unused, "not on the page any more"
+    for command in REPLACED[page]:
+        assert command in "".join(blocks), "not on the page any more"
     for number, block in enumerate(blocks):
         for command, replacement in REPLACED[page].items():
             block = block.replace(command, replacement.replace("JUDGE_URL", url))
@@ -111,8 +103,8 @@ def run_page(
         elif page != "README.md":
             block = "source ../.venv/bin/activate\n" + block
         terminal.run(block, folder, VLLM_PORT=port)
-        if number in after_block:
-            after_block[number]()
+        if actions and number in actions:
+            actions[number]()
 
 
 @pytest.fixture
@@ -184,7 +176,7 @@ def test_trainer(terminal, port):
         terminal.run(start, "PaCo-GRPO", VLLM_PORT=port)
 
     actions = {1: name_first_run, 2: start_judge_again}
-    run_page(terminal, "PaCo-GRPO/README.md", port, after_block=actions)
+    run_page(terminal, "PaCo-GRPO/README.md", port, actions=actions)
     for command in EDITORS:  # also the guide's
         assert command in (trainer / "README.md").read_text()
         (run,) = runs.glob(f"{command.split()[-1]}*")

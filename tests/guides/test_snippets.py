@@ -3,19 +3,17 @@
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_judge
-import yaml
 from fakes import fake_judge
 from terminal import REPOSITORY
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.data.prompts import load_prompts
-from paco_grpo.options import load_options, make_options, options_to_yaml
+from paco_grpo.options import load_options
 from paco_judge import Judge
 from paco_judge.grid import split_prompt
 
@@ -96,47 +94,36 @@ def paste(tmp_path, snippet, top=""):
 
 def test_options(tmp_path):
     options = paste(tmp_path, RESOLUTIONS + REWARDS + JUDGES)
-    assert (options.train.resolution, options.test.resolution) == (512, 1024)
-    assert options.train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
-    assert options.test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
-    assert options.train.reward_fn_kwargs == {
-        "consistency_score": {"model": "Paco-Reward-7B", "port": 8000}
-    }
-    assert options.test.reward_fn_kwargs == {
-        "consistency_score": {"model": "Gemma-3-4B-IT", "port": 8001}
-    }
+    train, test = options.train, options.test
+    assert (train.resolution, test.resolution) == (512, 1024)
+    assert train.reward_fn == {"consistency_score": 0.2, "subfig_clipT": 1, "pickscore": 1}
+    assert test.reward_fn == {"consistency_score": 0.1, "subfig_clipT": 1.5, "pickscore": 1}
+    judge, gemma = (part.reward_fn_kwargs["consistency_score"] for part in (train, test))
+    assert judge == {"model": "Paco-Reward-7B", "port": 8000}
+    assert gemma == {"model": "Gemma-3-4B-IT", "port": 8001}
 
 
-def weighted_advantages(a, b, every_a, every_b):
-    return 0.2 * (a - a.mean()) / every_a.std() + (b - b.mean()) / every_b.std()
+def weighted_advantages(a, b):
+    return 0.2 * (a - a.mean(1, keepdims=True)) / a.std() + (b - b.mean(1, keepdims=True)) / b.std()
 
 
 @pytest.mark.parametrize(
     ("snippet", "top", "expected"),
     [
-        (MEAN, "", lambda a, b, every_a, every_b: np.sqrt(a * b)),
+        (MEAN, "", lambda a, b: np.sqrt(a * b)),
         (ADVANTAGES, "", weighted_advantages),
-        (
-            "config.train.aggregate_fn = summation_agg_fn\n",
-            OWN,
-            lambda a, b, every_a, every_b: a + b,
-        ),
+        ("config.train.aggregate_fn = summation_agg_fn\n", OWN, np.add),
     ],
     ids=["mean", "advantages", "own"],
 )
 def test_aggregations(tmp_path, snippet, top, expected):
-    options = paste(tmp_path, snippet, top)
-    described = replace(
-        options, train=replace(options.train, aggregate_fn=describe(options.train.aggregate_fn))
-    )
-    saved = make_options(yaml.safe_load(options_to_yaml(described)))
-    one = {"p": np.array([0.1, 0.2]), "q": np.array([0.3, 0.4])}
-    other = {"p": np.array([0.3, 0.5]), "q": np.array([0.5, 0.6])}
-    every = [np.concatenate(list(groups.values())) for groups in (one, other)]
-    for read in (options, saved):
-        function = get_aggregate_fn(read.train.aggregate_fn, read.train.reward_fn)
-        for prompt, values in function(consistency_score=one, subfig_clipT=other).items():
-            np.testing.assert_allclose(values, expected(one[prompt], other[prompt], *every))
+    train = paste(tmp_path, snippet, top).train
+    one = np.array([[0.1, 0.2], [0.3, 0.4]])  # (prompts, images)
+    other = np.array([[0.3, 0.5], [0.5, 0.6]])
+    function = get_aggregate_fn(train.aggregate_fn, train.reward_fn)
+    groups = [dict(zip("pq", scores, strict=True)) for scores in (one, other)]
+    values = function(consistency_score=groups[0], subfig_clipT=groups[1])
+    np.testing.assert_allclose([values["p"], values["q"]], expected(one, other))
 
 
 def example(name, *arguments):
@@ -148,10 +135,9 @@ def example(name, *arguments):
 
 
 @pytest.mark.slow
-def test_example_scores_a_pair(tmp_path):
-    random_judge = tiny_judge.save_judge(tmp_path / "random")
-    judge = tiny_judge.save_answering(random_judge, tmp_path / "judge")
-    images = [tmp_path / f"{number}.png" for number in range(2)]
+def test_example_scores_a_pair(tmp_path, published):
+    judge = published["X-GenGroup/PaCo-Reward-7B"]
+    images = [tmp_path / "0.png", tmp_path / "1.png"]
     for number, image in enumerate(images):
         tiny_judge.picture(number).save(image)
     printed = example("score_pair.py", *images, "--theme", "boats", "--model", judge)
@@ -183,16 +169,17 @@ def test_example_reward_trains(tmp_path, monkeypatch):
 def test_example_prompts_are_compared_with_each_other(tmp_path):
     folder = tmp_path / "foxes"
     example("open_prompts.py", folder)
-    rewards = '{"consistency_score": 1.0, "between_images": 8.0}'
     with fake_judge.FakeJudge() as server:
         judge = {"base_url": server.url, "model": server.models[0]}
-        changes = {
-            "dataset": folder,
-            "num_epochs": 1,
-            "train__reward_fn": rewards,
-            "train__reward_fn_kwargs": {"consistency_score": judge, "between_images": judge},
-        }
-        run = train(tiny_options(TOY_FLUX, tmp_path, **changes)).run
+        options = tiny_options(
+            TOY_FLUX,
+            tmp_path,
+            dataset=folder,
+            num_epochs=1,
+            train__reward_fn='{"consistency_score": 1.0, "between_images": 8.0}',
+            train__reward_fn_kwargs={"consistency_score": judge, "between_images": judge},
+        )
+        run = train(options).run
     (row,) = rows_of(run.options, "train")
     assert row["reward/missing_share"] == 0
     assert "reward/within_minus_between" in row

@@ -1,6 +1,7 @@
 """The work of ``generate``: images of prompts, with scores of a judge."""
 
 import argparse
+import itertools
 import json
 import math
 from collections import Counter
@@ -48,9 +49,8 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         add_lora(policy, lora_path=adapter, option="--adapter")
     apply_speed(options, policy)
 
-    images = [EvaluationImage(item, seed) for item in items for seed in command.seeds]
+    images = list(itertools.starmap(EvaluationImage, itertools.product(items, command.seeds)))
     pictures = _sample(options, policy, images, folder)
-    items_of_images = [item for item, _ in images]
     captions: list[str] = []
     num_kept = len(images)
     if judge is not None:
@@ -58,10 +58,11 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         rows = _score(judge, images, pictures)
         if command.best is not None:
             num_kept = _keep_best(rows, command.best, folder)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        (folder / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
-        captions = [_caption(row) for row in rows]
-    references = [item.image for item in items_of_images if item.image is not None]
+        with (folder / "scores.jsonl").open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        captions = list(map(_caption, rows))
+    references = [item.image for item, _ in images if item.image is not None]
     contact_sheet(pictures, captions, references).save(folder / "sheet.png")
     return num_kept
 
@@ -105,8 +106,7 @@ def _sample(
     """Sample the images and write them to ``folder``."""
     pictures: list = [None] * len(images)
     sampling = Sampling(options.test.num_steps)
-    items = [image.item for image in images]
-    for batch in evaluation_batches(policy, items, options):
+    for batch in evaluation_batches(policy, [item for item, _ in images], options):
         in_batch = [images[number] for number in batch.numbers]
         latents = evaluation_latents(policy, in_batch, batch, sampling)
         for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     for noisy in ("httpx", "httpcore", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # It warns of a kernel for CPUs that is not installed and not needed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.compare import compare_adapters, verify

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("generated"))
     command, configuration = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # It warns of a kernel for CPUs that is not installed and not needed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.drawing import generate
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def read_seeds(text: str) -> list[int]:
     """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
-    seeds = [int(seed) for seed in text.split(",")] if "," in text else list(range(int(text)))
-    if not seeds or not all(0 <= seed < 2**63 for seed in seeds) or len(set(seeds)) < len(seeds):
+    seeds = list(map(int, text.split(","))) if "," in text else list(range(int(text)))
+    if not seeds or min(seeds) < 0 or max(seeds) >= 2**63 or len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text}: seeds are different numbers from 0 to 2^63 - 1")
     return seeds

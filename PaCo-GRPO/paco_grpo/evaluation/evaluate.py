@@ -218,9 +218,8 @@ def missing_scores(
     A reward that compares the images of a prompt has no score for a prompt's only image.
     """
     missing = np.isnan(scores)
-    item_ids = [image.item.item_id for image in images]
-    counts = Counter(item_ids)
-    is_alone = np.array([counts[item_id] == 1 for item_id in item_ids])
+    counts = Counter(image.item.item_id for image in images)
+    is_alone = np.array([counts[image.item.item_id] == 1 for image in images])
     for column, reward in enumerate(rewards.values()):
         if reward.compares_images:
             missing[is_alone, column] = False
@@ -249,10 +248,8 @@ def _write_rows(
             "open": bool(item.metadata.get("open", False)),
             "rewards": {},
         }
-        for key, file in (
-            ("file", pictures.image_file(number)),
-            ("reference", pictures.reference_file(number)),
-        ):
+        files = {"file": pictures.image_file(number), "reference": pictures.reference_file(number)}
+        for key, file in files.items():
             if file.is_file():
                 row[key] = file.relative_to(pictures.path).as_posix()
         for name, score in zip(names, values, strict=True):

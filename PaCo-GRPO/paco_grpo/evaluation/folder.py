@@ -96,9 +96,7 @@ class EvaluationFolder:
         cells = sorted(gather_object(self._cells), key=attrgetter("number"))
         if not is_main or not cells:
             return
-        images = [cell.image for cell in cells]
-        references = [cell.reference for cell in cells]
-        prompts = [cell.prompt for cell in cells]
+        _, images, references, prompts = zip(*cells, strict=True)
         if None in references:
             sheet = contact_sheet(images)
         else:

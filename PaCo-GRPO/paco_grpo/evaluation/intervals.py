@@ -75,7 +75,8 @@ def intervals(
     means = prompt_means(rows)
     if against is not None:
         others = prompt_means(against)
-        means = {name: values - others[name] for name, values in means.items()}
+        for name in means:
+            means[name] = means[name] - others[name]
     return {name: interval(values) for name, values in means.items()}
 
 

@@ -42,11 +42,8 @@ def contact_sheet(
     ``captions`` are below them, ``references`` on their left.
     """
     step = SHEET_CELL + _GAP
-    line = _LINE if captions else 0
-    width = step  # of an image with its reference
-    if references:
-        width = 2 * step + 2 * _GAP
-    height = step + line
+    width = 2 * step + 2 * _GAP if references else step  # of an image with its reference
+    height = step + _LINE if captions else step
     columns = max(1, math.ceil(math.sqrt(len(images) / (2 if references else 1))))
     rows = max(1, math.ceil(len(images) / columns))
     sheet = Image.new("RGB", (columns * width, rows * height), "white")
@@ -57,9 +54,7 @@ def contact_sheet(
         top = row * height
         if references:
             sheet.paste(thumbnail(references[index]), (left, top))
-            sheet.paste(thumbnail(image), (left + step, top))
-        else:
-            sheet.paste(thumbnail(image), (left, top))
+        sheet.paste(thumbnail(image), (left + step if references else left, top))
         pen.text((left + 2, top + 2), str(index), fill="black")
         if captions:
             # Longer text would run into the next cell.

@@ -49,20 +49,18 @@ def epoch_line(metrics: Mapping[str, float]) -> str:
     rewards = rewards_line(metrics, "reward/")
     norm = metrics.get("train/grad_norm", math.nan)
     seconds = metrics["time/epoch_s"]
-    phases = []
-    for name in ("sample", "reward_wait", "train"):
-        phases.append(f"{name} {metrics[f'time/{name}_s']:.1f}")
-    return f"{rewards}; gradient norm {norm:.3g}; {seconds:.1f} s ({', '.join(phases)})"
+    phases = ("sample", "reward_wait", "train")
+    times = ", ".join(f"{name} {metrics[f'time/{name}_s']:.1f}" for name in phases)
+    return f"{rewards}; gradient norm {norm:.3g}; {seconds:.1f} s ({times})"
 
 
 def rewards_line(metrics: Mapping[str, float], group: str) -> str:
     """``means`` in one line, with ± the standard error where it is known."""
     parts = []
     for name, value in means(metrics, group).items():
-        error = metrics.get(f"{group}{name}_stderr")
-        parts.append(
-            f"{name} {value:.4f}" if error is None else f"{name} {value:.4f} ± {error:.4f}"
-        )
+        parts.append(f"{name} {value:.4f}")
+        if (error := metrics.get(f"{group}{name}_stderr")) is not None:
+            parts[-1] += f" ± {error:.4f}"
     return ", ".join(parts)
 
 

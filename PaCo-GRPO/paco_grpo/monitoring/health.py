@@ -101,32 +101,25 @@ def against_first(rows: Sequence[Row]) -> dict[str, float]:
 
 def judge_epoch(metrics: Row) -> list[Finding]:
     """Findings on a training epoch's row of metrics.jsonl."""
-    findings = _not_finite(metrics)
+    findings = []
+    # They compare false with every limit.
+    not_finite = []
+    for name, value in metrics.items():
+        if name.startswith("health/") and not math.isfinite(value):
+            not_finite.append(name)
+    if not_finite:
+        message = (
+            f"{', '.join(not_finite)} not finite: the generator makes images or velocities that "
+            f"are no numbers. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: "
+            "resume from an earlier checkpoint"
+        )
+        findings.append(Finding(not_finite[0], message, collapse=True))
     for sign in _SIGNS:
-        value = metrics.get(sign.metric)
-        if value is None or not math.isfinite(value):
-            continue
-        if not sign.lowest <= value <= sign.highest:
+        value = metrics.get(sign.metric, math.nan)
+        if math.isfinite(value) and not sign.lowest <= value <= sign.highest:
             message = f"{sign.message.format(value)}. Likely cause: {sign.cause}"
             findings.append(Finding(sign.metric, message, sign.collapse))
     return findings
-
-
-def _not_finite(metrics: Row) -> list[Finding]:
-    """One finding on all signs that are not finite, which compare false with every limit."""
-    names = [
-        name
-        for name, value in metrics.items()
-        if name.startswith("health/") and not math.isfinite(value)
-    ]
-    if not names:
-        return []
-    message = (
-        f"{', '.join(names)} not finite: the generator makes images or velocities that are no "
-        f"numbers. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: resume from "
-        "an earlier checkpoint"
-    )
-    return [Finding(names[0], message, collapse=True)]
 
 
 def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:

@@ -28,8 +28,11 @@ class MetricsFile:
 
         JSON cannot hold numbers that are not finite: their names go into ``not_finite``.
         """
+        stored = finite_numbers(row)
+        if lost := sorted(row.keys() - stored.keys()):
+            stored["not_finite"] = lost
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_storable(row)) + "\n")
+            file.write(json.dumps(stored) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -40,9 +43,7 @@ class MetricsFile:
         """
         if not self.path.exists():
             return []
-        rows = []
-        for line in self.path.read_bytes().split(b"\n")[:-1]:
-            rows.append(json.loads(line))
+        rows = map(json.loads, self.path.read_bytes().split(b"\n")[:-1])
         return [row for row in rows if phase in (None, row["phase"])]
 
     def keep_until(self, epoch: int) -> None:
@@ -54,14 +55,6 @@ class MetricsFile:
         """Rename the file where a run begins again: no checkpoint continues its rows."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
-
-
-def _storable(row: Mapping[str, Any]) -> dict[str, Any]:
-    finite = finite_numbers(row)
-    lost = sorted(set(row) - set(finite))
-    if lost:
-        finite["not_finite"] = lost
-    return finite
 
 
 def finite_numbers(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,25 +51,23 @@ def case(tiny_flux_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("group", "option", "value"),
     [
-        ("mixed_precision", "bf16"),
-        ("seed", 7),
-        ("pretrained.quantize", "nf4"),
-        ("speed.compile", True),
-        ("sample.guidance_scale", 1.25),
-        ("test.num_steps", 3),
-        ("test.num_images", 2),
+        ("", "mixed_precision", "bf16"),
+        ("", "seed", 7),
+        ("pretrained", "quantize", "nf4"),
+        ("speed", "compile", True),
+        ("sample", "guidance_scale", 1.25),
+        ("test", "num_steps", 3),
+        ("test", "num_images", 2),
     ],
 )
-def test_another_option_that_changes_images_is_refused(case, option, value):
-    *group, name = option.split(".")
-    changed = {name: value}
+def test_another_option_that_changes_images_is_refused(case, group, option, value):
+    changed = {option: value}
     if group:
-        inner = getattr(case.options, group[0])
-        changed = {group[0]: dataclasses.replace(inner, **changed)}
+        changed = {group: dataclasses.replace(getattr(case.options, group), **changed)}
     case.options = dataclasses.replace(case.options, **changed)
-    with pytest.raises(ConfigError, match=rf"config.{option}.*--output"):
+    with pytest.raises(ConfigError, match=option):
         case.complete()
 
 
@@ -110,20 +108,12 @@ def test_the_same_files_elsewhere_are_the_same(case, tmp_path):
     assert case.complete()
 
 
-def test_other_rewards_only_score_again(case):
-    """Another argument, and another judge's name."""
-    judge = {"consistency_score": {"model": "one", "base_url": "http://127.0.0.1:1"}}
-    for rewards in (
-        build_rewards(REWARDS, {"tiny_run:brightness": {"scale": 2.0}}),
-        build_rewards({"consistency_score": 1.0}, judge),
-        build_rewards(
-            {"consistency_score": 1.0},
-            {"consistency_score": judge["consistency_score"] | {"model": "two"}},
-        ),
-    ):
-        case.rewards = rewards
+@pytest.mark.parametrize("argument", [{"model": "two"}, {"base_url": "http://127.0.0.1:2"}])
+def test_other_rewards_only_score_again(case, argument):
+    judge = {"model": "one", "base_url": "http://127.0.0.1:1"}
+    for arguments in (judge, judge | argument):
+        case.rewards = build_rewards({"consistency_score": 1.0}, {"consistency_score": arguments})
         assert not case.complete()
-        assert not (case.folder / "metrics.json").exists()
         case.write_metrics(0.0)
         assert case.complete()
 

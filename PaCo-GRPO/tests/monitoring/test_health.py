@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from named import NAMES, load
+from named import load
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
@@ -24,28 +24,23 @@ WELL = {
 }
 
 
-def test_limits_of_an_epoch():
-    assert judge_epoch(WELL) == judge_epoch({}) == []
-    for metric, bad, good in (
-        ("health/velocity_change", 0.9, 0.7),
-        ("health/diversity_vs_first", 0.65, 0.75),
-        ("health/latent_std_vs_first", 0.4, 0.6),
-        ("health/latent_std_vs_first", 2.5, 1.9),
-        ("health/distinctness_vs_first", 0.1, 0.3),
-    ):
-        (finding,) = judge_epoch(WELL | {metric: bad})
-        assert finding.sign == metric
-        assert finding.collapse == (metric != "health/diversity_vs_first")
-        assert judge_epoch(WELL | {metric: good}) == []
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sign", ["velocity_change", "latent_std", "distinctness_vs_first"])
-def test_a_sign_that_is_not_finite_is_a_collapse(sign, value):
-    """It compares false with every limit."""
-    (finding,) = judge_epoch(WELL | {f"health/{sign}": value})
-    assert finding.collapse and finding.sign == f"health/{sign}"
-    assert f"health/{sign} not finite" in finding.message
+@pytest.mark.parametrize(
+    ("sign", "bad", "good", "is_collapse"),
+    [
+        ("velocity_change", 0.9, 0.7, True),
+        ("diversity_vs_first", 0.65, 0.75, False),
+        ("latent_std_vs_first", 0.4, 0.6, True),
+        ("latent_std_vs_first", 2.5, 1.9, True),
+        ("distinctness_vs_first", 0.1, 0.3, True),
+        # They compare false with every limit.
+        ("velocity_change", float("nan"), 0.7, True),
+        ("latent_std", float("inf"), 0.6, True),
+    ],
+)
+def test_limits_of_an_epoch(sign, bad, good, is_collapse):
+    (finding,) = judge_epoch(WELL | {f"health/{sign}": bad})
+    assert (finding.sign, finding.collapse) == (f"health/{sign}", is_collapse)
+    assert judge_epoch(WELL | {f"health/{sign}": good}) == []
 
 
 def evaluation(stderr, **means):
@@ -61,33 +56,27 @@ def test_trained_rewards_against_evaluation_only_ones():
     good = evaluation(0.04, judge=0.8, oracle=0.2)
     (finding,) = judge_evaluation([first, hacked], ["judge"])
     assert finding.sign == "eval/oracle_mean"
-    assert "oracle" in finding.message
-    assert "6.0" in finding.message
+    assert "6.0" in finding.message  # standard errors of both evaluations
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
 
 
-def test_every_recipe_s_guard_can_tell_of_an_exploited_reward():
+def test_a_recipe_s_guard_can_tell_of_an_exploited_reward():
     """Trained rewards rise and one that is only evaluated falls, by the names that a run logs."""
-    rng = np.random.default_rng(0)
-    guarded = set()
-    for recipe in NAMES:
-        options = load(recipe)
-        trained = [short_name(name) for name, weight in options.train.reward_fn.items() if weight]
-        names = [short_name(name) for name in options.test.reward_fn]
-        for guard in set(names) - set(trained):
-            guarded.add(recipe)
-            rows = []
-            for change in (0.0, 0.3):
-                direction = np.where([name in trained for name in names], change, 0.0)
-                direction[names.index(guard)] = -change
-                scores = 0.5 + direction + rng.normal(0, 0.1, (64, len(names)))
-                missing = np.zeros_like(scores, bool)
-                rows.append(evaluation_metrics(scores, missing, names, [None] * 64))
-            signs = [finding.sign for finding in judge_evaluation(rows, trained)]
-            assert signs == ([f"eval/{guard}_mean"] if set(names) & set(trained) else []), recipe
-    assert "toy_t2is_nft" in guarded
+    options = load("toy_t2is_nft")
+    trained = [short_name(name) for name, weight in options.train.reward_fn.items() if weight]
+    names = [short_name(name) for name in options.test.reward_fn]
+    guards = [name for name in names if name not in trained]
+    assert guards
+    change = [0.3 if name in trained else -0.3 for name in names]
+    scores = 0.5 + np.random.default_rng(0).normal(0, 0.1, (64, len(names)))
+    rows = []
+    for epoch_scores in (scores, scores + change):
+        missing = np.zeros_like(scores, bool)
+        rows.append(evaluation_metrics(epoch_scores, missing, names, [None] * 64))
+    signs = [finding.sign for finding in judge_evaluation(rows, trained)]
+    assert signs == [f"eval/{guard}_mean" for guard in guards]
 
 
 def test_statistics_of_samples_against_numpy():
@@ -95,14 +84,15 @@ def test_statistics_of_samples_against_numpy():
     observer = SampleObserver()
     pixels = rng.integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
     latents = torch.from_numpy(rng.standard_normal((5, 6, 3)).astype(np.float32))
-    observer.add([Image.fromarray(image) for image in pixels[:3]], [0, 1, 3])
-    observer.add([Image.fromarray(image) for image in pixels[3:]], [2, 4])
-    items = np.array([5, 5, 2, 2, 7])  # the last one is alone
-    metrics = observer.metrics(list(latents[:, None]), items)
+    images = list(map(Image.fromarray, pixels))
+    observer.add(images[:3], [0, 1, 3])
+    observer.add(images[3:], [2, 4])
+    # The last one is alone.
+    metrics = observer.metrics(list(latents[:, None]), np.array([5, 5, 2, 2, 7]))
     assert metrics["health/latent_std"] == pytest.approx(latents.numpy().std(axis=(1, 2)).mean())
     groups = pixels[[0, 1, 3, 2]].reshape(2, 2, -1) / 255
-    variance = np.mean(groups.std(axis=1) ** 2)
-    assert metrics["health/distinctness"] == pytest.approx(np.sqrt(variance))
+    spread = np.sqrt(np.mean(groups.std(axis=1) ** 2))
+    assert metrics["health/distinctness"] == pytest.approx(spread)
 
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
@@ -111,12 +101,12 @@ def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
-    measured = run.probe.measure()
     changes = []
     for velocity, x, sigma, base in run.probe._states:
         with reference_weights(run.state.policy):
             assert torch.equal(velocity(x, sigma), base)
         changes.append(float((velocity(x, sigma) - base).detach().norm() / base.norm()))
+    measured = run.probe.measure()
     assert measured["health/velocity_change"] == pytest.approx(np.mean(changes))
     of_resumed_run = ReferenceProbe(run.state.policy, run.test_items[:2], run.options)
     assert of_resumed_run.measure() == measured

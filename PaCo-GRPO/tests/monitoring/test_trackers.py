@@ -36,58 +36,42 @@ def test_metrics_continue_where_the_run_resumes(tmp_path):
     assert [json.loads(line)["epoch"] for line in metrics.path.read_text().splitlines()] == [0, 1]
 
 
-def test_a_tracker_does_not_start_or_is_finished(tmp_path, monkeypatch):
-    def init(**arguments):
-        raise RuntimeError("No API key configured.\nmore")
-
+def test_a_tracker_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
+    init = Mock(side_effect=RuntimeError("No API key configured.\nmore"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match="No API key configured.*WANDB_MODE"):
+    with pytest.raises(ConfigError, match="WANDB_MODE"):
         Tracker("wandb", tmp_path, "p", "r", {})
-    run = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: run))
-    Tracker("wandb", tmp_path, "p", "r", {}).close()
-    run.finish.assert_called_once()
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_a_tracker_continues_the_run_of_its_folder_and_no_other(tmp_path, monkeypatch, name):
     """Two runs of one name in two folders are two runs."""
-    calls = []
-
-    def init(**arguments):
-        calls.append((arguments["id"], arguments.get("resume")))
-        return Mock()
-
+    init = Mock()
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, config={}))
     monkeypatch.delenv("SWANLAB_MODE", raising=False)
     for folder in ("a/run", "b/run", "a/run"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         Tracker(name, tmp_path / folder, "p", "r", {})
-    first, other, again = calls
-    assert first[1] is None and other[1] is None
-    assert again == (first[0], "allow") and other[0] != first[0]
+    first, other, again = (call.kwargs for call in init.call_args_list)
+    assert first.get("resume") is other.get("resume") is None
+    assert (again["id"], again["resume"]) == (first["id"], "allow")
+    assert other["id"] != first["id"]
 
 
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    image = Image.new("RGB", (4, 4))
     tracker = Tracker("tensorboard", tmp_path, "p", "r", {})
     tracker.log({"train/loss": 1.5}, 3)
-    tracker.log_images(
-        "eval/images",
-        [(Image.new("RGB", (4, 4)), "a star"), (Image.new("RGB", (4, 4)), "a box")],
-        3,
-    )
+    tracker.log_images("eval/images", [(image, "a star"), (image, "a box")], 3)
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 1.5)]
     assert [event.step for event in events.Images("eval/images/1")] == [3]
-    texts = [
-        event.tensor_proto.string_val[0]
-        for event in events.Tensors("eval/images/1_caption/text_summary")
-    ]
-    assert texts == [b"a box"]
+    (text,) = events.Tensors("eval/images/1_caption/text_summary")
+    assert text.tensor_proto.string_val == [b"a box"]
 
 
 # As scripts/train.py, with the trackers' packages behind this environment's own.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -55,21 +56,15 @@ def fake_run(folder: Path, epochs: int, images: int) -> Path:
     """metrics.jsonl, config.yaml and evaluations at epochs 0, half and the end."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
-    rows = []
-    for epoch in range(epochs + 1):
-        if epoch:
-            rows.append({"phase": "train", "epoch": epoch} | TRAINED)
-        if epoch in (0, epochs // 2, epochs):
-            row = {"phase": "eval", "epoch": epoch, "time/eval_s": 20.0}
-            scores = {name: 0.42 + epoch / 100 for name in NAMES}
-            for name, score in scores.items():
-                row[f"eval/{name}_mean"] = score
-                row[f"eval/{name}_stderr"] = 0.03
-            rows.append(row)
-            of_images = [dict(scores) for _ in range(images)]
-            if images > 3:
-                of_images[3][NAMES[0]] = None
-            write_evaluation(folder / "eval" / f"epoch_{epoch:04d}", of_images)
+    rows = [{"phase": "train", "epoch": epoch} | TRAINED for epoch in range(1, epochs + 1)]
+    for epoch in (0, epochs // 2, epochs):
+        score = 0.42 + epoch / 100
+        row = {"phase": "eval", "epoch": epoch, "time/eval_s": 20.0}
+        for name in NAMES:
+            row |= {f"eval/{name}_mean": score, f"eval/{name}_stderr": 0.03}
+        rows.append(row)
+        of_images = [dict.fromkeys(NAMES, score) for _ in range(images)]
+        write_evaluation(folder / "eval" / f"epoch_{epoch:04d}", of_images)
     write_rows(folder / "metrics.jsonl", rows)
     return folder
 
@@ -93,14 +88,11 @@ def test_a_whole_page(tmp_path):
     for part in (
         "A &lt;title&gt; &amp; more",
         "&lt;one&gt; shape",
-        "(ppo) changes the image generator toy/flux so that its images score higher in: ",
-        ": judge: consistency, judge: images differ (weight 8). The oracle is a program.",
-        "stopped after 4 of 10 epochs · 4 × 16 images at 64 px an epoch · evaluated at 128 px",
-        "128 px · seed 3 · 5.4 minutes",
+        "judge: images differ (weight 8)",
+        "stopped after 4 of 10 epochs",
         "5.4 minutes (world 0.2, judge 5.2)",
         "<td>7</td>",
         "<td>0.420 ± 0.030</td>",
-        "Read from pixels.",
         "oracle: same 0.42 → 0.46",
     ):
         assert part in text
@@ -120,17 +112,12 @@ def test_a_run_is_read_back(tmp_path):
     assert set(run.health) == {"train/grad_norm", "reward/within_minus_between"}
     seconds = {"sampling": 28, "rewards": 4.8, "training": 13.6, "evaluation": 60}
     assert run.seconds == pytest.approx(seconds)
-    folders = {
-        (pair.before["file"].parent.name, pair.after["file"].parent.name) for pair in run.pairs
-    }
-    assert folders == {("epoch_0000", "epoch_0004")}
 
 
 def test_epochs_are_in_order_of_their_numbers(tmp_path):
     folder = fake_run(tmp_path / "run", epochs=4, images=2)
-    for old, new in (("epoch_0000", "epoch_9990"), ("epoch_0004", "epoch_10000")):
-        (folder / "eval" / old).rename(folder / "eval" / new)
-    (folder / "eval" / "epoch_0002").rename(folder / "eval" / "epoch_9995")
+    for old, new in (("0000", "9990"), ("0002", "9995"), ("0004", "10000")):
+        (folder / "eval" / f"epoch_{old}").rename(folder / "eval" / f"epoch_{new}")
     for pair in read_run(folder).pairs:
         assert pair.before["file"].parent.name == "epoch_9990"
         assert pair.after["file"].parent.name == "epoch_10000"
@@ -141,8 +128,7 @@ def test_the_largest_changes_come_first(tmp_path):
     scores = {0: [0.5, 0.5, 0.9, None, 0.5], 2: [0.6, 1.0, 0.1, 1.0, 0.4]}
     for epoch, values in scores.items():
         place = folder / "eval" / f"epoch_{epoch:04d}"
-        (place / "eval_data.jsonl").unlink()
-        place.rmdir()
+        shutil.rmtree(place)
         write_evaluation(place, [{NAMES[0]: value} for value in values])
     write_report(read_run(folder), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
@@ -168,11 +154,6 @@ def test_the_program(tmp_path, capsys):
     run = fake_run(tmp_path / "run", epochs=2, images=2)
     assert main([str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
-    assert "<h1>run</h1>" in (run / "report.html").read_text()
-    picture = run / "eval" / "epoch_0002" / "00000.png"
-    picture.write_bytes(picture.read_bytes()[:40])
-    assert main([str(run)]) == 1
-    assert str(picture) in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("")
     assert main([str(run), "--out", str(tmp_path / "out" / "r.html")]) == 1
     assert str(run) in capsys.readouterr().err

@@ -42,18 +42,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if fault == "refuses":
-            return self.answer({"error": {"message": "no images, please"}}, 400)
         choice = {"message": {"role": "assistant", "content": f"{name} {request['model']}"}}
-        self.answer({"choices": [choice]})
+        self.answer({"choices": [choice]}, 400 if fault == "refuses" else 200)
 
     def answer(self, content, status=200):
-        body = json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(json.dumps(content).encode())
 
 
 class Server(ThreadingHTTPServer):

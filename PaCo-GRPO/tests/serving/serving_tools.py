@@ -6,11 +6,9 @@ import shutil
 import subprocess
 import sys
 import time
-import venv
 from pathlib import Path
 
 import httpx
-import numpy
 import psutil
 from fakes import free_port
 
@@ -22,7 +20,7 @@ from vllm_server.servers import all_servers
 ROOT = Path(__file__).resolve().parents[2]
 REPO = ROOT.parent
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
-PACKAGES = Path(numpy.__file__).parents[1]
+PYTHON = '#!/bin/sh\nPYTHONPATH="{site}:$PYTHONPATH" exec {python} "$@"\n'
 
 
 def option(words: list[str], name: str) -> str:
@@ -47,13 +45,13 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.vllm = folder / "vllm-environment"  # our packages, and a fake vLLM
-        venv.create(self.vllm, symlinks=True)
-        (site,) = self.vllm.glob("lib/python3*/site-packages")
-        (site / "ours.pth").write_text(str(PACKAGES))
-        package = site / "vllm" / "entrypoints" / "cli"
+        package = self.vllm / "site" / "vllm" / "entrypoints" / "cli"
         package.mkdir(parents=True)
-        (site / "vllm" / "__init__.py").touch()
         shutil.copy(Path(__file__).with_name("fake_vllm_server.py"), package / "main.py")
+        python = self.vllm / "bin" / "python"
+        python.parent.mkdir()
+        python.write_text(PYTHON.format(site=self.vllm / "site", python=sys.executable))
+        python.chmod(0o755)
         self.cwd = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -107,9 +105,9 @@ class Shell:
     def records(self, count: int = 1) -> list[dict]:
         """What ``count`` fake vLLMs were started with; they are forgotten then."""
         wait_for(lambda: len(list(self.recorded.glob("*.json"))) >= count)
-        files = list(self.recorded.glob("*.json"))
-        records = [json.loads(file.read_text()) for file in files]
-        for file in files:
+        records = []
+        for file in self.recorded.glob("*.json"):
+            records.append(json.loads(file.read_text()))
             file.unlink()
         return records
 
@@ -122,19 +120,14 @@ class Shell:
 
 
 def all_ended(pids: list[int]) -> None:
-    def is_running(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    wait_for(lambda: not any(map(is_running, pids)), 10)
+    """Zombies have ended."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, running = psutil.wait_procs(processes, 10)
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
 
 
-def wait_for(condition, timeout_s: float = 60.0):
-    """The first true value of ``condition()``."""
+def wait_for(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
+    while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
-    return result

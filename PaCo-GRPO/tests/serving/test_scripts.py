@@ -22,10 +22,8 @@ def test_help_is_the_comment_at_the_top(script):
     environment = {"PATH": os.environ["PATH"], "PYTHON": "/nowhere"}
     command = ["bash", str(script), "--help"]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    first, *rest = printed.stdout.splitlines()
-    assert f"# {first}" == script.read_text().splitlines()[1]
-    assert rest
-    assert not any(line.startswith(("#", "set ")) for line in rest)
+    comment = re.match(r"#!.*\n((?:#.*\n)+)", script.read_text()).group(1)
+    assert printed.stdout == re.sub("^# ?", "", comment, flags=re.MULTILINE)
 
 
 def test_launch_help_lists_every_variable():
@@ -104,15 +102,15 @@ def test_a_slurm_job(tmp_path, num_nodes, judge_gpus, training_gpus):
     assert judge == ["launch.sh ", judge_gpus, "slurm-42", key, ""]
     assert len(key) == 32
     assert "--ntasks-per-node=1" in srun
-    assert stop[:1] + stop[2:3] == ["stop.sh ", "slurm-42"]
+    assert (stop[0], stop[2]) == ("stop.sh ", "slurm-42")
     trainings = [call for call in nodes if "train.py" in call[0]]
     assert [call[1] for call in trainings] == training_gpus
+    words = ["t2is", "--config.seed=1", "consistency_score.base_url=http://node07:8000"]
+    if num_nodes == "2":
+        words += ["--nnodes 2", "--master-addr node07"]
     for rank, (command, *_, node_key, node_rank) in enumerate(trainings):
-        assert "t2is --config.seed=1" in command
-        assert "consistency_score.base_url=http://node07:8000" in command
+        assert [word for word in words if word not in command] == []
         assert (node_key, node_rank) == (key, str(rank))
-        if num_nodes == "2":
-            assert f"--nnodes 2 --node-rank {rank} --master-addr node07" in command
     assert not any(key in call[0] for call in calls(tmp_path))  # others see command lines
 
 
