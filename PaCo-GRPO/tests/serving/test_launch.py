@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from fakes import free_port
-from serving_tools import VLLM_PYTHON, all_ended, body, option, top_logprobs, wait_for
+from serving_tools import VLLM_PYTHON, all_ended, body, option, top_logprobs
 
 from paco_judge.client import JudgeClient
 from vllm_server.servers import Server, read_servers
@@ -35,8 +35,10 @@ def test_launch_status_stop(shell):
     (record,) = shell.records()
     assert all(map(psutil.pid_exists, record["pids"]))  # it outlives the shell that started it
     assert "VLLM_LABEL" in shell.failed_launch(VLLM_PORT=str(free_port()))
-    for pid in record["pids"]:
-        os.kill(pid, signal.SIGKILL)
+    server, child = record["pids"]
+    os.kill(server, signal.SIGKILL)  # its child outlives it, and may hold a GPU's memory
+    assert f"pid {child}" in shell.failed_launch()
+    os.kill(child, signal.SIGKILL)
     all_ended(record["pids"])
     status, output, _ = shell.run("status.sh")
     assert status == 3
@@ -59,21 +61,6 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
         assert (str(shell.port) in errors) == (status == 1)
     (state,) = shell.states()
     assert state[1:] == ("Judge", "healthy")
-
-
-def test_after_the_launcher_was_killed_its_servers_are_known(shell):
-    launch = shell.start("launch.sh", FAKE_VLLM="hangs")
-    (record,) = shell.records()
-    server, child = record["pids"]
-    wait_for((shell.folder / "state.json").exists)
-    os.killpg(launch.pid, signal.SIGKILL)
-    launch.communicate()
-    assert f"pid {server}" in shell.failed_launch()
-    assert shell.states() == [("test", "Judge", "loading or stuck")]
-    os.kill(server, signal.SIGKILL)  # its child outlives it, and may hold a GPU's memory
-    assert f"pid {child}" in shell.failed_launch()
-    assert shell.run("stop.sh")[0] == 0
-    all_ended([server, child])
 
 
 def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
@@ -100,19 +87,13 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     output = shell.launch(**two, VLLM_API_KEY="geheim", VLLM_HOST="0.0.0.0")
     assert f"Ready:  Judge, Other at {shell.url}/v1" in output
 
-    def ask(model: str, key: str) -> httpx.Response:
-        return httpx.post(
-            f"{shell.url}/v1/chat/completions",
-            json={"model": model},
-            headers={"authorization": f"Bearer {key}"},
-            trust_env=False,
-        )
-
+    headers = {"authorization": "Bearer geheim"}
     for name in ("Judge", "Other"):
-        (choice,) = ask(name, "geheim").json()["choices"]
+        question = {"model": name}
+        url = f"{shell.url}/v1/chat/completions"
+        answer = httpx.post(url, json=question, headers=headers, trust_env=False)
+        (choice,) = answer.json()["choices"]
         assert choice["message"]["content"] == f"{name} {name}"
-    assert ask("Third", "geheim").status_code == 404
-    assert ask("Judge", "other").status_code == 401
     names = ("gateway", "Judge", "Other")
     assert shell.states("geheim") == [("test", name, "healthy") for name in names]
     assert shell.states()[0][2] == "other key"
