@@ -47,10 +47,10 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     more += ["--seeds", "0,7", "--adapter", tmp_path / "adapter"]
     items = [Item(0, prompts[0]), Item(1, prompts[1])]
     if name in EDITORS:  # with true CFG, which the toy configuration does not use
-        for number, picture_ in enumerate((picture(1, 48, 48), picture(2, 40, 90))):
-            picture_.save(tmp_path / f"{number}.png")
+        for number, reference in enumerate((picture(1, 48, 48), picture(2, 40, 90))):
+            reference.save(tmp_path / f"{number}.png")
             more += ["--image", tmp_path / f"{number}.png"]
-            items[number] = Item(number, prompts[number], references=(picture_,))
+            items[number] = Item(number, prompts[number], references=(reference,))
         more += [f"--config.sample.guidance_scale={guidance}"]
         more += ["--config.sample.negative_prompt= "]
     out = tmp_path / "out"
