@@ -41,17 +41,17 @@ def request_content(request):
 
 
 class ContentJudge:
-    """An engine that answers ``p_yes_of``; ``questions`` and ``batches`` that came."""
+    """An engine that answers ``p_yes_of``; ``stop_after`` batches Ctrl-C comes."""
 
     def __init__(self, stop_after=None):
-        self.batches = []
         self.questions = []
-        self.stop_after = stop_after
+        self.batches_left = stop_after
 
     def __call__(self, pairs):
-        if len(self.batches) == self.stop_after:
+        if self.batches_left == 0:
             raise KeyboardInterrupt
-        self.batches.append(len(pairs))
+        if self.batches_left:
+            self.batches_left -= 1
         self.questions += [pair.question for pair in pairs]
         return [self.answer(pair) for pair in pairs]
 
@@ -75,7 +75,7 @@ class BenchCommand:
             return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
 
     def main(self, *arguments):
-        return self.script.main([str(argument) for argument in (*self.arguments, *arguments)])
+        return self.script.main([*map(str, (*self.arguments, *arguments))])
 
     @property
     def rows(self):
@@ -87,15 +87,15 @@ def read_lines(file):
 
 
 def write_lines(file, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [json.dumps(row) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
 
 
 def edit_lines(file, changes):
-    """Change lines of a JSON lines file: {index: function of the row, or text of the line}."""
+    """Change lines of a JSON lines file: {index: new row}. A new row keeps what it does not have."""
     rows = read_lines(file)
-    for index, change in changes.items():
-        rows[index] = change if isinstance(change, str) else change(rows[index])
+    for index, new in changes.items():
+        rows[index] |= new
     write_lines(file, rows)
 
 
@@ -200,9 +200,9 @@ def choices(tmp_path):
     """VCReward-Bench's ``evaluation.py`` on eight rows."""
     rows = []
     for index in range(8):
-        files = [
-            save_picture(tmp_path, f"{index}{n}.png", 10 * index + i) for i, n in enumerate("sab")
-        ]
+        files = []
+        for place, letter in enumerate("sab"):
+            files.append(save_picture(tmp_path, f"{index}{letter}.png", 10 * index + place))
         rows.append(
             {
                 "key": f"k{index}",

@@ -33,20 +33,17 @@ def test_a_stopped_run_continues(edits):
     rest = ContentJudge()
     assert edits(rest) == 0 and edits.rows == expected
     assert [row["index"] for row in expected] == list(range(20))
-    assert 0 < sum(rest.batches) < sum(whole.batches)
-
-    nothing = ContentJudge()
-    assert edits(nothing) == 0 and edits.rows == expected
-    assert nothing.batches == []
+    assert 0 < len(rest.questions) < len(whole.questions)
+    assert edits(ContentJudge(stop_after=0)) == 0, "nothing is left to ask"
 
 
 @pytest.mark.parametrize("change", [{"model": "other/judge"}, {"dimension": "overall"}])
-def test_results_of_something_else_are_not_mixed(change, edits, capsys):
+def test_results_of_something_else_are_not_mixed(change, edits):
     assert edits(ContentJudge(stop_after=1)) == STOPPED
-    edit_lines(edits.file, {0: lambda row: row | change})
+    edit_lines(edits.file, {0: change})
     before = edits.file.read_text()
     assert edits(ContentJudge()) == 1
-    assert str(edits.file) in capsys.readouterr().err and edits.file.read_text() == before
+    assert edits.file.read_text() == before
 
 
 @pytest.mark.parametrize("changed", ["judge", "adapter"])
@@ -83,39 +80,36 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
     class Refusing(ContentJudge):
         def __call__(self, pairs):
             if any(pair.image_b.width == 300 for pair in pairs):
-                raise ValueError("absolute aspect ratio\nmust be smaller")
+                raise ValueError("absolute aspect ratio must be smaller")
             return super().__call__(pairs)
 
     Image.new("RGB", (300, 1)).save(rank.data / "images" / "0019" / "c2.png")
     assert rank(Refusing(), "--batch_size", "16") == 1
-    message = "item 2 0019 r2.png: the engine failed: ValueError: absolute aspect ratio\n"
-    assert message in capsys.readouterr().err
+    assert "item 2 0019 r2.png: " in capsys.readouterr().err
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((), "--engine transformers"),
-        (("--server", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
-        (("--model", "./none", "--engine", "transformers"), "./none"),
-        (("--adapter", "a"), "--adapter"),
+        ("--engine vllm", "--engine transformers"),
+        ("--server http://127.0.0.1:9", "http://127.0.0.1:9"),
+        ("--adapter a", "--adapter"),
     ],
 )
 def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert rank.main("--model", "some/judge", *arguments) == 1
+    assert rank.main("--model", "some/judge", *arguments.split()) == 1
     assert not rank.file.exists()
     assert named in capsys.readouterr().err
 
 
 def test_only_tokens_that_a_server_would_report_count(judge_dir, tiny):
     """Yes and No of the random judge are not among its 20 most probable tokens."""
-    pairs = [Pair(tiny.picture(i), tiny.picture(i + 1), "same?") for i in range(3)]
-    words = ["--engine", "transformers", "--model", str(judge_dir), "--batch_size", "2"]
-    engine = make_engine(command_line(words))
-    assert [verdict.p_yes for verdict in engine(pairs)] == [None] * 3
-    assert all(verdict.ok for verdict in JudgeScorer.from_pretrained(judge_dir).score(pairs))
+    pairs = [Pair(tiny.picture(1), tiny.picture(2), "same?")]
+    words = ["--engine", "transformers", "--model", str(judge_dir)]
+    assert not make_engine(command_line(words))(pairs)[0].ok
+    assert JudgeScorer.from_pretrained(judge_dir).score(pairs)[0].ok
 
 
 def test_a_server_that_goes_away_ends_the_run():
@@ -129,4 +123,4 @@ def test_missing_packages_are_one_sentence():
     """An interpreter without the packages of the environment."""
     bare = [sys.executable, "-ES", RANK_FOLDER / "eval_vllm.py", "--help"]
     run = subprocess.run(bare, capture_output=True, text=True, check=False)
-    assert run.returncode == 1 and ", scipy, tqdm, pillow; run: pip install -r " in run.stderr
+    assert run.returncode == 1 and "pip install -r " in run.stderr

@@ -29,9 +29,7 @@ def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     """
     if name == "histogram":
         return partial(_similarities, histograms, _overlap)
-    package, load = {"clip_i": ("open_clip_torch", _clip), "dreamsim": ("dreamsim", _dreamsim)}[
-        name
-    ]
+    package, load = ("open_clip_torch", _clip) if name == "clip_i" else ("dreamsim", _dreamsim)
     try:
         features = ImageFeatures(load, batch_size)
     except ImportError as error:
@@ -47,12 +45,15 @@ def _similarities(
     pairs: Sequence[Pair],
 ) -> list[Verdict]:
     """How similar the two images of each pair are. Every image is described once."""
-    images = {id(image): image for pair in pairs for image in pair.images}
+    images = {}
+    for pair in pairs:
+        for image in pair.images:
+            images[id(image)] = image
     descriptions = dict(zip(images, describe(list(images.values())), strict=True))
     firsts = np.stack([descriptions[id(pair.image_a)] for pair in pairs])
     seconds = np.stack([descriptions[id(pair.image_b)] for pair in pairs])
-    values = compare(firsts, seconds)
-    return [Verdict(value) for value in values.clip(0.0, 1.0).tolist()]
+    values = compare(firsts, seconds).clip(0.0, 1.0)
+    return list(map(Verdict, values.tolist()))
 
 
 def _overlap(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""What a benchmark is, and one loop for all: items become pairs, scores, rows of a results file."""
+"""What a benchmark is, one loop for all (items become pairs, scores, rows of a results file), and tables
+of results files.
+"""
 
 import argparse
 import json
@@ -9,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import pandas as pd
 from tqdm import tqdm
 
 from paco_eval.engines import ScorePairs, ask_once, make_engine
-from paco_eval.results import Row
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import Journal, fingerprint
+from paco_judge.files import Journal, fingerprint, read_json_lines
 from paco_judge.questions import Pair, Question, form_of, record
 from paco_judge.verdict import Verdict
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,18 @@ def run_judge(
         questions: Are recorded in each row, with ``asked``.
         suffix: Stands after the judge's name in the name of the results file.
     """
-    places = [place for place in (args.model, args.adapter) if place]
-    short_names = [Path(os.path.abspath(place)).name for place in places]
-    # Checkpoints may share a folder name, so rows hold the whole path.
-    exact_names = [
-        str(Path(place).resolve()) if Path(place).is_dir() else place for place in places
-    ]
+    short_names = []
+    exact_names = []
+    weights = []
+    for place in filter(None, (args.model, args.adapter)):
+        short_names.append(Path(os.path.abspath(place)).name)
+        # Checkpoints may share a folder name, so rows hold the whole path.
+        exact_names.append(str(Path(place).resolve()) if Path(place).is_dir() else place)
+        weights.append(None if args.server else fingerprint(place))
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
-        "weights": [None if args.server else fingerprint(place) for place in places],
+        "weights": weights,
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
 
@@ -171,51 +177,91 @@ def score_items(
     is tried alone.
     """
     batch: list[tuple[Item, list[Pair]]] = []
+    num_pairs = 0
     for position, item in enumerate(items, start=1):
         try:
-            batch.append((item, benchmark.pairs(item)))
-        except KeyError as error:
-            yield item, f"its row lacks {error}"
-        except (ValueError, TypeError, AttributeError) as error:
+            pairs = benchmark.pairs(item)
+            batch.append((item, pairs))
+            num_pairs += len(pairs)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             yield item, _first_line(error)
-        num_pairs = sum(len(pairs) for _, pairs in batch)
-        if num_pairs < batch_size and position < len(items):
-            continue
-        answers = _score([pairs for _, pairs in batch], engine)
-        for (asked_item, _), answer in zip(batch, answers, strict=True):
-            yield asked_item, _row(benchmark, asked_item, answer)
-        batch = []
+        if num_pairs >= batch_size or position == len(items):
+            yield from _score(benchmark, batch, engine)
+            batch = []
+            num_pairs = 0
 
 
-def _row(benchmark: Benchmark, item: Item, answer: Sequence[Verdict] | str) -> Row | str:
-    if isinstance(answer, str):
-        return answer
-    for verdict in answer:
-        if not verdict.ok:
-            return verdict.error
-    return benchmark.result(item, [verdict.p_yes for verdict in answer])
-
-
-def _score(batch: Sequence[list[Pair]], engine: ScorePairs) -> list[list[Verdict] | str]:
-    """The verdicts of each item's pairs, or how the engine failed on them."""
-    all_pairs = [pair for pairs in batch for pair in pairs]
+def _score(
+    benchmark: Benchmark, batch: Sequence[tuple[Item, list[Pair]]], engine: ScorePairs
+) -> Iterator[tuple[Item, Row | str]]:
+    all_pairs = []
+    for _, pairs in batch:
+        all_pairs += pairs
     try:
         verdicts = engine(all_pairs) if all_pairs else []
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may refuse one image in any way
         if len(batch) == 1:
-            return [f"the engine failed: {type(error).__name__}: {_first_line(error)}"]
-        return [answer for pairs in batch for answer in _score([pairs], engine)]
-    answers: list[list[Verdict] | str] = []
+            yield batch[0][0], f"the engine failed: {_first_line(error)}"
+        else:
+            for one in batch:
+                yield from _score(benchmark, [one], engine)
+        return
     start = 0
-    for pairs in batch:
-        answers.append(verdicts[start : start + len(pairs)])
+    for item, pairs in batch:
+        yield item, _row(benchmark, item, verdicts[start : start + len(pairs)])
         start += len(pairs)
-    return answers
+
+
+def _row(benchmark: Benchmark, item: Item, verdicts: Sequence[Verdict]) -> Row | str:
+    scores = []
+    for verdict in verdicts:
+        if not verdict.ok:
+            return verdict.error
+        scores.append(verdict.p_yes)
+    return benchmark.result(item, scores)
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def read_results(results_dir: Path, columns: Callable[[Row], Row]) -> pd.DataFrame:
+    """The rows of a folder's results files.
+
+    Args:
+        results_dir: With ``*.jsonl``.
+        columns: The columns of the table, from a row. ``model``, the file's name, is added.
+    """
+    rows = []
+    for file in sorted(results_dir.glob("*.jsonl")):
+        for row in read_json_lines(file):
+            rows.append({"model": file.stem} | columns(row))
+    if not rows:
+        raise UserError(
+            f"no results (*.jsonl) in {results_dir}: run the benchmark, which says why items have none"
+        )
+    return pd.DataFrame(rows)
+
+
+def as_text(table: pd.DataFrame) -> str:
+    """Aligned columns; numbers with four digits, ``-`` for none."""
+    return table.to_string(index=False, na_rep="-", float_format="{:.4f}".format) + "\n"
+
+
+def as_latex(table: pd.DataFrame) -> str:
+    """A booktabs tabular."""
+    text = table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True)
+    return text.replace("±", r"$\pm$")
+
+
+def write_tables(output: str, *tables: pd.DataFrame) -> None:
+    """Print the tables, and write them to ``<output>.txt`` and ``<output>.tex``."""
+    text = "\n".join(as_text(table) for table in tables)
+    latex = "\n".join(as_latex(table) for table in tables)
+    # Not by with_suffix: a name may be v1.5.
+    Path(f"{output}.txt").write_text(text, encoding="utf-8")
+    Path(f"{output}.tex").write_text(latex, encoding="utf-8")
+    print(text, end="")

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from paco_eval.results import Row
+from paco_eval.benchmark import Row
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.images import UnreadableImage, read_image
@@ -43,7 +43,7 @@ class EditRows:
         if path.suffix == ".jsonl":
             self.rows = read_json_lines(path)
             self._stored = self.rows.__getitem__
-            columns = {column for row in self.rows for column in row}
+            columns = set().union(*self.rows)
         else:
             loaded = _load(path, hub_name)
             columns = set(loaded.column_names)

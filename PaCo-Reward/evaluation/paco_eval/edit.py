@@ -21,15 +21,15 @@ tables of all models in the folder are printed (again with calculate_statistics.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
-from paco_eval.benchmark import Item, exit_status, run_judge
+from paco_eval.benchmark import Item, Row, exit_status, read_results, run_judge, write_tables
 from paco_eval.data import EditRows
 from paco_eval.engines import new_parser, parse
-from paco_eval.results import Row, read_results, write_tables
-from paco_judge.errors import UserError
+from paco_judge.errors import UserError, run_command
 from paco_judge.questions import EDITING, Pair, Question, editing_texts, load_editing_questions
 from paco_judge.verdict import Verdict, editing_score
 
@@ -51,7 +51,9 @@ GROUPS = {
     "scene": ("background_change", "extract"),
     "advanced": ("ps_human", "text_change", "motion_change", "compose"),
 }
-GROUP_OF = {task: group for group, tasks in GROUPS.items() for task in tasks}
+GROUP_OF = {}
+for _group, _tasks in GROUPS.items():
+    GROUP_OF |= dict.fromkeys(_tasks, _group)
 KINDS = ("strict", "lenient")
 
 
@@ -101,11 +103,11 @@ class EditReward:
             edit_scores.append(editing_score(*(Verdict(p_yes) for p_yes in of_edit.values())))
         return {"task_type": self._task(item), "answers": answers, "scores": edit_scores}
 
-    def _texts(self, item: Item) -> dict[str, str]:
-        return editing_texts(self.questions, item.row["instruction"], item.row["dimension"])
-
     def _task(self, item: Item) -> str:
         return str(item.row["task_type"])
+
+    def _texts(self, item: Item) -> dict[str, str]:
+        return editing_texts(self.questions, item.row["instruction"], item.row["dimension"])
 
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -212,11 +214,6 @@ def save_tables(results_dir: Path, output: str, model: str | None = None) -> Non
     write_tables(output, group_table(results), task_table(results))
 
 
-def print_tables(args: argparse.Namespace) -> None:
-    """``save_tables`` of the command line."""
-    save_tables(Path(args.results_dir), args.output, args.backbone)
-
-
 def tables_main(arguments: list[str] | None = None) -> int:
     """The command ``calculate_statistics.py``."""
     parser = new_parser(TABLES_HELP)
@@ -225,4 +222,6 @@ def tables_main(arguments: list[str] | None = None) -> int:
         "--output", default="results_summary", help="written as <output>.txt and <output>.tex"
     )
     parser.add_argument("--backbone", help="only the results of this model")
-    return exit_status(print_tables, parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
+    save = partial(save_tables, Path(args.results_dir), args.output, args.backbone)
+    return run_command(save, OSError)

@@ -80,8 +80,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
-    if args.batch_size < 1:
-        parser.error(f"--batch_size must be at least 1, not {args.batch_size}")
     if args.model is None:
         args.model = DEFAULT_MODEL if args.server else HUB_MODEL
     return args
@@ -172,13 +170,11 @@ class VllmEngine:
         )
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        chats = list(map(self._messages, pairs))
         outputs = self._llm.chat(
-            [self._messages(pair) for pair in pairs],
-            self._sampling,
-            use_tqdm=False,
-            chat_template_kwargs=CHAT_OPTIONS,
+            chats, self._sampling, use_tqdm=False, chat_template_kwargs=CHAT_OPTIONS
         )
-        return [self._verdict(output) for output in outputs]
+        return list(map(self._verdict, outputs))
 
     def _messages(self, pair: Pair) -> list[dict[str, Any]]:
         """The chat messages, with images in place of their URLs."""
@@ -211,13 +207,15 @@ def ask_once(engine: ScorePairs) -> ScorePairs:
         keys = []
         new_pairs = {}
         for pair in pairs:
-            key = (pair.question, *(content_digest(image) for image in pair.images))
+            key = (pair.question, *map(content_digest, pair.images))
             keys.append(key)
             if key not in known:
                 new_pairs[key] = pair
         verdicts = engine(list(new_pairs.values())) if new_pairs else []
         answers = known | dict(zip(new_pairs, verdicts, strict=True))
-        known.update({key: verdict for key, verdict in answers.items() if verdict.ok})
+        for key in new_pairs:
+            if answers[key].ok:
+                known[key] = answers[key]
         return [answers[key] for key in keys]
 
     return score

@@ -22,7 +22,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile
@@ -33,9 +33,17 @@ from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
 from paco_eval.baselines import BASELINES, make_baseline
-from paco_eval.benchmark import Item, exit_status, run, run_judge
+from paco_eval.benchmark import (
+    Item,
+    Row,
+    as_latex,
+    as_text,
+    exit_status,
+    read_results,
+    run,
+    run_judge,
+)
 from paco_eval.engines import new_parser, parse
-from paco_eval.results import Row, as_latex, as_text, read_results
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt
@@ -75,8 +83,8 @@ def find_bench(dataset_dir: str | None) -> Path:
     Without ``dataset_dir``, this and the two parent folders are searched.
     """
     places = [dataset_dir] if dataset_dir else [".", "..", "../.."]
-    for place in places:
-        for folder in (Path(place) / BENCH, Path(place)):
+    for place in map(Path, places):
+        for folder in (place / BENCH, place):
             if (folder / RANKS).is_file():
                 return folder
     raise UserError(
@@ -111,7 +119,7 @@ class ConsistencyRank:
 
     root: Path
     question: Question
-    prompts: Mapping[str, Row]  # by idx; empty if the question has no fields
+    prompts: Mapping[str, Row]  # by idx, without leading zeros; empty if the question has no fields
     rankings: Sequence[Row]
 
     @classmethod
@@ -121,7 +129,8 @@ class ConsistencyRank:
         unpack_images(root)
         prompts = {}
         if question.fields:
-            prompts = {str(row.get("idx")): row for row in read_json_lines(root / PROMPTS)}
+            for row in read_json_lines(root / PROMPTS):
+                prompts[str(row.get("idx")).lstrip("0")] = row
         return cls(root, question, prompts, read_json_lines(root / RANKS))
 
     def items(self) -> list[Item]:
@@ -137,12 +146,11 @@ class ConsistencyRank:
         """All texts about the first candidate, then about the second, and so on."""
         listed = list(item.row["comp_images"])
         ranked = list(item.row["rank_images"])
-        is_permutation = sorted(listed) == sorted(ranked) and len(set(listed)) == len(listed)
-        if not is_permutation or len(listed) < 2:
-            raise ValueError(
-                f"rank_images {ranked} are not a permutation of two or more comp_images {listed}"
-            )
-        texts = [text for named in self._texts(item).values() for text in named]
+        if sorted(listed) != sorted(ranked):
+            raise ValueError(f"rank_images {ranked} are not a permutation of comp_images {listed}")
+        texts = []
+        for named in self._texts(item).values():
+            texts += named
         reference = self._image(item, item.row["ref_image"])
         pairs = []
         for name in listed:
@@ -160,7 +168,7 @@ class ConsistencyRank:
         for _ in listed:
             by_dimension = {}
             for dimension, named in texts.items():
-                by_dimension[dimension] = [next(answers) for _ in named]
+                by_dimension[dimension] = list(islice(answers, len(named)))
             candidate_scores.append(mean_over_dimensions(by_dimension))
         true_order = [listed.index(name) for name in ranked]
         return {
@@ -173,20 +181,17 @@ class ConsistencyRank:
 
     def _texts(self, item: Item) -> dict[str | None, tuple[str, ...]]:
         """What is asked about each candidate, by dimension."""
-        prompt: Row = {}
-        theme = ""
-        if self.question.fields:
-            prompt = self._prompt(item.row["folder"])
-        if "theme" in self.question.fields:
-            theme = split_prompt(prompt["prompt"]).theme
+        fields = self.question.fields
+        prompt = self._prompt(item.row["folder"]) if fields else {}
+        theme = split_prompt(prompt["prompt"]).theme if "theme" in fields else ""
         return self.question.texts(prompt.get("criteria") or {}, theme=theme)
 
     def _prompt(self, folder: str) -> Row:
         """The prompt of a folder; folder ``0012`` may be idx 12."""
-        for name in (folder, folder.lstrip("0") or "0"):
-            if self.prompts.get(name):
-                return self.prompts[name]
-        raise ValueError(f"{PROMPTS} has no row with idx {folder}")
+        number = folder.lstrip("0")
+        if number not in self.prompts:
+            raise ValueError(f"{PROMPTS} has no row with idx {folder}")
+        return self.prompts[number]
 
     def _image(self, item: Item, name: str) -> Image.Image:
         if (self.root / name).is_file():
@@ -302,7 +307,8 @@ def make_table(results_dir: str, print_std: bool) -> pd.DataFrame:
 def print_table(args: argparse.Namespace) -> None:
     """Print and write the table."""
     table = make_table(args.results_dir, args.print_std)
-    text = as_latex(table) if args.output_format == "latex" else as_text(table)
+    as_lines = as_latex if args.output_format == "latex" else as_text
+    text = as_lines(table)
     Path(args.output_file).write_text(text, encoding="utf-8")
     print(text, end="")
 

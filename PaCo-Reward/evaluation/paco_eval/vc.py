@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_eval.benchmark import Item, exit_status, run_judge
+from paco_eval.benchmark import Item, Row, exit_status, read_results, run_judge, write_tables
 from paco_eval.data import EditRows
 from paco_eval.engines import new_parser, parse
-from paco_eval.results import Row, read_results, write_tables
 from paco_judge.questions import Pair, Question, load_question
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"

@@ -46,7 +46,7 @@ class FakeJudge(ThreadingHTTPServer):
         self.models, self.delay_s, self.key = list(models), delay_s, key
         self.requests: list[dict] = []
         self.headers: list[dict] = []
-        self.model_requests = self.in_flight = self.max_in_flight = 0
+        self.model_requests = 0
         self.sockets: list[socket.socket] = []
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -79,20 +79,13 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(200, {"data": [{"id": name} for name in self.server.models]}, {})
 
     def do_POST(self):
-        judge, request = (
-            self.server,
-            json.loads(self.rfile.read(int(self.headers["content-length"]))),
-        )
-        with judge.lock:
-            judge.requests.append(request)
-            judge.headers.append(dict(self.headers))
-            number = len(judge.requests)
-            judge.in_flight += 1
-            judge.max_in_flight = max(judge.max_in_flight, judge.in_flight)
-        time.sleep(judge.delay_s)
-        result = judge.respond(number, request)
-        with judge.lock:
-            judge.in_flight -= 1
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.requests.append(request)
+            self.server.headers.append(dict(self.headers))
+            number = len(self.server.requests)
+        time.sleep(self.server.delay_s)
+        result = self.server.respond(number, request)
         if result is None:
             self.close_connection = True
         else:
@@ -103,9 +96,9 @@ class Handler(BaseHTTPRequestHandler):
             status, body, headers = 401, {"error": {"message": "a valid API key is needed"}}, {}
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for name, value in (
-            {"content-type": "application/json", "content-length": str(len(body))} | headers
-        ).items():
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

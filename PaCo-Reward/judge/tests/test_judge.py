@@ -7,7 +7,6 @@ import sys
 import pytest
 import tiny_judge
 from fakes import fake_judge
-from PIL import Image
 
 from paco_judge import Judge
 from paco_judge.images import UnreadableImage
@@ -46,21 +45,19 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     with_theme = expected(first, second, theme_question("boats"))
     without = expected(first, third, load_question("pair").text())
     assert judge.score(files[0], str(files[1]), theme="boats") == pytest.approx(with_theme)
-    assert judge.score(files[0], third) == pytest.approx(without)
-    # One image and one theme beside a list count for all of it.
+    # One image beside a list counts for all of it.
     both = judge.score(first, [files[1], third], theme=["boats", None])
     assert both == pytest.approx([with_theme, without], abs=1e-5)
     texts = editing_texts(load_editing_questions(), "make it blue").values()
-    edit = math.sqrt(math.prod(expected(first, second, text) for text in texts))
-    assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edit, abs=1e-5)
-    edits = judge.score_edit(files[0], files[1:], "make it blue")
-    assert edits[0] == pytest.approx(edit, abs=1e-5) and len(edits) == 2
-    answer = judge.explain(files[0], files[1], theme="boats", max_tokens=4)
-    (expected_answer,) = scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
-    assert answer == expected_answer.text
-    bad = judge.explain(files[:2], files[1:], theme=["<|image_pad|>", "boats"], max_tokens=4)
-    assert bad[0] is None and bad[1] is not None
-    assert judge.name == str(folder)
+    edits = []
+    for edited in (second, third):
+        edits.append(math.sqrt(math.prod(expected(first, edited, text) for text in texts)))
+    assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edits[0], abs=1e-5)
+    scores = judge.score_edit(files[0], files[1:], "make it blue")
+    assert scores == pytest.approx(edits, abs=1e-5)
+    bad, answer = judge.explain(files[0], files[1], ["<|image_pad|>", "boats"], max_tokens=4)
+    (reasons,) = scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
+    assert bad is None and answer == reasons.text
 
 
 def respond(number, request):
@@ -73,21 +70,18 @@ def respond(number, request):
 def test_scores_over_a_server(files):
     with fake_judge.FakeJudge(respond, models=["mine"]) as server:
         judge = Judge(server.url, model="mine")
-        assert judge.score(files[0], files[1], theme="cats") == pytest.approx(0.9)
-        assert judge.score(files[:2], files[1:]) == pytest.approx([0.4, 0.4])
+        assert judge.score(files[:2], files[1:], [None, "cats"]) == pytest.approx([0.4, 0.9])
         assert judge.score_edit(files[0], files[1], "two cats") == pytest.approx(0.9)
-        assert judge.explain(files[0], files[1:], max_tokens=9) == ["Yes. Both."] * 2
+        assert judge.explain(files[0], files[1], max_tokens=9) == "Yes. Both."
         assert judge.score([], []) == []
-        assert judge.name == f"mine at {server.url}"
 
 
 def test_what_cannot_be_scored_is_none_and_said(files, caplog):
     with fake_judge.FakeJudge(lambda number, request: (400, {}, {})) as server:
         judge = Judge(server.url)
-        assert judge.score(Image.new("RGB", (8, 8), "pink"), files[0]) is None
-        assert judge.score_edit(files[0], files[1], "to fail") is None
-        assert judge.explain(files[0], files[1]) is None
-    assert "no score" in caplog.text and "no answer" in caplog.text and "HTTP 400" in caplog.text
+        assert judge.score_edit(*files[:2], "to fail") is None
+        assert judge.explain(*files[:2]) is None
+    assert caplog.text.count("HTTP 400") == 3
 
 
 def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
@@ -98,7 +92,8 @@ def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
         themes = ["dogs", "cats", "cats"]
         scores = judge.score([files[0], cut_off, files[1]], files[2], theme=themes)
         assert scores == [pytest.approx(0.4), None, pytest.approx(0.9)]
-        assert judge.score_edit(files[0], [cut_off, files[1]], "two cats")[0] is None
+        edits = judge.score_edit(files[0], [cut_off, files[1]], "two cats")
+        assert edits == [None, pytest.approx(0.9)]
         assert judge.explain([tmp_path / "none.png", files[0]], files[1]) == [None, "Yes. Both."]
         with pytest.raises(UnreadableImage, match="half.png"):
             judge.score(files[0], cut_off)

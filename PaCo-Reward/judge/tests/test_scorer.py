@@ -39,11 +39,11 @@ def scorer(folder):
 @pytest.fixture(scope="module")
 def pairs():
     """Questions and images of different lengths and sizes, so that a batch needs padding."""
-    themes = [*tiny_judge.THEMES, "x", "a paper boat " * 12]
-    images = [
-        (tiny_judge.picture(i, 40 + 9 * i), tiny_judge.picture(i + 50)) for i in range(len(themes))
-    ]
-    return [Pair(*shown, theme_question(theme)) for shown, theme in zip(images, themes)]
+    pairs = []
+    for seed, theme in enumerate([*tiny_judge.THEMES, "x", "a paper boat " * 12]):
+        first = tiny_judge.picture(seed, 40 + 9 * seed)
+        pairs.append(Pair(first, tiny_judge.picture(seed + 50), theme_question(theme)))
+    return pairs
 
 
 def p_yes(scorer, pairs, **options):
@@ -98,10 +98,8 @@ def test_only_words_of_one_token_are_answers():
     for form, words in ANSWER_TOKENS.items():
         for ids, names in zip(answer_ids(tokenizer, form), words, strict=True):
             assert {tokenizer.decode([number]) for number in ids} <= set(names)
-    assert min(len(tokenizer.encode(" YES")), len(tokenizer.encode(" NO"))) > 1
     letters = {letter: number for number, letter in enumerate("YesNo")}
     splits = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(letters, [])))
-    assert len(splits.encode("Yes")) == 3
     with pytest.raises(ValueError, match="Yes or No"):
         answer_ids(splits)
 
