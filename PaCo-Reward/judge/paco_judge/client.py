@@ -53,11 +53,8 @@ class JudgeClient:
     ):
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"{base_url!r} is not an http:// or https:// URL")
-        if max_concurrency < 1 or deadline_s <= 0:
-            raise ValueError(
-                "need max_concurrency >= 1 and deadline_s > 0, "
-                f"got {max_concurrency} and {deadline_s}"
-            )
+        if max_concurrency < 1:  # else every question would wait for ever
+            raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.model = model
         self.form = form
@@ -69,31 +66,31 @@ class JudgeClient:
     def check(self) -> str:
         """The served name of the model; the server is asked once. Raises UserError."""
         if self._served is None:
-            self._served = self._find_model()
+            self._served = self._find_model(self._list_models())
         return self._served
 
-    def _find_model(self) -> str:
+    def _list_models(self) -> list[str]:
         url = f"{self.base_url}/v1/models"
         deadline = time.monotonic() + MODELS_TIMEOUT_S
         try:
             answer = transport.run(transport.request("GET", url, self._headers, deadline))
-            served = [str(row["id"]) for row in json.loads(answer)["data"]]
+            return [str(row["id"]) for row in json.loads(answer)["data"]]
         except transport.NoAnswer as error:
             if error.status in (401, 403):
                 raise UserError(
                     f"the judge at {self.base_url} refuses the API key ({error}); set VLLM_API_KEY "
                     "to its key, or api_key in Python"
                 ) from error
-            hint = (
-                "; start one (in PaCo-GRPO: `bash vllm_server/launch.sh`), or correct the address"
-            )
-            if error.status:
-                hint = ""
-            raise UserError(f"no judge answers at {url}: {error}{hint}") from error
+            raise UserError(
+                f"no judge answers at {url}: {error}; start one (in PaCo-GRPO: `bash "
+                "vllm_server/launch.sh`), or correct the address"
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{url} does not answer like an OpenAI-compatible server: {error!r}"
             ) from error
+
+    def _find_model(self, served: Sequence[str]) -> str:
         if self.model in served:
             return self.model
         for name in served:
@@ -118,7 +115,7 @@ class JudgeClient:
         """
         seconds = min(self.deadline_s, FIRST_ANSWER_S)
         deadline = time.monotonic() + seconds
-        fields = SCORING if not writes else {"temperature": 0, "max_tokens": 1}
+        fields = {"temperature": 0, "max_tokens": 1} if writes else SCORING
         (choice,) = self._ask_all([pair], fields, deadline)
         error = (_answer(choice) if writes else self._verdict(choice)).error
         if error is not None:
@@ -133,7 +130,7 @@ class JudgeClient:
         Raises UserError: The first call found no server, or another model.
         """
         choices = self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s)
-        return [self._verdict(choice) for choice in choices]
+        return list(map(self._verdict, choices))
 
     def generate(self, pairs: Sequence[Pair], max_tokens: int, **sampling: float) -> list[Answer]:
         """The whole answer to each pair, in order. Raises UserError.
@@ -141,7 +138,7 @@ class JudgeClient:
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
         fields = {"temperature": 0, "max_tokens": max_tokens} | sampling
-        return [_answer(choice) for choice in self._ask_all(pairs, fields, None)]
+        return list(map(_answer, self._ask_all(pairs, fields, None)))
 
     def _verdict(self, choice: dict[str, Any] | str) -> Verdict:
         """P(Yes) of a choice, or why there is none."""
@@ -163,21 +160,21 @@ class JudgeClient:
         self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
     ) -> list[dict[str, Any] | str]:
         """The server's choice for each pair, or why there is none."""
-        return transport.run(self._gather(self.check(), pairs, fields, deadline))
+        return transport.run(self._gather(pairs, {"model": self.check()} | fields, deadline))
 
     async def _gather(
-        self, model: str, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
+        self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
     ) -> list[dict[str, Any] | str]:
-        urls: dict[int, asyncio.Task] = {}  # an image is encoded once, in however many pairs it is
-        for pair in pairs:
-            for image in pair.images:
-                if id(image) not in urls:
-                    urls[id(image)] = asyncio.create_task(self._encode(image))
+        encoding: dict[int, asyncio.Task] = {}  # an image is encoded once, in however many pairs
         asking = []
         for pair in pairs:
-            messages = build_messages([""] * len(pair.images), pair.question, self.form)
-            request = {"model": model, "messages": messages} | fields
-            asking.append(self._ask(request, [urls[id(image)] for image in pair.images], deadline))
+            urls = []
+            for image in pair.images:
+                if id(image) not in encoding:
+                    encoding[id(image)] = asyncio.create_task(self._encode(image))
+                urls.append(encoding[id(image)])
+            messages = build_messages([""] * len(urls), pair.question, self.form)
+            asking.append(self._ask({"messages": messages} | fields, urls, deadline))
         return await asyncio.gather(*asking)
 
     async def _encode(self, image: Image.Image) -> bytes:

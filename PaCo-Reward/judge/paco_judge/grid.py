@@ -6,7 +6,6 @@ left to right, then top to bottom.
 """
 
 import itertools
-import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ def parse_layout(prompt: str) -> tuple[int, int]:
 
     Raises PromptLayoutError: It has no panels.
     """
-    num_labels = len(_LABEL.findall(prompt))
     sizes = []
     for match in _LAYOUT.finditer(prompt):
         rows = int(match["rows"])
@@ -60,7 +58,11 @@ def parse_layout(prompt: str) -> tuple[int, int]:
                 raise PromptLayoutError(f"layout {rows}x{cols} has no panels")
             return rows, cols
         sizes.append((rows, cols))
-    return next((size for size in sizes if math.prod(size) == num_labels > 0), (1, 1))
+    num_labels = len(_LABEL.findall(prompt)) or 1
+    for rows, cols in sizes:
+        if rows * cols == num_labels:
+            return rows, cols
+    return 1, 1
 
 
 def split_prompt(prompt: str) -> GridPrompt:
@@ -116,8 +118,13 @@ def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
         )
     width = image.width // cols
     height = image.height // rows
-    corners = [(col * width, row * height) for row in range(rows) for col in range(cols)]
-    return [image.crop((left, top, left + width, top + height)) for left, top in corners]
+    cells = []
+    for row in range(rows):
+        for col in range(cols):
+            left = col * width
+            top = row * height
+            cells.append(image.crop((left, top, left + width, top + height)))
+    return cells
 
 
 def index_pairs(n: int) -> list[tuple[int, int]]:

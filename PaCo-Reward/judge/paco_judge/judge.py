@@ -63,8 +63,8 @@ class Judge:
     ) -> None:
         client = JudgeClient(base_url, model, api_key=api_key, form=form, **options)
         self.name = f"{client.model} at {client.base_url}"
-        self._client: JudgeClient | None = client
-        self._scorer: Any = None
+        self._score: Callable[[Sequence[Pair]], list[Verdict]] = client.score
+        self._write: Callable[[Sequence[Pair], int], list[Answer]] = client.generate
 
     @classmethod
     def from_pretrained(
@@ -95,10 +95,10 @@ class Judge:
             ) from error
         judge = cls.__new__(cls)
         judge.name = f"{model} with {adapter}" if adapter else str(model)
-        judge._client = None
-        judge._scorer = JudgeScorer.from_pretrained(
-            model, adapter, batch_size=batch_size, form=form
-        )
+        scorer = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
+        # As many tokens count as a server reports, so that the same pairs have a score.
+        judge._score = partial(scorer.score, top=TOP_LOGPROBS)
+        judge._write = scorer.reasons
         return judge
 
     def score(
@@ -112,7 +112,7 @@ class Judge:
         ``theme``: what both images are about, such as the first sentence of a grid's prompt.
         """
         rows, is_list = _pair_rows(image_a, image_b, theme)
-        scores = [_value(verdict) for verdict in _asked(self.verdicts, rows, Verdict, is_list)]
+        scores = list(map(_value, _asked(self.verdicts, rows, Verdict, is_list)))
         return scores if is_list else scores[0]
 
     def score_edit(
@@ -146,21 +146,16 @@ class Judge:
         """The whole answer to ``score``'s question, Yes or No and reasons, or a list for lists."""
         rows, is_list = _pair_rows(image_a, image_b, theme)
         ask = partial(self.answers, max_tokens=max_tokens)
-        texts = [_text(answer) for answer in _asked(ask, rows, Answer, is_list)]
+        texts = list(map(_text, _asked(ask, rows, Answer, is_list)))
         return texts if is_list else texts[0]
 
     def verdicts(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """P(Yes) to any questions about images, or the reason why there is none, in order."""
-        if self._client is not None:
-            return self._client.score(pairs)
-        # As many tokens count as a server reports, so that the same pairs have a score.
-        return self._scorer.score(pairs, top=TOP_LOGPROBS)
+        return self._score(pairs)
 
     def answers(self, pairs: Sequence[Pair], max_tokens: int = LONGEST_ANSWER) -> list[Answer]:
         """Whole answers to any questions about images, in order."""
-        if self._client is not None:
-            return self._client.generate(pairs, max_tokens)
-        return self._scorer.reasons(pairs, max_tokens)
+        return self._write(pairs, max_tokens)
 
 
 Row = tuple[AnyImage, AnyImage, str]  # two images and a question about them
@@ -182,13 +177,15 @@ def _asked(
     images: dict[str | int, Image.Image] = {}  # each is loaded once
     pairs = {}
     answers = {}
-    for index, (*shown, question) in enumerate(rows):
-        keys = [id(image) if isinstance(image, Image.Image) else str(image) for image in shown]
+    for index, (*sources, question) in enumerate(rows):
+        shown = []
         try:
-            for key, image in zip(keys, shown, strict=True):
+            for image in sources:
+                key = id(image) if isinstance(image, Image.Image) else str(image)
                 if key not in images:
                     images[key] = load_image(image)
-            pairs[index] = Pair(*(images[key] for key in keys), question)
+                shown.append(images[key])
+            pairs[index] = Pair(*shown, question)
         except UnreadableImage as error:
             if not is_list:
                 raise
@@ -205,12 +202,12 @@ def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
     lengths = {len(value) for value in values if isinstance(value, (list, tuple))}
     if len(lengths) > 1:
         raise ValueError(f"lists of one length are needed, not of {sorted(lengths)}")
-    length = lengths.pop() if lengths else None
+    length = max(lengths, default=1)
     rows = []
     for value in values:
         is_list = isinstance(value, (list, tuple))
-        rows.append(list(value) if is_list else [value] * (1 if length is None else length))
-    return rows, length is not None
+        rows.append(list(value) if is_list else [value] * length)
+    return rows, bool(lengths)
 
 
 def _value(verdict: Verdict) -> float | None:

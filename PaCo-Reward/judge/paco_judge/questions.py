@@ -130,11 +130,6 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
     Raises ValueError.
     """
     names = (question,) if isinstance(question, str) else tuple(question)
-    if len(names) not in (1, 2):
-        raise ValueError(
-            f"an edit is asked about with one or two questions, not {len(names)}: "
-            f"{', '.join(names)}"
-        )
     for name, expected in zip(names, EDITING, strict=False):
         if len(names) == 2 and name in EDITING and name != expected:
             raise ValueError(
@@ -150,12 +145,8 @@ def editing_texts(
     """The texts that decide one of ``EDIT_DIMENSIONS``, by what each is about.
 
     ``overall`` needs both. A single question decides every dimension, and has its own name.
-    Raises ValueError.
+    Raises ValueError: The instruction is empty; KeyError: There is no such dimension.
     """
-    if dimension not in EDIT_DIMENSIONS:
-        raise ValueError(
-            f"there is no editing dimension {dimension!r}; there are {', '.join(EDIT_DIMENSIONS)}"
-        )
     if not instruction.strip():
         raise ValueError("the editing instruction is empty")
     texts = [question.text(instruction=instruction.strip()) for question in questions]

@@ -49,8 +49,6 @@ class JudgeScorer:
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model.eval()
         self.processor = processor
         self.batch_size = batch_size
@@ -116,8 +114,10 @@ class JudgeScorer:
 
         def answers(chats: Sequence[Chat]) -> list[Answer]:
             ids, _ = self.generate(chats, max_new_tokens)
-            texts = self.processor.batch_decode(ids, skip_special_tokens=True)
-            return [Answer(text.strip()) for text in texts]
+            answers = []
+            for text in self.processor.batch_decode(ids, skip_special_tokens=True):
+                answers.append(Answer(text.strip()))
+            return answers
 
         return self._in_batches(pairs, answers, Answer)
 
@@ -158,12 +158,11 @@ class JudgeScorer:
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it. Raises ValueError."""
         (message,) = build_messages([""] * len(pair.images), pair.question, self.form)
-        content = [
-            {"type": "image"} if part["type"] == "image_url" else part
-            for part in message["content"]
-        ]
+        for part in message["content"]:
+            if part.pop("image_url", None):
+                part["type"] = "image"
         images = [as_received(image, self.form.image_format) for image in pair.images]
-        chat = Chat([message | {"content": content}], images)
+        chat = Chat([message], images)
         self.check(chat)
         return chat
 
@@ -172,11 +171,10 @@ class JudgeScorer:
 
         Raises ValueError: The model cannot take one.
         """
-        kinds = ("image_token", "video_token")
-        reserved = [getattr(self.processor, kind, None) for kind in kinds]
-        for message in chat.messages:
-            for part in message["content"]:
-                for token in reserved:
+        for kind in ("image_token", "video_token"):
+            token = getattr(self.processor, kind, None)
+            for message in chat.messages:
+                for part in message["content"]:
                     if token and token in part.get("text", ""):
                         raise ValueError(
                             f"a text holds {token}, which stands for an image in this model; "
@@ -201,27 +199,31 @@ class JudgeScorer:
         self.check(chat)
         if not self._counts_patches:
             return self.inputs([chat])["input_ids"].shape[1]
-        text = self.processor.tokenizer(self.prompt(chat.messages))["input_ids"]
-        # Each image is one token of the text.
-        image_tokens = [self._num_image_tokens(image) for image in chat.images]
-        return len(text) - len(image_tokens) + sum(image_tokens)
+        length = len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"])
+        for image in chat.images:  # each is one token of the text
+            length += self._num_image_tokens(image) - 1
+        return length
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The messages as the model's chat template renders them."""
-        options = {
-            "chat_template": self.processor.chat_template,
-            "tokenize": False,
-            "add_generation_prompt": True,
-        }
-        return self.processor.tokenizer.apply_chat_template(messages, **options, **CHAT_OPTIONS)
+        return self.processor.tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.processor.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **CHAT_OPTIONS,
+        )
 
     def inputs(self, chats: Sequence[Chat]) -> Any:
         """Model inputs, padded on the left: input_ids (B, L), pixel_values, …"""
-        text = [self.prompt(chat.messages) for chat in chats]
-        images = [list(chat.images) for chat in chats]
+        texts = []
+        images = []
+        for chat in chats:
+            texts.append(self.prompt(chat.messages))
+            images.append(list(chat.images))
         if not any(images):
             images = None
-        inputs = self.processor(text=text, images=images, padding=True, return_tensors="pt")
+        inputs = self.processor(text=texts, images=images, padding=True, return_tensors="pt")
         return inputs.to(self.model.device)
 
     @torch.inference_mode()
@@ -257,12 +259,15 @@ def answer_ids(tokenizer: Any, answer_tokens: str = "exact") -> tuple[list[int],
     """
     ids = []
     for words in ANSWER_TOKENS[answer_tokens]:
-        encoded = [tokenizer.encode(word, add_special_tokens=False) for word in words]
-        ids.append(sorted({tokens[0] for tokens in encoded if len(tokens) == 1}))
-    yes_ids, no_ids = ids
-    if not yes_ids or not no_ids:
-        raise ValueError("the tokenizer splits Yes or No into several tokens")
-    return yes_ids, no_ids
+        single = set()
+        for word in words:
+            tokens = tokenizer.encode(word, add_special_tokens=False)
+            if len(tokens) == 1:
+                single.update(tokens)
+        if not single:
+            raise ValueError("the tokenizer splits Yes or No into several tokens")
+        ids.append(sorted(single))
+    return tuple(ids)
 
 
 def option_ids(tokenizer: Any) -> tuple[int, int]:
@@ -285,11 +290,12 @@ def trained_limits(adapter: str | Path) -> dict[str, int] | None:
     None if its folder does not say.
     """
     folder = local_folder(adapter, PROCESSOR_FILES)
-    for file in filter(Path.is_file, (folder / name for name in PROCESSOR_FILES)):
-        settings = json.loads(file.read_bytes())
-        size = settings.get("image_processor", settings).get("size", {})
-        if all(edge in size for edge in EDGES):
-            return {edge: size[edge] for edge in EDGES}
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_bytes())
+            size = settings.get("image_processor", settings).get("size", {})
+            if size.keys() >= set(EDGES):
+                return {edge: size[edge] for edge in EDGES}
     return None
 
 

@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike
 
 def _variants(*words: str) -> tuple[str, ...]:
     """Words in lower case, capitalized and in capitals, with and without a space before them."""
-    forms = [form for word in words for form in (word, word.capitalize(), word.upper())]
+    forms: list[str] = []
+    for word in words:
+        forms += [word, word.capitalize(), word.upper()]
     return (*forms, *(f" {form}" for form in forms))
 
 
@@ -104,11 +106,12 @@ def p_yes_from_top_logprobs(
 
 def _check_probabilities(entries: Sequence[tuple[str, object]]) -> None:
     """Raises ValueError: Entries cannot be log-probabilities of the tokens at one place."""
+    total = 0.0
     for token, logprob in entries:
         is_number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
         if not is_number or not logprob <= _ROUNDING:
             raise ValueError(f"{logprob!r} of {token!r} is not a log-probability")
-    total = np.exp([logprob for _, logprob in entries]).sum()
+        total += np.exp(logprob)
     if total > 1.0 + _ROUNDING_OF_SUM:
         raise ValueError(f"the probabilities add up to {total:.3g}")
 
@@ -118,11 +121,13 @@ def _log_sum(entries: Sequence[tuple[str, float]], tokens: Collection[str]) -> f
 
     Raises ValueError: One of them occurs twice.
     """
-    counted = [(token, logprob) for token, logprob in entries if token in tokens]
-    if len(dict(counted)) < len(counted):
-        raise ValueError(f"a token occurs twice among {[token for token, _ in counted]}")
-    logprobs = [-np.inf if value <= _VLLM_MINUS_INFINITY else value for _, value in counted]
-    return np.logaddexp.reduce(logprobs, initial=-np.inf)
+    counted: dict[str, float] = {}
+    for token, logprob in entries:
+        if token in counted:
+            raise ValueError(f"the token {token!r} occurs twice")
+        if token in tokens:
+            counted[token] = -np.inf if logprob <= _VLLM_MINUS_INFINITY else logprob
+    return np.logaddexp.reduce(list(counted.values()), initial=-np.inf)
 
 
 def p_yes_from_logits(

@@ -114,9 +114,9 @@ def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) 
             f"the weights in {path} lack {len(missing)} of the model's tensors: {some_of(missing)}"
         )
     if other := sorted(report["mismatched_keys"]):
-        shapes = [
-            f"{name} is {list(found)} instead of {list(wanted)}" for name, found, wanted in other
-        ]
+        shapes = []
+        for name, stored, needed in other:
+            shapes.append(f"{name} is {list(stored)} instead of {list(needed)}")
         raise UserError(
             f"the weights in {path} do not fit the model of its config.json: {some_of(shapes)}"
         )
