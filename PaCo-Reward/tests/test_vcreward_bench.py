@@ -10,7 +10,7 @@ def test_ties_are_wrong_and_rows_without_a_winner_are_counted(choices, capsys, m
     edit_lines(choices.data, {1: {"winner": "left"}})
     assert choices(lambda pairs: [Verdict(0.5)] * len(pairs)) == 1
     output = capsys.readouterr()
-    assert "item 1 k1: winner" in output.err
+    assert "item 1 k1: " in output.err
     *_, average, ties = output.out.split()
     assert (average, ties) == ("0.0000", "7")
     choices.data.write_text("")
