@@ -1,17 +1,15 @@
 """Small benchmarks in which everything differs, and judges that answer from what they are asked."""
 
-import base64
-import io
 import json
 import zlib
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tiny_judge import picture, save_answering
 
 from paco_eval import benchmark, edit, rank, vc
 from paco_eval.edit import GROUPS
+from paco_judge.files import read_json_lines as read_lines
 from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
 
@@ -28,16 +26,6 @@ def p_yes_of(images, question):
     for image in images:
         digest = zlib.crc32(repr(image.size).encode() + image.tobytes(), digest)
     return 0.01 + digest % 98_000 / 100_000
-
-
-def request_content(request):
-    """The images and the text of a request."""
-    *shown, text = request["messages"][0]["content"]
-    images = []
-    for part in shown:
-        content = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-        images.append(Image.open(io.BytesIO(content)))
-    return images, text["text"]
 
 
 class ContentJudge:
@@ -80,10 +68,6 @@ class BenchCommand:
     @property
     def rows(self):
         return read_lines(self.file)
-
-
-def read_lines(file):
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def write_lines(file, rows):

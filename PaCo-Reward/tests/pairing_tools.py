@@ -1,9 +1,7 @@
 """Grids whose prompts, panels and answers of the judge all differ, and a way to run build-dataset."""
 
 import argparse
-import base64
 import hashlib
-import io
 import json
 import zlib
 from pathlib import Path
@@ -96,13 +94,8 @@ def p_yes_of(*parts: str) -> float:
 
 def judge_model(number: int, request: dict):
     """Scores of their own for each request, and reasons that name the second image."""
-    *parts, text = request["messages"][0]["content"]
-    images = []
-    for part in parts:
-        if part["type"] == "image_url":
-            content = base64.b64decode(part["image_url"]["url"].split(",", 1)[1])
-            images.append(digest(Image.open(io.BytesIO(content))))
-    question = text["text"]
+    shown, question = fake_judge.request_content(request)
+    images = list(map(digest, shown))
     if request.get("logprobs"):
         return 200, fake_judge.answer(p_yes_of(*images, question, request["model"])), {}
     verdict = "Yes" if "The verdict that was given is: Yes" in question else "No"

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from bench_tools import p_yes_of, read_lines, request_content
+from bench_tools import p_yes_of, read_lines
 from fakes import fake_judge
 from PIL import Image
 from tiny_judge import save_answering, save_new_judge
@@ -38,7 +38,7 @@ def engine(request, scorer, judge):
     if request.param == "server":
 
         def respond(number, asked):
-            return 200, fake_judge.answer(p_yes_of(*request_content(asked))), {}
+            return 200, fake_judge.answer(p_yes_of(*fake_judge.request_content(asked))), {}
 
         def p_yes(question, *files):
             return p_yes_of([Image.open(file) for file in files], question)

@@ -37,7 +37,9 @@ def test_a_stopped_run_continues(edits):
     assert edits(ContentJudge(stop_after=0)) == 0, "nothing is left to ask"
 
 
-@pytest.mark.parametrize("change", [{"model": "other/judge"}, {"dimension": "overall"}])
+@pytest.mark.parametrize(
+    "change", [{"model": "other/judge"}, {"dimension": "overall"}, {"asked": {}}]
+)
 def test_results_of_something_else_are_not_mixed(change, edits):
     assert edits(ContentJudge(stop_after=1)) == STOPPED
     edit_lines(edits.file, {0: change})

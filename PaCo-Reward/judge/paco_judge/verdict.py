@@ -40,10 +40,6 @@ class Verdict:
     p_yes: float | None
     error: str | None = None
 
-    def __post_init__(self):
-        if self.p_yes is not None and not 0.0 <= self.p_yes <= 1.0:
-            raise ValueError(f"p_yes must lie in [0, 1], got {self.p_yes}")
-
     @property
     def ok(self) -> bool:
         """Whether there is a probability."""

@@ -142,8 +142,8 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
     """The model with a peft adapter. Logs how much of the model it changes.
 
     Raises:
-        UserError: The adapter is missing, has no tensors, tensors that no layer takes, too few, or
-            other shapes.
+        UserError: The adapter is missing, or has tensors that no layer takes, too few, or other
+            shapes.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
@@ -155,8 +155,6 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
         raise UserError(f"{folder} is no adapter in PEFT's format: it has no {CONFIG}")
     try:
         tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
-        if not tensors:
-            raise UserError(f"the adapter in {folder} has no tensors; train or copy it again")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)

@@ -1,6 +1,8 @@
 """A small HTTP judge on loopback whose answers and faults are set by the test."""
 
+import base64
 import contextlib
+import io
 import json
 import math
 import socket
@@ -9,6 +11,8 @@ import time
 import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image
 
 
 def answer(p_yes: float, count: int = 2) -> dict:
@@ -21,6 +25,17 @@ def answer(p_yes: float, count: int = 2) -> dict:
     return {
         "choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]
     }
+
+
+def request_content(request: dict) -> tuple[list[Image.Image], str]:
+    """The images of a request, and its last text, the question."""
+    images = []
+    *shown, text = request["messages"][0]["content"]
+    for part in shown:
+        if part["type"] == "image_url":
+            content = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+            images.append(Image.open(io.BytesIO(content)))
+    return images, text["text"]
 
 
 def by_content(number: int, request: dict) -> tuple:

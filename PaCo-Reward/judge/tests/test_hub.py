@@ -46,13 +46,6 @@ def set_endpoint(monkeypatch, url):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def load_config(name):
-    from transformers import PretrainedConfig
-
-    with explain_missing(name):
-        PretrainedConfig.get_config_dict(name)
-
-
 def load_model(name):
     from transformers import AutoModelForImageTextToText
 
@@ -63,7 +56,7 @@ def load_files(name):
     local_folder(name, ("adapter_*",))
 
 
-LOADERS = [load_config, load_model, load_files, JudgeScorer.from_pretrained]
+LOADERS = [load_model, load_files, JudgeScorer.from_pretrained]
 
 
 @pytest.mark.parametrize("load", LOADERS)

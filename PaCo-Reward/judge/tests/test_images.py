@@ -86,10 +86,8 @@ palette = Image.new("P", (2, 2), 0)
 palette.putpalette([0, 0, 0, 255, 0, 0])
 TRANSPARENT = {
     "LA": encoded(Image.new("LA", (2, 2), (0, 0))),
-    "palette": encoded(palette, transparency=0),
     "palette with shares": encoded(palette, transparency=bytes([0, 255])),
     "RGB key": encoded(Image.new("RGB", (2, 2), (9, 9, 9)), transparency=(9, 9, 9)),
-    "one-bit key": encoded(Image.new("1", (2, 2), 0), transparency=0),
 }
 
 

@@ -67,15 +67,6 @@ def respond(number, request):
     return 200, fake_judge.answer(0.9 if asks_about_cats else 0.4), {}
 
 
-def test_scores_over_a_server(files):
-    with fake_judge.FakeJudge(respond, models=["mine"]) as server:
-        judge = Judge(server.url, model="mine")
-        assert judge.score(files[:2], files[1:], [None, "cats"]) == pytest.approx([0.4, 0.9])
-        assert judge.score_edit(files[0], files[1], "two cats") == pytest.approx(0.9)
-        assert judge.explain(files[0], files[1], max_tokens=9) == "Yes. Both."
-        assert judge.score([], []) == []
-
-
 def test_what_cannot_be_scored_is_none_and_said(files, caplog):
     with fake_judge.FakeJudge(lambda number, request: (400, {}, {})) as server:
         judge = Judge(server.url)
@@ -89,6 +80,7 @@ def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
     cut_off.write_bytes(files[0].read_bytes()[:60])
     with fake_judge.FakeJudge(respond, models=["mine"]) as server:
         judge = Judge(server.url, model="mine")
+        assert judge.score([], files[0]) == []
         themes = ["dogs", "cats", "cats"]
         scores = judge.score([files[0], cut_off, files[1]], files[2], theme=themes)
         assert scores == [pytest.approx(0.4), None, pytest.approx(0.9)]
