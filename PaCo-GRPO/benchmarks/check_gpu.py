@@ -260,7 +260,7 @@ def line(row: dict[str, Any]) -> str:
     """``row`` on the screen."""
     figures = []
     for name, value in list(row.items())[3:]:
-        figures.append(f"{name} {value:.3g}" if isinstance(value, float) else value)
+        figures.append(value if isinstance(value, str) else f"{name} {value:.3g}")
     head = f"{row['status']:<8}{row['seconds']:6.1f} s  {row['name']:<40}"
     return head + ", ".join(figures)
 

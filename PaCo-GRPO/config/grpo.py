@@ -576,6 +576,7 @@ def flow_dppo(config: ConfigDict) -> None:
     """Flow-DPPO (arXiv 2606.11025): three noise steps of the first half of the schedule."""
     paper_settings(config, images=16, prompts=48)
     config.train.loss_type = "flow_dppo"
+    config.sample.noise_level = config.sample.noise_level or 0.7  # t2is_variety has none
     config.sample.num_noise_steps = 3
     config.sample.noise_steps = tuple(range(config.sample.num_steps // 2))
 

@@ -14,7 +14,8 @@ import torch
 from accelerate import Accelerator
 
 from paco_grpo.data.prompts import load_prompts
-from paco_grpo.distributed.processes import Strategy, main_decides, start_processes
+from paco_grpo.distributed.fsdp2 import start_processes
+from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.evaluation.agreement import measuring
 from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation

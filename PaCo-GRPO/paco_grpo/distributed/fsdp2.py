@@ -1,11 +1,17 @@
-"""FSDP2: the transformer's weights sharded over the processes (torch's ``fully_shard``)."""
+"""FSDP2: the transformer's weights sharded over the processes (torch's ``fully_shard``).
 
+Also the choice between it and whole weights on every process.
+"""
+
+import logging
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, gather_object
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,9 +22,11 @@ from paco_grpo.distributed.processes import (
     make_float32,
     trains_transformer,
 )
-from paco_grpo.options import ConfigError
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import lora_parameters
+
+logger = logging.getLogger(__name__)
 
 
 class FSDP2(Strategy):
@@ -110,3 +118,38 @@ def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) ->
         copy = model_class.from_config(transformer.config)
     copy.load_state_dict(weights, assign=True)
     copy.save_pretrained(folder)
+
+
+def start_processes(options: RunOptions) -> Strategy:
+    """The strategy over the processes that the launcher started."""
+    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
+    # gets none.
+    # Processes wait for each other's rewards, which may take longer than the default timeout.
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+    return build_strategy(options, accelerator)
+
+
+def build_strategy(options: RunOptions, accelerator: Accelerator) -> Strategy:
+    """The strategy that ``config.train.sharding`` names."""
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise ConfigError(
+            f"accelerate was started with {kind}; use MULTI_GPU, and "
+            "config.train.sharding='fsdp2' to shard"
+        )
+    if options.train.sharding is None:
+        return Strategy(accelerator)
+    if accelerator.num_processes == 1:
+        logger.warning(
+            "config.train.sharding='fsdp2', but there is only one process: nothing is sharded"
+        )
+        return Strategy(accelerator)
+    for option, value in (
+        ("speed.compile", options.speed.compile),
+        ("pretrained.quantize", options.pretrained.quantize),
+    ):
+        if value:
+            raise ConfigError(
+                f"config.{option} cannot be combined with config.train.sharding='fsdp2'"
+            )
+    return FSDP2(accelerator)

@@ -10,17 +10,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from paco_grpo.options import ConfigError, RunOptions
 
 if TYPE_CHECKING:
     from paco_grpo.policies.base import Policy
@@ -222,43 +219,6 @@ class Strategy:
             for parameter, summed in zip(parameters, sums, strict=True):
                 parameter.grad.copy_(summed.view_as(parameter))
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-def start_processes(options: RunOptions) -> Strategy:
-    """The strategy over the processes that the launcher started."""
-    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
-    # gets none.
-    # Processes wait for each other's rewards, which may take longer than the default timeout.
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
-    return build_strategy(options, accelerator)
-
-
-def build_strategy(options: RunOptions, accelerator: Accelerator) -> Strategy:
-    """The strategy that ``config.train.sharding`` names."""
-    kind = accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise ConfigError(
-            f"accelerate was started with {kind}; use MULTI_GPU, and "
-            "config.train.sharding='fsdp2' to shard"
-        )
-    if options.train.sharding is None:
-        return Strategy(accelerator)
-    if accelerator.num_processes == 1:
-        logger.warning(
-            "config.train.sharding='fsdp2', but there is only one process: nothing is sharded"
-        )
-        return Strategy(accelerator)
-    for option, value in (
-        ("speed.compile", options.speed.compile),
-        ("pretrained.quantize", options.pretrained.quantize),
-    ):
-        if value:
-            raise ConfigError(
-                f"config.{option} cannot be combined with config.train.sharding='fsdp2'"
-            )
-    from paco_grpo.distributed.fsdp2 import FSDP2  # which builds on ``Strategy``
-
-    return FSDP2(accelerator)
 
 
 class StopSignal:

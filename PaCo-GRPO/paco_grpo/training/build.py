@@ -26,7 +26,8 @@ from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.distributed.processes import Strategy, main_decides, start_processes
+from paco_grpo.distributed.fsdp2 import start_processes
+from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
 from paco_grpo.objectives import Objective

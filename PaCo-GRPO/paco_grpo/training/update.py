@@ -5,7 +5,7 @@ micro-batches, which share a forward. A micro-batch is trained on several steps 
 each with its own loss and backward.
 
 From the old log-probabilities to the optimizer step: ``recompute_old_log_probs``, ``update``, the
-``loss`` of the objective (``objectives/ppo.py``: ratio, clip, KL), ``_optimizer_step``.
+``loss`` of the objective (ratio, clip, KL), ``_optimizer_step``.
 """
 
 import dataclasses

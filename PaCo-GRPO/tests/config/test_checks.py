@@ -54,14 +54,6 @@ def test_a_value_out_of_range_names_the_option():
             "sample.latents_per_prompt",
         ),
         ({"use_lora": "0", "train.beta": "0.1"}, "use_lora"),
-        ({"sample.num_images_per_prompt": "99999"}, None),
-        (
-            {
-                "sample.num_images_per_prompt": "99999",
-                "sample.unique_sample_num_per_epoch": "99999",
-            },
-            "sample.num_images_per_prompt",
-        ),
         ({"use_lora": "0", "train.lora_path": "x"}, "train.lora_path"),
         ({"pretrained.quantize": "nf4", "use_lora": "0"}, "pretrained.quantize"),
         ({"pretrained.quantize": "nf4", "speed.compile": "1"}, "speed.compile"),

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_options
 
 from paco_grpo.distributed import processes
-from paco_grpo.distributed.processes import build_strategy
+from paco_grpo.distributed.fsdp2 import build_strategy
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
 

@@ -50,6 +50,8 @@ def test_image_tokens_have_their_rows_and_columns(tiny_folder):
 
 def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path):
     policy = load(NAME, tiny_folder(NAME))
-    write_model_card(tmp_path, load_named("qwen_editing"), policy, epochs=1)
-    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    folder = tmp_path / "diffusers"
+    folder.mkdir()
+    write_model_card(folder, load_named("qwen_editing"), policy, epochs=1)
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert "mm_token_type_ids" in code and policy.card_setup in code  # test_model_card.py runs it
