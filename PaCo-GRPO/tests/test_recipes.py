@@ -66,13 +66,17 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
         places = {
             "consistency_score": {"base_url": judge.url, "model": judge.models[0]},
             "subfig_clipT": {"model": open_clip, "pretrained": weights},
+            "subfig_clipI": {"model": open_clip, "pretrained": weights},
             "pickscore": {"model": clip, "processor": clip},
+            "clipscore": {"model": clip, "processor": clip},
         }
         command = ["--config", source, *changes, *as_arguments(overrides)]
-        rewards = read_options(command)[0].train.reward_fn
+        options = read_options(command)[0]
         for reward, kwargs in places.items():
-            if reward in rewards:
+            if reward in options.train.reward_fn:
                 command.append(f"--config.train.reward_fn_kwargs.{reward}={kwargs!r}")
+            elif reward in options.test.reward_fn:
+                command.append(f"--config.test.reward_fn_kwargs.{reward}={kwargs!r}")
         assert load_script("train").main(command) == 0
     options = read_options(command)[0]
     (row,) = rows_of(options, "train")
