@@ -1,7 +1,5 @@
 """Grids whose prompts, panels and answers of the judge all differ, and a way to run build-dataset."""
 
-import argparse
-import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -12,11 +10,11 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_judge.images import content_digest
+from paco_reward.cli import _parser
 from paco_reward.pairing.build import build as _build
-from paco_reward.pairing.command import add_parser, check
+from paco_reward.pairing.command import check
 
-THEMES = {"one fox": 2, "two boats": 1, "a tall mill": 1, "three owls": 1, "an old car": 1}
-PROMPTS = sum(THEMES.values())
+THEMES = ("one fox", "one fox", "two boats", "a tall mill", "three owls", "an old car")
 PANELS = 3
 GENERATIONS = 3
 SIDE = 32
@@ -34,15 +32,13 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     (folder / "grids").mkdir()
     lines = []
-    for theme, prompts in THEMES.items():
-        for _ in range(prompts):
-            number = len(lines)
-            panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
-            prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
-            lines.append({"idx": f"p{number}", "prompt": prompt})
-            for generation in range(GENERATIONS):
-                grid = noise(number, generation, width=PANELS * SIDE)
-                grid.save(folder / "grids" / f"p{number}_{generation}.png")
+    for number, theme in enumerate(THEMES):
+        panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
+        prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
+        lines.append({"idx": f"p{number}", "prompt": prompt})
+        for generation in range(GENERATIONS):
+            grid = noise(number, generation, width=PANELS * SIDE)
+            grid.save(folder / "grids" / f"p{number}_{generation}.png")
     write_lines(folder / "metadata.jsonl", lines)
     return folder
 
@@ -55,16 +51,13 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
     options = {"output": output, "test_share": 0.4, "sets_per_prompt": 4}
     if world is not None:
         options |= {"grids": world / "grids", "metadata": world / "metadata.jsonl"}
-    options |= more
-    arguments = ["build-dataset"]
-    for name, value in options.items():
+    words = ["build-dataset"]
+    for name, value in (options | more).items():
         if value is True:
-            arguments.append(f"--{name}")
+            words.append(f"--{name}")
         elif value is not None and value is not False:
-            arguments += [f"--{name}", str(value)]
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(arguments)
+            words += [f"--{name}", str(value)]
+    args = _parser().parse_args(words)
     check(args)
     (stats,) = _build(args).values()
     return stats
@@ -109,22 +102,21 @@ def rows(output: Path, name: str) -> list[dict]:
     return json.loads((output / f"{name}.json").read_text())
 
 
-def all_bytes(output: Path) -> dict[str, str]:
-    """Hash of every file outside work/, by name."""
-    hashes = {}
+def all_bytes(output: Path) -> dict[Path, bytes]:
+    """Every file outside work/, by name."""
+    contents = {}
     for file in output.rglob("*"):
         if file.is_file() and file.parent != output / "work":
-            hashes[str(file.relative_to(output))] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return hashes
+            contents[file.relative_to(output)] = file.read_bytes()
+    return contents
 
 
 def rank_like_people(output: Path) -> Path:
     """sets.jsonl with rank_images, as an annotator returns it: the reference's generation first."""
     lines = read_lines(output / "sets.jsonl")
     for line in lines:
-        generation = line["ref_image"].split("/")[0]
-        names = sorted(line["comp_images"])
-        same = [name for name in names if name.startswith(generation)]
-        others = [name for name in names if not name.startswith(generation)]
-        line["rank_images"] = same + others
+        same = Path(line["ref_image"]).parent
+        line["rank_images"] = sorted(
+            line["comp_images"], key=lambda name: Path(name).parent != same
+        )
     return write_lines(output / "ranked.jsonl", lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 TIMEOUT = 590
 
@@ -45,33 +45,34 @@ def train_config(judge_dir, data_dir, output, **changes) -> dict:
     }
 
 
-def run_processes(command, configs, folder) -> str:
-    """Run trainings in a separate process; returns its output."""
-    files = []
-    for config in configs:
-        files.append(Path(folder) / f"{Path(config['output_dir']).name}.yaml")
-        files[-1].write_text(yaml.safe_dump(config))
-    environment = os.environ | {
+def environment_of(folder: Path) -> dict[str, str]:
+    """Of a training in one process, with its cache in a folder."""
+    return os.environ | {
         "OMP_NUM_THREADS": "1",
         "LLAMAFACTORY_VERBOSITY": "WARN",
         "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "NPROC_PER_NODE": "1",
     }
-    environment |= {"HF_DATASETS_CACHE": str(Path(folder) / "cache"), "NPROC_PER_NODE": "1"}
-    command = [sys.executable, *command, *map(str, files)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+
+
+def run_processes(command: list[str], configs: list[dict], folder: Path) -> None:
+    """Run trainings in a separate process."""
+    command = [sys.executable, *command]
+    for config in configs:
+        file = folder / f"{Path(config['output_dir']).name}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command.append(str(file))
+    options = {"env": environment_of(folder), "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=TIMEOUT, check=False, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
 
 
-def adapter(folder) -> dict[str, np.ndarray]:
-    return {
-        name: tensor.numpy()
-        for name, tensor in load_file(Path(folder) / "adapter_model.safetensors").items()
-    }
+def adapter(folder: Path) -> dict[str, np.ndarray]:
+    """The weights of a trained adapter."""
+    return load_file(folder / "adapter_model.safetensors")
 
 
-def losses(folder) -> list[float]:
-    state = json.loads((Path(folder) / "trainer_state.json").read_text())
+def losses(folder: Path) -> list[float]:
+    state = json.loads((folder / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
