@@ -5,13 +5,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset
+from llamafactory.hparams import get_train_args
 from training_tools import adapter, train_config
 
 from paco_judge.errors import UserError
 from paco_judge.scorer import JudgeScorer, trained_limits
 from paco_reward import launch, overlay
-from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
+from paco_reward.export import export
 from paco_reward.families import with_template, write_limits
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
@@ -27,11 +29,9 @@ def judge(request, tiny, tmp_path_factory):
 @pytest.fixture(params=("qwen2_5_vl", *FAMILIES))
 def any_judge(request, tiny, judge_dir, tmp_path):
     """As ``judge``, and a Qwen2.5-VL."""
-    return (
-        judge_dir
-        if request.param == "qwen2_5_vl"
-        else tiny.save_new_judge(tmp_path / "judge", request.param)
-    )
+    if request.param == "qwen2_5_vl":
+        return judge_dir
+    return tiny.save_new_judge(tmp_path / "judge", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -44,34 +44,23 @@ def data(tiny, tmp_path_factory):
 
 def config_of(judge, data, output, **changes):
     """As a user writes it: without a template."""
-    config = train_config(
-        judge, data, output, first_token_weight=0.1, lora_target="all", image_max_pixels=LIMIT
-    )
-    config = {
-        name: value
-        for name, value in config.items()
-        if name not in ("template", "freeze_vision_tower")
-    }
-    return (
-        config | {"per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.05} | changes
-    )
+    config = train_config(judge, data, output, first_token_weight=0.1, lora_target="all")
+    del config["template"], config["freeze_vision_tower"]
+    config |= {"image_max_pixels": LIMIT, "per_device_train_batch_size": 4}
+    return config | {"max_steps": 1, "learning_rate": 0.05} | changes
 
 
 def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data, tmp_path):
     """LLaMA-Factory's data against the processor of an export: prompts, first labels, pixels."""
     overlay.install()
-    from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset
-    from llamafactory.hparams import get_train_args
     from llamafactory.train.sft import workflow
 
-    model_args, data_args, training_args, *_ = get_train_args(
-        with_template(config_of(any_judge, data, tmp_path))
-    )
+    config = with_template(config_of(any_judge, data, tmp_path))
+    model_args, data_args, training_args, *_ = get_train_args(config)
     loaded = workflow.load_tokenizer(model_args)
     template = workflow.get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
-    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)[
-        "train_dataset"
-    ]
+    options = (model_args, data_args, training_args)
+    rows = get_dataset(template, *options, stage="sft", **loaded)["train_dataset"]
     loaded["processor"].save_pretrained(tmp_path / "adapter")
     served = shutil.copytree(any_judge, tmp_path / "served")
     write_limits(served, trained_limits(tmp_path / "adapter"))
@@ -81,15 +70,14 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
     patch = scorer.processor.image_processor.patch_size
     assert int(inputs["image_grid_thw"].prod(-1).max()) * patch**2 <= LIMIT
     for index, row in enumerate(rows):
-        first = next(position for position, label in enumerate(row["labels"]) if label != -100)
+        first = row["labels"].count(-100)
         assert row["labels"][first] == (scorer.yes_ids if labels[index] else scorer.no_ids)[0]
         real = inputs["attention_mask"][index].bool()
         assert row["input_ids"][:first] == inputs["input_ids"][index][real].tolist()
-    pixels = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)(
-        [dict(row) for row in rows]
-    )
-    torch.testing.assert_close(pixels["pixel_values"], inputs["pixel_values"])
-    assert torch.equal(pixels["image_grid_thw"], inputs["image_grid_thw"])
+    collator = SFTDataCollatorWith4DAttentionMask(template=template, **loaded)
+    batch = collator([dict(row) for row in rows])
+    for name in ("pixel_values", "image_grid_thw"):
+        torch.testing.assert_close(batch[name], inputs[name])
 
 
 @pytest.mark.slow
@@ -105,28 +93,20 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
     monkeypatch.setattr(overlay, "answer_statistics", recorded)
     trained = tmp_path / "trained"
     merged = tmp_path / "merged"
-    launch.train(
-        config_of(
-            judge, data, trained, eval_dataset="held_out", do_eval=True, compute_accuracy=True
-        )
-    )
+    evaluation = {"eval_dataset": "held_out", "do_eval": True, "compute_accuracy": True}
+    launch.train(config_of(judge, data, trained, **evaluation))
     weights = adapter(trained)
-    assert not any("visual" in name for name in weights) and any(
-        "mlp.down_proj" in name for name in weights
-    )
-    assert ("qwen3_5" in judge.name) == any("linear_attn.in_proj_qkv" in name for name in weights)
+    names = " ".join(weights)
+    assert "visual" not in names and "mlp.down_proj" in names
+    assert ("qwen3_5" in judge.name) == ("linear_attn.in_proj_qkv" in names)
     assert all(np.abs(value).max() > 0 for name, value in weights.items() if "lora_B" in name)
     training = torch.cat(evaluated)[:, 2].numpy()
-
-    assert (
-        main(["export", "--base", str(judge), "--adapter", str(trained), "--output", str(merged)])
-        == 0
-    )
+    assert np.ptp(training) > 1e-2  # otherwise any numbers would agree
+    export(str(judge), str(trained), merged)
     pairs, _ = labeled_pairs(data, "held_out")
     for model in ((judge, trained), (merged,)):
         scores = [verdict.p_yes for verdict in JudgeScorer.from_pretrained(*model).score(pairs)]
         assert training == pytest.approx(scores, abs=1e-3)
-    assert np.ptp(training) > 1e-2  # otherwise any numbers would agree
 
 
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
@@ -134,8 +114,5 @@ def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     model = shutil.copytree(judge, tmp_path / "thinking")
     file = model / "chat_template.jinja"
     file.write_text(file.read_text() + "<think>\n")
-    with pytest.raises(
-        UserError,
-        match=r"is not the '.*<think>.*choose a model that answers without thinking",
-    ):
+    with pytest.raises(UserError, match="<think>"):
         launch.train(config_of(model, data, tmp_path / "out"))

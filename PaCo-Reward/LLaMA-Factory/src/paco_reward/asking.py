@@ -91,25 +91,23 @@ def ask(
     reason_tokens: int | None = None,
 ) -> ScoreReport:
     """The judge's P(Yes), and its whole answers if they may have ``reason_tokens``."""
+    shown = index_pairs(len(images))
+    if None not in questions:
+        shown = [(0, edit) for edit in range(1, len(images))]
     places: list[tuple[int, int, str | None]] = []
-    if None in questions:
-        places += [(first, second, None) for first, second in index_pairs(len(images))]
-    else:
-        for edit in range(1, len(images)):
-            places += [(0, edit, dimension) for dimension in questions]
-    pairs = [
-        Pair(images[first], images[second], questions[dimension])
-        for first, second, dimension in places
-    ]
+    pairs = []
+    for first, second in shown:
+        for dimension, question in questions.items():
+            places.append((first, second, dimension))
+            pairs.append(Pair(images[first], images[second], question))
     verdicts = judge.verdicts(pairs)
     reasons: list[str | None] = [None] * len(pairs)
     if reason_tokens is not None:
         answers = judge.answers(pairs, reason_tokens)
         reasons = [answer.text or f"no answer: {answer.error}" for answer in answers]
-    scores = [
-        PairScore(*place, verdict, reason)
-        for place, verdict, reason in zip(places, verdicts, reasons, strict=True)
-    ]
+    scores = []
+    for place, verdict, reason in zip(places, verdicts, reasons, strict=True):
+        scores.append(PairScore(*place, verdict, reason))
     return ScoreReport(judge.name, images, names, questions, scores)
 
 

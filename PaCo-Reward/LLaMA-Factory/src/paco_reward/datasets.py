@@ -18,7 +18,6 @@ TAG = "<image>"
 RESERVED = ("<|image_pad|>", "<|video_pad|>")
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
-ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar")
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +85,7 @@ def _read_info(folder: Path, name: str) -> dict[str, Any]:
 def _read_json(file: Path) -> Any:
     if file.suffix == ".jsonl":
         return read_json_lines(file)
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}") from error
+    return json.loads(file.read_bytes())
 
 
 def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example:
@@ -158,21 +154,16 @@ def check_data(config: dict[str, Any]) -> None:
 def _check_images(examples: Sequence[Example], folder: Path) -> None:
     missing = []
     for example in examples:
-        missing += [(file, example.place) for file in example.images if not file.is_file()]
+        for file in example.images:
+            if not file.is_file():
+                missing.append((file, example.place))
     if not missing:
         return
     file, place = missing[0]
-    raise UserError(
-        f"{len(missing)} images do not exist, first: {file} ({place}){_unpack_hint(folder)}"
-    )
-
-
-def _unpack_hint(folder: Path) -> str:
-    """What to do if the images of a data set lie in archives in its folder."""
+    hint = ""
     if (folder / UNPACK).is_file():
-        return f"; unpack the images once: {_unpack(folder)}"
-    archives = [file for file in sorted(folder.glob("**/*")) if set(file.suffixes) & set(ARCHIVES)]
-    return f"; unpack the archives in {folder}, such as {archives[0].name}" if archives else ""
+        hint = f"; unpack the images once: {_unpack(folder)}"
+    raise UserError(f"{len(missing)} images do not exist, first: {file} ({place}){hint}")
 
 
 def _unpack(folder: Path) -> str:

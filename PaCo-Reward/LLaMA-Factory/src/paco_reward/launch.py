@@ -127,10 +127,10 @@ def num_gpus(config: dict[str, Any]) -> int:
 
 def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> list[str] | None:
     """Options of torchrun on this node, or None when one plain process is enough."""
-    nodes = _positive(environment, "NNODES", 1)
+    nodes = int(environment.get("NNODES") or 1)
     # On a CPU the default is two: with small models they use two cores better than two threads do.
     default = num_gpus(config) or min(2, os.cpu_count() or 1)
-    processes = _positive(environment, "NPROC_PER_NODE", default)
+    processes = int(environment.get("NPROC_PER_NODE") or default)
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
         return None
     arguments = [f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
@@ -140,13 +140,6 @@ def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> li
     for name, default_value in defaults.items():
         arguments.append(f"--{name.lower()}={environment.get(name, default_value)}")
     return arguments
-
-
-def _positive(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name) or str(default)
-    if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"the variable {name} is a number from 1, not {text!r}")
-    return int(text)
 
 
 def with_resume(config: dict[str, Any]) -> dict[str, Any]:

@@ -94,10 +94,9 @@ def _ask(
         starts = range(0, len(open_questions), _PAIRS_AT_ONCE)
         for start in tqdm(starts, desc=what, unit_scale=_PAIRS_AT_ONCE):
             batch = open_questions[start : start + _PAIRS_AT_ONCE]
-            pairs = [
-                Pair(load_image(output / first), load_image(output / second), text)
-                for first, second, text in batch
-            ]
+            pairs = []
+            for first, second, text in batch:
+                pairs.append(Pair(load_image(output / first), load_image(output / second), text))
             batch_errors = []
             for question, (value, error) in zip(batch, ask(pairs), strict=True):
                 if error is None:
@@ -147,9 +146,9 @@ def rank_by_scores(
     known = scores(pair_questions, output, judge, "rankings")
     rankings = []
     for candidates in sets:
-        p_yes = {
-            name: known.get(question_about(candidates, name)) for name in candidates.comp_images
-        }
+        p_yes = {}
+        for name in candidates.comp_images:
+            p_yes[name] = known.get(question_about(candidates, name))
         if None in p_yes.values():
             counts["rankings_without_answer"] += 1
             continue

@@ -14,7 +14,7 @@ import json
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,23 +76,20 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     output = options.output
     files.claim(output, _identity(options, read))
     stats = {}
+
+    def step(name: str, make_parts: Callable, questions: Sequence[Question], cot: bool) -> None:
+        counts: Counter[str] = Counter()
+        parts = make_parts(options, read, counts)
+        numbers = _write(options, read, name, parts, cot, counts)
+        stats[name] = _stats(options, read, questions, counts, numbers)
+
     if read.items:
-        counts = Counter(prompts=len(read.items))
-        counts["sub_figures"] = files.write_sub_figures(read.items, output)
-        parts = theme_parts(options, read, counts)
-        has_reasons = options.reasons or read.reasons is not None
-        numbers = _write(options, read, options.name, parts, has_reasons, counts)
-        stats[options.name] = _stats(options, read, (read.question,), counts, numbers)
+        cot = options.reasons or read.reasons is not None
+        step(options.name, theme_parts, (read.question,), cot)
     if read.edits and not options.sets_only:
-        counts = Counter(edits=len(read.edits))
-        parts = editing_parts(options, read, counts)
-        numbers = _write(options, read, EDITING_NAME, parts, options.reasons, counts)
-        stats[EDITING_NAME] = _stats(options, read, read.editing_questions, counts, numbers)
-    if own := read.user_pairs:
-        counts = Counter(own.counts)
-        parts = user_parts(options, read, counts)
-        numbers = _write(options, read, options.name, parts, options.reasons, counts)
-        stats[options.name] = _stats(options, read, own.questions, counts, numbers)
+        step(EDITING_NAME, editing_parts, read.editing_questions, options.reasons)
+    if read.user_pairs:
+        step(options.name, user_parts, read.user_pairs.questions, options.reasons)
     file = output / STATS
     before = json.loads(file.read_bytes()) if file.exists() else {}
     files.write_json(file, before | stats)
@@ -122,7 +119,7 @@ def _write(
     read: Inputs,
     name: str,
     parts: Parts,
-    has_reasons: bool,
+    cot: bool,
     counts: Counter,
 ) -> dict[str, dict[str, int]]:
     """Write the data sets of a name; returns their numbers."""
@@ -132,7 +129,7 @@ def _write(
         return {}
     if not any(parts.values()):
         raise UserError(_nothing_left("balanced pairs", counts))
-    full_name = f"{name}{COT}" if has_reasons else name
+    full_name = f"{name}{COT}" if cot else name
     datasets = {f"{full_name}_{part}": pairs for part, pairs in parts.items() if pairs}
     return files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
 
@@ -140,16 +137,15 @@ def _write(
 def _stats(
     options: Namespace,
     read: Inputs,
-    questions: tuple[Question, ...],
+    questions: Sequence[Question],
     counts: Counter,
     numbers: dict[str, dict[str, int]],
 ) -> dict[str, Any]:
     """The entry of a name in stats.json."""
-    if options.reasons:
-        questions += (load_question(answers.REASON),)
+    of_reasons = [load_question(answers.REASON)] if options.reasons else []
     return {
         "seed": options.seed,
-        "asked": record(questions, read.form),
+        "asked": record([*questions, *of_reasons], read.form),
         "counts": {reason: count for reason, count in counts.items() if count},
         "datasets": numbers,
     }
@@ -195,6 +191,8 @@ def read_inputs(options: Namespace) -> Inputs:
 
 def theme_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     """Pairs of sub-figures: sets, rankings, labels. Empty if only sets for people are wanted."""
+    counts["prompts"] = len(read.items)
+    counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
     files.write_lines(options.output / "prompt_data.jsonl", prompts)
     rankings = read.rankings
@@ -219,6 +217,7 @@ def theme_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
 
 def editing_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     """Pairs of edits with their labels, or a judge's."""
+    counts["edits"] = len(read.edits)
     pairs, unlabeled = _editing_pairs(read.edits, options.output, read.editing_questions)
     if read.judge and unlabeled:
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
@@ -237,6 +236,7 @@ def user_parts(options: Namespace, read: Inputs, counts: Counter) -> Parts:
     Unlike generated pairs, similar images may have labels of their own: what makes them differ may
     be what the judge is to learn. They only stay on one side of the split.
     """
+    counts.update(read.user_pairs.counts)
     files.write_images(read.user_pairs.images, options.output)
     leader = select.leaders(read.user_pairs.images, options.output, options.duplicate_bits)
     pairs = select.without_repetition(select.shuffled(read.user_pairs.pairs, options.seed), counts)
@@ -337,8 +337,13 @@ def with_reasons(
     if read.reasons is not None:
         explained = answers.given_reasons(pairs, read.reasons, counts)
     else:
-        bare = [pair for pair in pairs if pair.reason is None]
-        explained = [pair for pair in pairs if pair.reason is not None]
+        explained = []
+        bare = []
+        for pair in pairs:
+            if pair.reason is None:
+                bare.append(pair)
+            else:
+                explained.append(pair)
         explained += answers.write_reasons(bare, options.output, read.judge, counts)
         explained = select.shuffled(explained, options.seed)
     return split(explained, testing, options.seed, counts)

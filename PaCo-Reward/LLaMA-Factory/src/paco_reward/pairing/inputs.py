@@ -218,12 +218,13 @@ def _check_each_has_one_prompt(items: Sequence[PromptItem]) -> None:
 def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
     """For each entry the first one that shares a key with it, directly or through others."""
     numbers: dict[Hashable, int] = {}
+    # A graph of keys with an edge from each entry's first key to each of its keys.
+    starts = []
+    ends = []
     for of_entry in keys:
         for key in of_entry:
-            numbers.setdefault(key, len(numbers))
-    # A graph of keys with an edge from each entry's first key to each of its keys.
-    starts = [numbers[of_entry[0]] for of_entry in keys for _ in of_entry]
-    ends = [numbers[key] for of_entry in keys for key in of_entry]
+            ends.append(numbers.setdefault(key, len(numbers)))
+            starts.append(numbers[of_entry[0]])
     graph = coo_array((np.ones(len(ends)), (starts, ends)), shape=(len(numbers), len(numbers)))
     _, components = connected_components(graph, directed=False)
     firsts: dict[int, int] = {}
@@ -265,9 +266,10 @@ def _fitting_prompts(folder: Path, all_idx: Collection[str]) -> dict[Path, list[
     """For each image in ``folder``, each idx for which it is <idx>.png, <idx>_* or <idx>-*."""
     fitting = {}
     for file in _images(folder):
-        ends = [match.start() for match in re.finditer("[_-]", file.stem)]
-        beginnings = [file.stem[:end] for end in (*ends, None)]
-        fitting[file] = [beginning for beginning in beginnings if beginning in all_idx]
+        fitting[file] = []
+        for match in re.finditer("[_-]|$", file.stem):
+            if file.stem[: match.start()] in all_idx:
+                fitting[file].append(file.stem[: match.start()])
     return fitting
 
 
@@ -275,9 +277,10 @@ def _cut(files: Sequence[Path], panels: int) -> Found:
     sources = {}
     generations = []
     for number, file in enumerate(files):
-        names = [f"{number:02d}/{panel}.png" for panel in range(panels)]
-        generations.append(names)
-        for panel, name in enumerate(names):
+        generations.append([])
+        for panel in range(panels):
+            name = f"{number:02d}/{panel}.png"
+            generations[-1].append(name)
             sources[name] = (file, panel)
     return sources, generations
 
@@ -290,9 +293,10 @@ def _sub_figures(row: PromptRow, folder: Path, panels: int) -> Found:
         files = _images(part)
         if len(files) != panels:
             raise UserError(f"{row.place}: {part} has {len(files)} images for {panels} panels")
-        names = [f"{part.name}/{file.name}" for file in files]
-        generations.append(names)
-        for name, file in zip(names, files, strict=True):
+        generations.append([])
+        for file in files:
+            name = f"{part.name}/{file.name}"
+            generations[-1].append(name)
             sources[name] = (file, None)
     if not generations:
         raise UserError(
@@ -352,9 +356,8 @@ def read_edits(file: Path, has_server: bool) -> list[EditRow]:
     """Edits with the paths of their images. Raises UserError."""
     edits = read_rows(file, EditRow)
     for row in edits:
-        row.source, row.edited = (
-            str(_existing(file.parent, name, row.place)) for name in (row.source, row.edited)
-        )
+        row.source = str(_existing(file.parent, row.source, row.place))
+        row.edited = str(_existing(file.parent, row.edited, row.place))
         if row.consistency is None and row.follows is None and not has_server:
             raise UserError(
                 f"{row.place} has no label (consistency or follows); add one, or name a --server"

@@ -164,11 +164,9 @@ def without_duplicates(
         if pair.kind == "theme" and shown[0] == shown[1]:
             counts["near_duplicate"] += 1
             continue
-        key = (
-            (pair.kind, *sorted(shown))
-            if pair.kind == "theme"
-            else (pair.kind, *shown, pair.question)
-        )
+        key = (pair.kind, *shown, pair.question)
+        if pair.kind == "theme":
+            key = (pair.kind, *sorted(shown))
         groups.setdefault(key, []).append(pair)
     return _first_of_each(groups.values(), counts)
 
