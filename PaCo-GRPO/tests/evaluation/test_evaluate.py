@@ -11,12 +11,14 @@ from tiny_policies import disturb, draw, load
 from tiny_run import brightness, load_script, rows_of, tiny_options, train
 
 from paco_grpo.data.prompts import load_prompts
+from paco_grpo.evaluation import evaluate
 from paco_grpo.evaluation.evaluate import evaluation_metrics, evaluation_set
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.policies.flux import FluxPolicy
+from paco_grpo.sampling.images import Batch
 from paco_grpo.types import Item
 
 SIZES = ((16, 32), (32, 16), (16, 32), (48, 16), (32, 16))  # of the items; two pairs share a batch
@@ -147,6 +149,12 @@ def test_the_same_command_continues_where_it_stopped(evaluated, capsys):
 def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image, np.int16)
+
+
+def test_an_item_has_the_size_of_its_batch():
+    """Policies that edit encode its reference images for this size."""
+    item = evaluate._sized(Item(0, "a"), Batch([0], height=16, width=48))
+    assert (item.height, item.width) == (16, 48)
 
 
 def test_evaluation_set_repeats_items_with_new_seeds():
