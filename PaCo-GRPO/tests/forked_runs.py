@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import signal
 import socket
 import sys
@@ -87,11 +86,6 @@ def kill(*_) -> None:
 
 def terminate(*_) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fill_disk(*_) -> None:
-    """From now on the system refuses to write beyond 4 KiB of a file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def lose_log_probs(updater, rollouts, *_) -> None:

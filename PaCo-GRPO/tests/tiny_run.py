@@ -1,6 +1,5 @@
 """A whole run on tiny random weights in a second or two: options, prompt set, rewards."""
 
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -177,16 +176,10 @@ def train(options: RunOptions) -> Trainer:
     return trainer
 
 
-def sampled(run: Run, batch_size: int | None = None) -> tuple[Rollouts, torch.Tensor, np.ndarray]:
+def sampled(run: Run) -> tuple[Rollouts, torch.Tensor, np.ndarray]:
     """Rollouts, clean latents and scores of a run's first epoch."""
     queue = ScoreQueue(run.rewards.train)
-    plan = run.plan
-    if batch_size is not None:
-        plan = dataclasses.replace(plan, sample_batch_size=batch_size)
-    epoch = run.state.epoch
-    run.state.epoch = 0
-    rollouts = sample_epoch(run.state, plan, run.train_items, run.options, queue.submit)
-    run.state.epoch = epoch
+    rollouts = sample_epoch(run.state, run.plan, run.train_items, run.options, queue.submit)
     latents = torch.cat([sample.clean_latents for sample in rollouts.samples])
     return rollouts, latents, queue.results(len(rollouts.positions))
 
@@ -229,14 +222,6 @@ def redness():
         )
 
     return score
-
-
-def missing():
-    """brightness, but NaN for a quarter of each call."""
-    score = brightness()
-    return lambda images, items: np.where(
-        np.arange(len(images)) < len(images) // 4, np.nan, score(images, items)
-    )
 
 
 def reversed_aggregate(**grouped_rewards):

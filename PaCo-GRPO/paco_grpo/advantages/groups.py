@@ -130,11 +130,14 @@ def _groups(
             return {}
         one_item = len(set(item_ids[everything].tolist())) == 1
         return {prompts[everything[0]] if one_item else "all": everything}
-    groups = [np.flatnonzero((item_ids == item) & ~missing) for item in items]
-    groups = [members for members in groups if len(members) >= 2]
-    texts = [prompts[members[0]] for members in groups]
-    keys = []
-    for text, members in zip(texts, groups, strict=True):
-        unique = texts.count(text) == 1
-        keys.append(text if unique else f"{text} [item {item_ids[members[0]]}]")
-    return dict(zip(keys, groups, strict=True))
+    groups = {}
+    for item in items:
+        members = np.flatnonzero((item_ids == item) & ~missing)
+        if len(members) >= 2:
+            groups[item] = members
+    texts = [prompts[members[0]] for members in groups.values()]
+    keyed = {}
+    for (item, members), text in zip(groups.items(), texts, strict=True):
+        key = text if texts.count(text) == 1 else f"{text} [item {item}]"
+        keyed[key] = members
+    return keyed

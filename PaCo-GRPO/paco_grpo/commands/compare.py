@@ -35,7 +35,7 @@ from paco_grpo.training.build import (
     load_generator,
 )
 from paco_grpo.training.evaluations import verify_checkpoint
-from paco_grpo.training.plan import merges_lora
+from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
 from paco_judge.files import write_atomically
 

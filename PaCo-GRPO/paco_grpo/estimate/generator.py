@@ -23,7 +23,7 @@ from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import add_adapters, policy_settings
-from paco_grpo.training.plan import Plan, make_plan
+from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Item, Rollout
 
 PROMPT = (

@@ -83,12 +83,8 @@ class Dgpo(NoisedObjective):
             local += [_SampleChange(*row) for row in rows]
         # Sorted, so that sums over a group do not depend on the number of processes.
         samples = sorted(_SampleChange(*row) for row in gather_object(local))
-        weights = group_weights(
-            np.array([sample.changes for sample in samples]),
-            np.array([sample.item_id for sample in samples]),
-            np.array([sample.advantage for sample in samples]),
-            self.train.dgpo_beta,
-        )
+        _, item_ids, advantages, changes = map(np.array, zip(*samples, strict=True))
+        weights = group_weights(changes, item_ids, advantages, self.train.dgpo_beta)
         row_of = {sample.position: row for row, sample in enumerate(samples)}
         for micro_batch in micro_batches:
             if micro_batch.is_dummy:

@@ -25,7 +25,7 @@ from paco_grpo.advantages.aggregation import (
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import load_prompts
-from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.data.sampler import GroupSampler, Stream
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
@@ -47,11 +47,9 @@ from paco_grpo.rewards.registry import (
     short_name,
     write_records,
 )
-from paco_grpo.streams import Stream
 from paco_grpo.training import checks
-from paco_grpo.training.plan import Plan, describe_evaluations, make_plan
 from paco_grpo.training.resume import Earlier, find_earlier
-from paco_grpo.training.state import EMA, TrainState
+from paco_grpo.training.state import EMA, Plan, TrainState, describe_evaluations, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -292,6 +290,12 @@ def _reward_sets(
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
+    if options.speed.compile and torch.device(device).type == "cuda":
+        from paco_judge.compiler import missing_for_compilation
+
+        problem = missing_for_compilation()
+        if problem:
+            raise ConfigError(f"config.speed.compile=True: {problem}")
     # diffusers warns of each truncated prompt, where we count them once.
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     return load_policy(options.pretrained.model, policy_settings(options, device))

@@ -17,7 +17,7 @@ from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.registry import reward_weights
 from paco_grpo.training.build import Run
-from paco_grpo.training.plan import merges_lora
+from paco_grpo.training.state import merges_lora
 from paco_grpo.training.stopping import require_scores
 from paco_grpo.types import Item
 

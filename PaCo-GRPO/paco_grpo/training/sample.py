@@ -23,8 +23,7 @@ from PIL import Image
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
-from paco_grpo.training.plan import Plan, merges_lora
-from paco_grpo.training.state import TrainState
+from paco_grpo.training.state import Plan, TrainState, merges_lora
 from paco_grpo.types import Conditioning, Item, Rollout
 
 

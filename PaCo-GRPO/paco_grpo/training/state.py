@@ -1,6 +1,10 @@
-"""What training changes and ``checkpoint`` saves: weights, average, optimizer, progress."""
+"""The plan of a run, which follows from its options, and the state that training changes.
+
+``checkpoint`` saves the state: weights, average, optimizer, progress.
+"""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +12,97 @@ import torch
 
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.processes import Strategy
+from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Derived numbers of a run."""
+
+    num_processes: int  # from the launcher
+    prompts: int  # m, unique prompts an epoch over all processes, possibly raised
+    images_per_prompt: int  # k
+    samples: int  # m·k, images an epoch over all processes
+    samples_per_process: int  # images an epoch on each process
+    sample_batch_size: int  # images per rollout batch on each process
+    rollout_batches: int  # an epoch on each process, when all images have one size
+    gradient_steps: int  # optimizer steps in one pass over the epoch's samples
+    notes: tuple[str, ...] = ()  # where the plan departs from the options, for the log
+
+
+def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> Plan:
+    """Derive the plan (docs/method.md §4).
+
+    m is raised until m·k divides evenly over processes and batches.
+
+    A batch larger than a process's share is first reduced to it, so that more processes need not
+    mean more prompts. ``gradient_steps`` is the objective's default.
+    """
+    sample = options.sample
+    fewest = sample.unique_sample_num_per_epoch
+    k = sample.num_images_per_prompt
+    batch = min(sample.batch_size, max(1, fewest * k // num_processes))
+    # The number of prompts must be a multiple of this one.
+    multiple = num_processes * batch // math.gcd(num_processes * batch, k)
+    prompts = math.ceil(fewest / multiple) * multiple
+    share = prompts * k // num_processes
+    notes = []
+    if prompts != fewest:
+        notes.append(
+            f"sample.unique_sample_num_per_epoch raised from {fewest} to {prompts}, so that {k} "
+            f"images each divide evenly over {num_processes} processes in batches of {batch}"
+        )
+    return Plan(
+        num_processes=num_processes,
+        prompts=prompts,
+        images_per_prompt=k,
+        samples=prompts * k,
+        samples_per_process=share,
+        sample_batch_size=batch,
+        rollout_batches=share // batch,
+        gradient_steps=options.train.gradient_step_per_epoch or gradient_steps,
+        notes=tuple(notes),
+    )
+
+
+def evaluation_images(options: RunOptions, num_items: int) -> int:
+    """Images of an evaluation on a set of ``num_items``."""
+    return options.test.num_images or num_items
+
+
+def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
+    """How many images an evaluation has, when there is one, and its share of the denoising."""
+    test = options.test
+    images = evaluation_images(options, num_items)
+    line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
+    if options.eval_freq == 0:
+        return f"{line}, only at the end (config.eval_freq=0)"
+    steps = images * test.num_steps
+    steps_of_training = options.eval_freq * plan.samples * options.sample.num_steps
+    pixels = steps * test.resolution**2
+    pixels_of_training = steps_of_training * options.train.resolution**2
+    share = steps / (steps + steps_of_training)
+    share_of_pixels = pixels / (pixels + pixels_of_training)
+    return (
+        f"{line}, before training and every {options.eval_freq} epochs: {share:.0%} of the run's "
+        f"denoising steps, {share_of_pixels:.0%} counted by pixels "
+        "(config.test.num_images, config.eval_freq)"
+    )
+
+
+def merges_lora(options: RunOptions, device: torch.device) -> bool:
+    """Whether steps without noise run with the LoRA merged into the base weights.
+
+    bfloat16 would round most of a small update away; on a GPU, TF32 rounds more and a copy of the
+    weights takes memory.
+    """
+    exact = (
+        options.mixed_precision == "no"
+        and device.type == "cpu"
+        and options.pretrained.quantize is None
+    )
+    return exact and options.use_lora
 
 
 class EMA:

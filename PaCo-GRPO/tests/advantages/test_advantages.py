@@ -112,39 +112,31 @@ def test_items_that_share_a_prompt_stay_apart():
     assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 
 
-def test_what_is_wrong_is_named():
-    for wrong in (
-        lambda **g: {"z": g["a"]["x"]},
-        lambda **g: {"x": [1.0]},
-        lambda **g: {"x": [1.0, np.nan]},
-    ):
-        with pytest.raises(ValueError, match="finite number"):
-            compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], wrong, DEFAULT)
-        with pytest.raises(ValueError, match="config.train.aggregate_fn"):
-            describe(wrong)  # a saved run could not find it again
-    with pytest.raises(ValueError, match="no weight for c "):
-        compute_advantages({"c": [1.0, 2]}, [0, 0], ["x", "x"], WEIGHTED, DEFAULT)
-    for description, named in (
-        ("harmonic_mean", "harmonic_mean_aggregate_fn"),
-        ("numpy:no_such_function", "no_such_function"),
-        ({"name": "log_tame_aggregate_fn", "arguments": {"threshold": -1}}, "threshold"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            get_aggregate_fn(description)
-    with pytest.raises(ValueError, match="'global_std'"):
-        get_aggregate_fn(
-            {"name": "log_tame_aggregate_fn", "arguments": {"global_std": True}}, WEIGHTS
-        )
-    weights = {"a": 1.0, "bb": 2.0}
-    named = (
-        {"name": name, "arguments": {"reward_weights": weights}}
-        for name in ("product_aggregate_fn", "log_tame_aggregate_fn")
-    )
-    for spec in (weighted_advantage_sum_aggregate_fn(weights), *named):
-        with pytest.raises(
-            ValueError, match="config.train.aggregate_fn.* reward_weights lack b"
-        ):  # not after an epoch
-            get_aggregate_fn(spec, WEIGHTS)
+@pytest.mark.parametrize("totals", [{"z": [2.0, 3.0]}, {"x": [1.0]}, {"x": [1.0, np.nan]}])
+def test_an_aggregation_returns_a_finite_number_for_each_image(totals):
+    with pytest.raises(ValueError, match="finite number"):
+        compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], lambda a: totals, DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("harmonic_mean", {}, "harmonic_mean_aggregate_fn"),
+        ("numpy:no_such_function", {}, "no_such_function"),
+        ("log_tame_aggregate_fn", {"threshold": -1}, "threshold"),
+        ("log_tame_aggregate_fn", {"global_std": True}, "'global_std'"),
+        ("product_aggregate_fn", {"reward_weights": {"a": 1.0, "bb": 2.0}}, "lack b"),
+    ],
+)
+def test_what_is_wrong_is_named_before_an_epoch(name, arguments, named):
+    spec = {"name": name, "arguments": arguments} if arguments else name
+    with pytest.raises(ValueError, match=f"config.train.aggregate_fn.*{named}"):
+        get_aggregate_fn(spec, WEIGHTS)
+
+
+def test_a_function_that_a_saved_run_cannot_find_again_is_refused():
+    with pytest.raises(ValueError, match="config.train.aggregate_fn"):
+        describe(lambda a: a)
 
 
 @pytest.mark.parametrize(

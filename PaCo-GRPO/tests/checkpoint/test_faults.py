@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 from forked_runs import (
-    FAILED,
     STOPPED,
     Fault,
     checkpoints,
-    fill_disk,
     images_scored,
     lose_log_probs,
     message,
@@ -90,15 +88,6 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(
         images_scored(tmp_path) < 2 * IMAGES
     )  # not rank 1's last batch; rank 0 may have been ahead of it
     assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(2), 2)
-
-
-@pytest.mark.slow
-def test_full_disk_leaves_the_old_checkpoint(uninterrupted, tiny_flux_dir, tmp_path):
-    """The system refuses writes beyond a size, in the middle of the second checkpoint."""
-    assert run(tiny_flux_dir, tmp_path, 1, Fault("write", 3, fill_disk)) == [FAILED]
-    assert "epoch_0002" in message(tmp_path)
-    assert checkpoints(tmp_path) == ["epoch_0001"]
-    assert_resumes(tiny_flux_dir, tmp_path, uninterrupted(1))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from named import FUNCTIONS, SIZED, load
 
 from paco_grpo.options import OPTIONS, RunOptions
 from paco_grpo.options.parse import options_to_dict
-from paco_grpo.training.plan import make_plan
+from paco_grpo.training.state import make_plan
 
 RECIPES = Path(__file__).with_name("recipes.yaml")
 PUBLISHED = {

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from named import load
 
-from paco_grpo.training.plan import describe_evaluations, make_plan
+from paco_grpo.training.state import describe_evaluations, make_plan
 
 OPTIONS = load()
 SMALL = st.integers(1, 40)

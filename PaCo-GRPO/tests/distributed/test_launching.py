@@ -12,8 +12,6 @@ from tiny_run import ROOT, as_arguments, overrides_for
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
-from paco_grpo.evaluation.pictures import read_rows
-
 SCRIPTS = ROOT / "scripts"
 
 
@@ -164,26 +162,6 @@ def test_a_configuration_file_is_found_from_where_the_command_is_typed(
     ended, called = launch(*command.format(source).split(), **CPU)
     assert ended.returncode == 0, ended.stderr
     assert dict(pairwise(called))["--config"] == expected.format(tmp_path)
-
-
-@pytest.mark.long
-def test_two_processes_evaluate_as_the_run_did(trained_run, tmp_path):
-    checkpoint = trained_run.folder / "checkpoints" / "epoch_0002"
-    script = ["bash", str(SCRIPTS / "launch.sh"), "scripts/evaluate.py"]
-    config = ["--config", str(trained_run.folder / "saved.yaml")]
-    adapter = ["--adapter", str(checkpoint), "--output", str(tmp_path)]
-    environment = {
-        "PYTHON": sys.executable,
-        "NUM_PROCESSES": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
-    subprocess.run([*script, *config, *adapter], env=os.environ | environment, check=True)
-    evaluated = read_rows(tmp_path)
-    expected = read_rows(trained_run.folder / "eval" / "epoch_0002")
-    assert [row["seed"] for row in evaluated] == [row["seed"] for row in expected]
-    for row, reference in zip(evaluated, expected, strict=True):
-        assert row["rewards"] == pytest.approx(reference["rewards"], abs=0.1)
 
 
 @pytest.mark.long

@@ -359,13 +359,6 @@ def test_arguments_of_a_users_objective(name):
             create(**arguments)
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_objectives_of_ours_have_options_instead_of_arguments(name):
-    assert isinstance(create_objective(train_options(loss_type=name)), get_objective(name))
-    with pytest.raises(ValueError, match="config.train.loss_kwargs.*'beta'"):
-        create_objective(train_options(loss_type=name, loss_kwargs={"beta": 1}))
-
-
 def test_unknown_objectives():
     for name in ("guard_gpo", "no.such.module:f", "json:nothing"):
         with pytest.raises(ValueError, match="config.train.loss_type"):

@@ -119,15 +119,6 @@ def test_nohup_stays_in_force():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_help_after_a_name_lists_options_and_refuses_wrong_ones(capsys):
-    main = load_script("train").main
-    command = ["--config", f"{ROOT}/config/grpo.py:t2is_nft"]
-    assert main([*command, "--config.seed=7", "--help"]) == 0
-    listed = capsys.readouterr().out
-    assert "--config.seed=7\n" in listed and "--config.train.loss_type='nft'\n" in listed
-    assert main([*command, "--config.sed=7", "--help"]) == 2
-
-
 @pytest.mark.slow
 def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
     overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=10000, save_freq=0, eval_freq=0)

@@ -51,22 +51,6 @@ def test_bad_reference_images_are_named_together_before_the_first_epoch(tiny_fol
     assert "train0.png" not in str(refused.value)
 
 
-def test_a_reference_image_that_disappears_saves_what_is_finished(tiny_folder, tmp_path):
-    changes = LATE | {"sample__unique_sample_num_per_epoch": 4}
-    options = tiny_edit_options(tiny_folder("flux_kontext"), tmp_path, **changes)
-    trainer = Trainer(build_run(options))
-    log_epoch = trainer._log_epoch
-
-    def lose_image(metrics):
-        log_epoch(metrics)
-        (tmp_path / "prompts" / "train2.png").unlink()
-
-    trainer._log_epoch = lose_image
-    with pytest.raises(TrainingStopped, match=r"train2\.png.*resume_from=latest"):
-        trainer.fit()
-    assert saved(tmp_path) == ["epoch_0001"]
-
-
 @pytest.mark.parametrize(
     ("place", "kept"), [("sampling", "epoch_0001"), ("loss", "epoch_0001"), ("later", None)]
 )
@@ -102,15 +86,6 @@ def test_a_defect_saves_what_is_finished_and_keeps_its_traceback(tiny_flux_dir, 
         passed = after["train_time"] - before["train_time"]
         assert passed == pytest.approx(after["time/epoch_s"])
     assert resumed.state.train_seconds == third["train_time"] > 0
-
-
-def test_a_limit_of_minutes_counts_the_time_before_a_resume(tiny_flux_dir, tmp_path):
-    options = tiny_options(tiny_flux_dir, tmp_path, **LATE | {"num_epochs": 1})
-    seconds = train(options).run.state.train_seconds
-    limited = dataclasses.replace(
-        options, num_epochs=9, max_train_minutes=1.01 * seconds / 60, resume_from="latest"
-    )
-    assert train(limited).run.state.epoch == 2
 
 
 def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_flux_dir, tmp_path):

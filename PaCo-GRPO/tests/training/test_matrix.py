@@ -43,23 +43,3 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     assert (
         run.folder / "checkpoints" / "epoch_0001" / "diffusers" / "pytorch_lora_weights.safetensors"
     ).is_file()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "flux_kontext",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen_image_edit", "flux2", "z_image")),
-    ],
-)
-def test_mixed_sizes(tiny_folder, tmp_path, name):
-    """An editor has two shapes of reference in an epoch."""
-    changes = {"sample__unique_sample_num_per_epoch": 4, "train__resolution": 48}
-    run = build_run(family_options(name, tiny_folder(name), tmp_path, **changes))
-    sizes = []
-    decode = run.state.policy.decode
-    run.state.policy.decode = lambda latents, height, width: (
-        sizes.append((height, width)) or decode(latents, height, width)
-    )
-    Trainer(run).epoch()
-    assert len(set(sizes)) == (2 if FAMILIES[name].references else 1)

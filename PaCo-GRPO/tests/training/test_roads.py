@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_run import tiny_options
+from tiny_run import sampled, tiny_options
 
 from paco_grpo.distributed.processes import Strategy
-from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
-from paco_grpo.training.plan import make_plan
 from paco_grpo.training.sample import sample_epoch
+from paco_grpo.training.state import make_plan
 from paco_grpo.training.trainer import Trainer
 
 SHAPES = ((16, 16), (16, 32), (16, 16))  # of the items; two share their batches
@@ -68,15 +67,9 @@ def make(flux, folder, unscored=None, **changes):
     return build_run(tiny_options(flux, folder, **changes))
 
 
-def sampled(run):
-    queue = ScoreQueue(run.rewards.train, run.options.sample.reward_batch_size)
-    rollouts = sample_epoch(run.state, run.plan, run.train_items, run.options, queue.submit)
-    return rollouts, queue.results(len(rollouts.positions))
-
-
 def test_an_image_is_scored_with_its_own_item(tiny_flux_dir, tmp_path):
     run = make(tiny_flux_dir, tmp_path)
-    rollouts, scores = sampled(run)
+    rollouts, _, scores = sampled(run)
     samples = run.state.sampler.samples(0)
     expected = []
     for number, sample in enumerate(rollouts.samples):
@@ -108,7 +101,7 @@ def test_a_sample_is_trained_once_in_a_pass_with_its_own_advantage(
 ):
     changes = {"train__num_sigmas": 2, "train__sigma_fraction": 1.0} | changes
     run = make(tiny_flux_dir, tmp_path, unscored=UNSCORED, **changes)
-    rollouts, scores = sampled(run)
+    rollouts, _, scores = sampled(run)
     advantage_of = {}
     for item_id in {0, 1, 2} - {UNSCORED}:
         numbers = np.flatnonzero(rollouts.item_ids[rollouts.positions] == item_id)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -97,9 +96,8 @@ def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
     assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
 
 
-def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
-    flux = shutil.copytree(tiny_flux_dir, tmp_path / "flux")
-    options = tiny_options(flux, tmp_path, num_epochs=1)
+def test_resuming_with_other_options(tiny_folder, tiny_flux_dir, tmp_path, caplog):
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)
     train(options)
     again = dataclasses.replace(options, resume_from="latest", num_epochs=2)
     louder = dataclasses.replace(again, train=dataclasses.replace(options.train, lora_alpha=64.0))
@@ -109,17 +107,11 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     for name, value in (
         ("dataset", prompts),
         ("train__loss_type", "nft"),
-        ("pretrained__model", tiny_flux_dir),
+        ("pretrained__model", tiny_folder("flux_kontext")),
         ("seed", 7),  # half of the random streams would go on with 42
     ):
         with pytest.raises(ConfigError, match=f"another config.{name.replace('__', '.')} "):
-            build_run(tiny_options(flux, tmp_path, resume_from="latest", **{name: value}))
-    (file,) = (flux / "transformer").glob("*.safetensors")
-    weights = file.read_bytes()
-    file.write_bytes(bytes(len(weights)))
-    with pytest.raises(ConfigError, match="pretrained.model .* holds other"):
-        build_run(again)
-    file.write_bytes(weights)
+            build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **{name: value}))
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     again, louder = (dataclasses.replace(one, dataset=str(moved)) for one in (again, louder))
     with caplog.at_level(logging.WARNING):
