@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from tiny_policies import FAMILIES, NAMES, picture
 
 from paco_grpo.options import RunOptions, load_options
@@ -176,12 +175,11 @@ def train(options: RunOptions) -> Trainer:
     return trainer
 
 
-def sampled(run: Run) -> tuple[Rollouts, torch.Tensor, np.ndarray]:
-    """Rollouts, clean latents and scores of a run's first epoch."""
+def sampled(run: Run) -> tuple[Rollouts, np.ndarray]:
+    """Rollouts and scores of an epoch."""
     queue = ScoreQueue(run.rewards.train)
     rollouts = sample_epoch(run.state, run.plan, run.train_items, run.options, queue.submit)
-    latents = torch.cat([sample.clean_latents for sample in rollouts.samples])
-    return rollouts, latents, queue.results(len(rollouts.positions))
+    return rollouts, queue.results(len(rollouts.positions))
 
 
 def load_script(name: str) -> ModuleType:

@@ -305,7 +305,7 @@ def test_an_objective_checks_its_options(name, changes, option):
 
 @pytest.mark.parametrize(
     ("decay_type", "expected", "limit"),
-    [(None, 0.1, 0.5), (0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)],
+    [(0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)],
 )
 def test_decay_of_the_old_policy(decay_type, expected, limit):
     (snapshot,) = get_objective("nft")(train_options(decay_type=decay_type)).snapshots

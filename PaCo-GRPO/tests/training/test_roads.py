@@ -69,7 +69,7 @@ def make(flux, folder, unscored=None, **changes):
 
 def test_an_image_is_scored_with_its_own_item(tiny_flux_dir, tmp_path):
     run = make(tiny_flux_dir, tmp_path)
-    rollouts, _, scores = sampled(run)
+    rollouts, scores = sampled(run)
     samples = run.state.sampler.samples(0)
     expected = []
     for number, sample in enumerate(rollouts.samples):
@@ -101,7 +101,7 @@ def test_a_sample_is_trained_once_in_a_pass_with_its_own_advantage(
 ):
     changes = {"train__num_sigmas": 2, "train__sigma_fraction": 1.0} | changes
     run = make(tiny_flux_dir, tmp_path, unscored=UNSCORED, **changes)
-    rollouts, _, scores = sampled(run)
+    rollouts, scores = sampled(run)
     advantage_of = {}
     for item_id in {0, 1, 2} - {UNSCORED}:
         numbers = np.flatnonzero(rollouts.item_ids[rollouts.positions] == item_id)

@@ -27,7 +27,7 @@ def test_a_resumed_run_recomputes_old_values_if_it_is_told_to(tiny_flux_dir, tmp
         tiny_flux_dir, tmp_path, train__old_log_prob=mode, health__probe_images=0
     )
     run = build_run(options)
-    rollouts, _, _ = sampled(run)
+    rollouts, _ = sampled(run)
     recorded = [sample.noise_steps[0].log_prob.item() for sample in rollouts.samples]
     for number, sample in enumerate(rollouts.samples):
         wrong = dataclasses.replace(
