@@ -1,4 +1,4 @@
-"""What travels between the packages of PaCo-GRPO: items, conditioning, rollouts.
+"""What travels between the packages of PaCo-GRPO: items, conditioning, rollouts, streams.
 
 Shape notation everywhere: B batch, T sampling steps, L latent tokens, C latent channels, H W
 pixels, h w latent cells. N are the images of an epoch over all processes, n those of one process.
@@ -7,6 +7,7 @@ pixels, h w latent cells. N are the images of an epoch over all processes, n tho
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Self
 
 import torch
@@ -119,6 +120,25 @@ class Rollout(Batched):
     def noise_step(self, index: int) -> NoiseStep:
         """The recorded noise at step ``index`` of the schedule."""
         return {step.index: step for step in self.noise_steps}[index]
+
+
+class Stream(IntEnum):
+    """First word of what seeds a random stream, before ``config.seed``, the epoch and others.
+
+    Streams that agree in these are therefore unrelated. Without such a word, (seed, epoch) seeds
+    the choice of noise steps, and (seed of the sample, step) the noise of a step.
+    """
+
+    PROMPTS = 11  # which prompts an epoch has
+    SAMPLE_ORDER = 12  # order of an epoch's samples over all processes
+    SAMPLE_SEEDS = 13  # seed of each sample's noise
+    INITIAL_SEEDS = 14  # seeds of initial noise that samples share
+    PASS_ORDER = 15  # order of the samples in the second and further passes over an epoch
+    TRAINED_STEPS = 16  # which steps of the schedule are trained
+    SHARED_NOISE = 17  # training noise that samples share
+    GLOBAL = 18  # the generators of Python, NumPy and torch
+    EVALUATION = 21  # initial noise of the test images; its seed is config.test.seed
+    PROBE = 31  # initial noise of the health probe's images
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

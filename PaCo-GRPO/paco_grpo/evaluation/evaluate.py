@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.data.sampler import Stream
 from paco_grpo.distributed.processes import Stopped, Strategy
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.options import RunOptions
@@ -25,7 +24,7 @@ from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward, reward_weights
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
-from paco_grpo.types import Item
+from paco_grpo.types import Item, Stream
 from paco_judge.errors import UserError
 from paco_judge.files import write_atomically
 

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_grpo.data.sampler import Stream
 from paco_grpo.distributed.processes import gather_rows
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference_weights
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
-from paco_grpo.types import Item
+from paco_grpo.types import Item, Stream
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 

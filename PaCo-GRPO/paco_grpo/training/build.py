@@ -25,7 +25,7 @@ from paco_grpo.advantages.aggregation import (
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.prompts import load_prompts
-from paco_grpo.data.sampler import GroupSampler, Stream
+from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
@@ -51,7 +51,7 @@ from paco_grpo.training import checks
 from paco_grpo.training.resume import Earlier, find_earlier
 from paco_grpo.training.state import EMA, Plan, TrainState, describe_evaluations, make_plan
 from paco_grpo.training.update import Updater
-from paco_grpo.types import Item
+from paco_grpo.types import Item, Stream
 from paco_judge.errors import UserError
 from paco_judge.files import write_atomically
 

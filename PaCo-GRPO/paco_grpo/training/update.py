@@ -19,7 +19,6 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.data.sampler import Stream
 from paco_grpo.distributed.processes import any_process
 from paco_grpo.objectives import MicroBatch, Objective, Step
 from paco_grpo.options import RunOptions
@@ -27,6 +26,7 @@ from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import with_current_log_probs
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.state import TrainState
+from paco_grpo.types import Stream
 
 logger = logging.getLogger(__name__)
 
