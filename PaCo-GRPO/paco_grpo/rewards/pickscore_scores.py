@@ -10,4 +10,8 @@ if __name__ == "__main__":
     from paco_grpo.rewards.clip import PickScore
     from paco_judge.errors import run_command
 
-    sys.exit(run_command(PickScore().load))
+    def download() -> None:
+        PickScore().load()
+        print("the weights are in the cache")
+
+    sys.exit(run_command(download))

@@ -13,4 +13,8 @@ if __name__ == "__main__":
     from paco_grpo.rewards.clip import subfig_clipT
     from paco_judge.errors import run_command
 
-    sys.exit(run_command(subfig_clipT().check))
+    def download() -> None:
+        subfig_clipT().check()
+        print("the weights are in the cache")
+
+    sys.exit(run_command(download))
