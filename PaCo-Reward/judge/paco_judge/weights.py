@@ -41,7 +41,7 @@ def explain_missing(name: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of OpenCLIP
         if isinstance(error, UserError) or Path(name).expanduser().is_dir():
             raise
         problem = _problem_of(error)
