@@ -80,6 +80,7 @@ def _for_80gb_without_compiling(config):
 
 
 SUFFIXES["_80gb"] = _for_80gb_without_compiling
+t2is_variety = _toy(t2is_variety)
 t2is = _toy(t2is)
 kontext_editing = _toy(kontext_editing)
 qwen_editing = _toy(qwen_editing)
