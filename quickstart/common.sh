@@ -148,9 +148,9 @@ repeat() {
 
 # set_aside    Moves the files on standard input, each ended by a zero byte.
 set_aside() {
-    local aside
-    aside="$repo/quickstart/out/earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)"
-    mkdir -p "$aside"
+    local aside earlier="$repo/quickstart/out/earlier"
+    mkdir -p "$earlier"
+    aside="$(mktemp -d "$earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)-XXX")"
     xargs -0 -r mv -t "$aside"
     echo "other settings or configurations than last time: the earlier results are in $aside"
 }

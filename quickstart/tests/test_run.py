@@ -46,6 +46,7 @@ COMMANDS = {
     "setup.sh": "",
     ".venv/bin/python": PYTHON,
     ".venv/bin/paco-reward": NOTE,
+    ".venv/bin/date": "echo now",  # what is set aside twice in a second has two places
     "PaCo-Reward/train/paco_reward.sh": NOTE,
     "PaCo-GRPO/vllm_server/launch.sh": LAUNCH,
     "PaCo-GRPO/vllm_server/stop.sh": NOTE + 'rm -f "$STATE/serving"',
