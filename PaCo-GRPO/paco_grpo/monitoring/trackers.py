@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: always metrics.jsonl, and one of accelerate's trackers."""
+"""Where the numbers of a run go: always metrics.jsonl, and a tracker."""
 
 import importlib
 import json
@@ -67,7 +67,7 @@ def finite_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Tracker:
-    """accelerate's tracker called ``name`` (``config.logging_platform``); ``none`` does nothing."""
+    """The tracker called ``name`` (``config.logging_platform``); ``none`` does nothing."""
 
     def __init__(
         self, name: str, run_dir: Path, project: str, run_name: str, config: dict[str, Any]
@@ -87,11 +87,20 @@ class Tracker:
                 self.tracker = SwanLabTracker(project, config=config, **place)
             if self.tracker is not None:
                 self.tracker.start()
+            if name == "trackio":
+                # Not accelerate's, which drops the step. It finds a run by its name, which needs
+                # the folder's id: two runs may have the same.
+                unique = f"{run_name}-{_identity(run_dir)['id'][:8]}"
+                trackio = importlib.import_module(name)
+                self.tracker = trackio.init(project, unique, config=config, resume="allow")
         except Exception as error:  # each tracker raises different errors
             cause = (str(error).splitlines() or [type(error).__name__])[0]
+            account = (
+                "" if name == "trackio" else f", `{name} login` or {name.upper()}_MODE=offline"
+            )
             raise ConfigError(
                 f"config.logging_platform={name!r} could not be started ({cause}): "
-                f"pip install {name}, and `{name} login` or {name.upper()}_MODE=offline"
+                f"pip install {name}{account}"
             ) from error
         if name == "wandb":
             # Its own step cannot decrease, but a resumed run writes the epochs after its checkpoint
@@ -118,7 +127,10 @@ class Tracker:
         elif self.tracker is not None:
             package = importlib.import_module(self.name)
             captioned = [package.Image(image, caption=caption) for image, caption in images]
-            self.log({name: captioned}, epoch)
+            if self.name == "trackio":  # which takes no lists of images
+                self.log({f"{name}/{number}": one for number, one in enumerate(captioned)}, epoch)
+            else:
+                self.log({name: captioned}, epoch)
 
     def close(self) -> None:
         """Send what is left and end the tracker's run."""

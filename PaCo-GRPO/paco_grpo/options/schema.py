@@ -265,7 +265,7 @@ class SpeedOptions:
 class RunOptions:
     """All options of a run."""
 
-    project_name: str = option("PaCo-RL", "project in wandb or swanlab")
+    project_name: str = option("PaCo-RL", "project in wandb, swanlab or trackio")
     run_name: Annotated[str, AfterValidator(_folder_name)] = option(
         "", "folder in save_dir; empty: name and time"
     )
@@ -284,7 +284,7 @@ class RunOptions:
     max_train_minutes: NonNegative | None = beyond_paper(
         None, "minutes of training epochs, then stop; None: no limit"
     )
-    logging_platform: Literal["tensorboard", "wandb", "swanlab", "none"] = option(
+    logging_platform: Literal["tensorboard", "wandb", "swanlab", "trackio", "none"] = option(
         "tensorboard", "tracker of metrics"
     )
     enable_mem_log: bool = option(False, "peak memory of every epoch in the log")

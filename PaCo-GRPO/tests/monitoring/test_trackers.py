@@ -58,6 +58,28 @@ def test_a_tracker_continues_the_run_of_its_folder_and_no_other(tmp_path, monkey
     assert other["id"] != first["id"]
 
 
+def test_trackio_continues_the_run_of_its_folder_and_no_other(tmp_path, monkeypatch):
+    """It knows a run by its name only. The step is the epoch, and each picture has its own key."""
+    run = Mock()
+    package = SimpleNamespace(init=Mock(return_value=run), Image=lambda image, caption: caption)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    for folder in ("a", "b", "a"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        tracker = Tracker("trackio", tmp_path / folder, "the-project", "r", {"seed": 3})
+    calls = package.init.call_args_list
+    names = [call.args[1] for call in calls]
+    assert names[0] == names[2] != names[1] and names[0].startswith("r-")
+    assert {call.args[0] for call in calls} == {"the-project"}
+    assert {call.kwargs["resume"] for call in calls} == {"allow"}
+    tracker.log({"train/loss": 1.5}, 4)
+    tracker.log_images("eval/images", [(None, "a star"), (None, "a box")], 6)
+    tracker.close()
+    loss, images = run.log.call_args_list
+    assert (loss.args, loss.kwargs) == (({"train/loss": 1.5},), {"step": 4})
+    assert images.args == ({"eval/images/0": "a star", "eval/images/1": "a box"},)
+    assert images.kwargs == {"step": 6} and run.finish.called
+
+
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
