@@ -2,7 +2,9 @@
 the run.
 """
 
+import base64
 import contextlib
+import io
 import json
 import os
 import signal
@@ -15,10 +17,11 @@ import httpx
 import numpy as np
 import pytest
 from fakes import fake_judge, free_port
+from starlette.testclient import TestClient
 from wired import IMAGES, ITEMS, MODELS, respond, shown_to_judge
 
 from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.rewards.remote.service import main
+from paco_grpo.rewards.remote.service import build_app, main
 from paco_grpo.rewards.remote.wire import decode_request, decode_scores, encode_request
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -84,6 +87,40 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
         reward.check()
     assert np.isnan(reward(IMAGES, ITEMS)).all()
     assert f"{len(IMAGES)} scores are missing" in caplog.text
+
+
+def flow_factory_request(images, items, with_references: bool) -> dict:
+    """What Flow-Factory's RemotePointwiseRewardModel posts to /compute."""
+
+    def encode(image):
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    request = dict.fromkeys(("video", "condition_images", "condition_videos"))
+    request |= {"prompt": [item.prompt for item in items], "image": list(map(encode, images))}
+    if with_references:
+        request["condition_images"] = [list(map(encode, item.images)) for item in items]
+    return request
+
+
+@pytest.mark.parametrize("name", ["consistency_score", "consistency_for_editing"])
+def test_flow_factory_gets_the_scores_of_its_batch(name):
+    with fake_judge.FakeJudge(respond, models=MODELS) as judge:
+        reward = build_rewards({name: 1.0}, {name: {"base_url": judge.url}})[name]
+        client = TestClient(build_app(reward, name))
+        assert client.get("/health").is_success
+        request = flow_factory_request(IMAGES, ITEMS, name == "consistency_for_editing")
+        answer = client.post("/compute", json=request).json()
+        assert answer == {"rewards": pytest.approx(reward(IMAGES, ITEMS))}
+        # It has no word for a missing score, and 0 would be one.
+        judge.respond = lambda number, request: (400, {}, {})
+        answer = client.post("/compute", json=request).json()
+        assert "rewards" not in answer and f"{len(IMAGES)} of" in answer["error"]
+        request = flow_factory_request(IMAGES[:1], [Item(0, "a cat")], True)
+        assert name in client.post("/compute", json=request).json()["error"]
+        for unusable in ({"image": None}, {"prompt": ["too", "many"]}):
+            assert "error" in client.post("/compute", json=request | unusable).json()
 
 
 @pytest.mark.parametrize(

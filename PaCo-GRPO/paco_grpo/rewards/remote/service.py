@@ -7,6 +7,8 @@ For rewards whose package conflicts with the training environment; ``scripts/rew
 creates an environment for them and starts this. The run uses it with
 ``reward_fn_kwargs={"imagereward": {"server": "http://127.0.0.1:8101"}}``. A ``--host`` other than
 the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
+
+``/compute`` is for Flow-Factory (docs/other-trainers.md).
 """
 
 import argparse
@@ -25,7 +27,12 @@ from starlette.routing import Route
 
 from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
 from paco_grpo.rewards.registry import Reward, build_rewards, short_name
-from paco_grpo.rewards.remote.wire import decode_request, encode_scores
+from paco_grpo.rewards.remote.wire import (
+    decode_compute,
+    decode_request,
+    encode_rewards,
+    encode_scores,
+)
 from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -36,14 +43,18 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlette:
     """The service of one ``reward``, called on one thread.
 
-    ``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes. Both need
-    ``api_key``.
+    ``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes, and ``POST
+    /compute`` what Flow-Factory does. All need ``api_key``.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
     def score(body: bytes) -> bytes:
         images, items = decode_request(body)
         return encode_scores(reward(images, items))
+
+    def compute(body: bytes) -> bytes:
+        images, items = decode_compute(body)
+        return encode_rewards(reward(images, items))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "reward": name})
@@ -59,9 +70,21 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
             raise HTTPException(422, f"{type(error).__name__}: {error}"[:1000]) from error
         return Response(scores, media_type="application/json")
 
+    async def post_compute(request: Request) -> Response:
+        body = await request.body()
+        loop = asyncio.get_running_loop()
+        try:
+            rewards = await loop.run_in_executor(thread, compute, body)
+        except Exception as error:
+            # With this field Flow-Factory stops and shows it, while it repeats after a 4xx.
+            logger.exception("the reward failed")
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"[:1000]})
+        return Response(rewards, media_type="application/json")
+
     routes = [
         Route("/health", health, methods=["GET"]),
         Route("/score", post_score, methods=["POST"]),
+        Route("/compute", post_compute, methods=["POST"]),
     ]
     app = Starlette(routes=routes)
     if api_key:

@@ -1,4 +1,7 @@
-"""Messages between a run and a reward service: JSON with images as base64 PNG, scores back."""
+"""Messages between a run and a reward service: JSON with images as base64 PNG, scores back.
+
+``decode_compute`` and ``encode_rewards`` are the form in which Flow-Factory asks.
+"""
 
 import base64
 import json
@@ -71,3 +74,25 @@ def decode_scores(body: bytes, count: int) -> list[float]:
             f"'scores' must be a list of {count} numbers and nulls, but the answer is {body[:200]!r}"
         )
     return [math.nan if score is None else float(score) for score in scores]
+
+
+def decode_compute(body: bytes) -> tuple[list[Image.Image], list[Item]]:
+    """Flow-Factory's request: one image, prompt and list of reference images for each score."""
+    message = json.loads(body)
+    if not message.get("image"):
+        raise ValueError("the request has no images; videos are not scored")
+    images = [_from_png(text) for text in message["image"]]
+    references = message.get("condition_images") or [[]] * len(images)
+    items = []
+    for prompt, of_item in zip(message["prompt"], references, strict=True):
+        pictures = tuple(_from_png(text) for text in of_item)
+        items.append(Item(len(items), prompt, references=pictures))
+    return images, items
+
+
+def encode_rewards(scores: Sequence[float]) -> bytes:
+    """The answer to it. Raises ValueError: A score is missing, for which it has no word."""
+    missing = sum(map(math.isnan, scores))
+    if missing:
+        raise ValueError(f"{missing} of {len(scores)} images have no score; the log says why")
+    return json.dumps({"rewards": list(map(float, scores))}).encode()
