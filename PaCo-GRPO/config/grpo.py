@@ -179,6 +179,22 @@ def z_image_turbo_t2is() -> ConfigDict:
     return config
 
 
+def longcat_t2is() -> ConfigDict:
+    """LongCat-Image, with true CFG."""
+    config = t2is()
+    longcat(config)
+    config.pretrained.model = "meituan-longcat/LongCat-Image"
+    return config
+
+
+def longcat_t2is_24gb() -> ConfigDict:
+    """``longcat_t2is`` on a GPU of 24 GB."""
+    config = longcat_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
 # --- editing -------------------------------------------------------------------------------------
 
 
@@ -275,6 +291,14 @@ def flux2_editing() -> ConfigDict:
     """FLUX.2-dev, in 4 bits."""
     config = editing()
     flux2(config)
+    return config
+
+
+def longcat_editing() -> ConfigDict:
+    """LongCat-Image-Edit, with true CFG."""
+    config = editing()
+    longcat(config)
+    config.pretrained.model = "meituan-longcat/LongCat-Image-Edit"
     return config
 
 
@@ -416,6 +440,13 @@ def flux2(config: ConfigDict) -> None:
     for_24gb(config)
     config.pretrained.model = "black-forest-labs/FLUX.2-dev"
     config.sample.guidance_scale = 4.0
+    config.test.num_steps = 28
+
+
+def longcat(config: ConfigDict) -> None:
+    """LongCat's models are sampled with the empty negative prompt of their pipelines."""
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
     config.test.num_steps = 28
 
 

@@ -183,6 +183,19 @@ def _qwen_image(pipeline: str, **transformer: Any) -> Architecture:
     return Architecture(pipeline, modules, tokenizers)
 
 
+def _longcat(pipeline: str) -> Architecture:
+    modules = {
+        "transformer": (
+            "LongCatImageTransformer2DModel",
+            {"num_layers": 10, "num_single_layers": 20},
+        ),
+        "text_encoder": _QWEN2_5_VL_7B,
+        "vae": _FLUX_VAE,
+    }
+    processor = dataclasses.replace(_QWEN_TOKENS, processor="qwen2_vl")
+    return Architecture(pipeline, modules, {"tokenizer": _QWEN_TOKENS, "text_processor": processor})
+
+
 def _flux2(
     pipeline: str, transformer: dict[str, Any], text_encoder: tuple[str, dict], tokens: Tokens
 ) -> Architecture:
@@ -255,6 +268,8 @@ KNOWN = {
     "Qwen/Qwen-Image-Edit": _qwen_image("QwenImageEditPipeline"),
     "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline"),
     "Qwen/Qwen-Image-Edit-2511": _qwen_image("QwenImageEditPlusPipeline", zero_cond_t=True),
+    "meituan-longcat/LongCat-Image": _longcat("LongCatImagePipeline"),
+    "meituan-longcat/LongCat-Image-Edit": _longcat("LongCatImageEditPipeline"),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(24, 384, 13),
     "stabilityai/stable-diffusion-3.5-large": _sd35(38, 192, 0),
     "Tongyi-MAI/Z-Image": _Z_IMAGE,

@@ -63,6 +63,7 @@ PUBLISHED_BILLIONS = {
     "black-forest-labs/FLUX.1-dev": 11.90,
     "Qwen/Qwen-Image": 20.43,
     "black-forest-labs/FLUX.2-dev": 32.2,
+    "meituan-longcat/LongCat-Image": 6.27,
     "stabilityai/stable-diffusion-3.5-large": 8.06,
     "Tongyi-MAI/Z-Image": 6.15,
 }

@@ -57,16 +57,15 @@ def build_vae(kind: type[diffusers.ModelMixin], **config) -> diffusers.ModelMixi
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(4, 8, 8),
         layers_per_block=1,
-        latent_channels=4,
         norm_num_groups=4,
         mid_block_add_attention=False,
-        **config,
+        **{"latent_channels": 4} | config,
     )
 
 
-def plain_vae(scaling_factor: float, shift_factor: float) -> diffusers.ModelMixin:
+def plain_vae(scaling_factor: float, shift_factor: float, **config) -> diffusers.ModelMixin:
     """Without the layers around the latents, as in FLUX, Stable Diffusion 3 and Z-Image."""
-    scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
+    scale = {"scaling_factor": scaling_factor, "shift_factor": shift_factor} | config
     return build_vae(
         diffusers.AutoencoderKL, use_quant_conv=False, use_post_quant_conv=False, **scale
     )
@@ -302,12 +301,8 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
     return diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts)
 
 
-def build_tiny_qwen(
-    *,
-    pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline,
-    zero_cond_t: bool = False,
-) -> DiffusionPipeline:
-    torch.manual_seed(0)
+def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
+    """Its processor, with the tokenizer, and the model."""
     tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
     tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     # A token each: then 34 tokens come before a prompt, as many as QwenImagePipeline drops.
@@ -327,25 +322,6 @@ def build_tiny_qwen(
     images = transformers.Qwen2VLImageProcessor(**sizes)
     videos = transformers.Qwen2VLVideoProcessor(**sizes)
     processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 2, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[-0.3, 0.2, 0.1, -0.1],
-        latents_std=[0.9, 1.1, 1.3, 0.8],
-    )
-    transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-        zero_cond_t=zero_cond_t,
-    )
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -380,11 +356,67 @@ def build_tiny_qwen(
     config = transformers.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, initializer_range=0.2, **ids
     )
-    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    return processor, transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def build_tiny_qwen(
+    *,
+    pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline,
+    zero_cond_t: bool = False,
+) -> DiffusionPipeline:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[-0.3, 0.2, 0.1, -0.1],
+        latents_std=[0.9, 1.1, 1.3, 0.8],
+    )
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=zero_cond_t,
+    )
+    processor, encoder = qwen2_5_vl()
     others = {} if pipeline_class is diffusers.QwenImagePipeline else {"processor": processor}
     others["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return pipeline_class(
-        vae=vae, text_encoder=encoder, tokenizer=tokenizer, transformer=transformer, **others
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=processor.tokenizer,
+        transformer=transformer,
+        **others,
+    )
+
+
+def build_tiny_longcat(
+    pipeline_class: type[DiffusionPipeline] = diffusers.LongCatImagePipeline,
+) -> DiffusionPipeline:
+    torch.manual_seed(0)
+    transformer = diffusers.LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    processor, encoder = qwen2_5_vl()
+    return pipeline_class(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=plain_vae(0.7, 0.2, latent_channels=16),  # the pipelines draw 16 channels
+        text_encoder=encoder,
+        tokenizer=processor.tokenizer,
+        text_processor=processor,
+        transformer=transformer,
     )
 
 

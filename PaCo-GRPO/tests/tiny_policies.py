@@ -11,15 +11,18 @@ import torch
 from diffusers import (
     DiffusionPipeline,
     FluxKontextPipeline,
+    LongCatImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
 )
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_pipelines import (
     build_tiny_flux,
     build_tiny_flux2,
+    build_tiny_longcat,
     build_tiny_qwen,
     build_tiny_sd3,
     build_tiny_z_image,
@@ -95,6 +98,22 @@ def _own_cfg(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     return _flux(policy, item, monkeypatch) | {"negative_prompt": policy.negative_prompt}
 
 
+def _longcat(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    scale = {"guidance_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt}
+    return scale | {"enable_prompt_rewrite": False}
+
+
+def _longcat_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    arguments = _longcat(policy, item, monkeypatch) | {"image": item.image.convert("RGB")}
+    del arguments["enable_prompt_rewrite"]
+    # The pipeline always generates a megapixel.
+    size = item.width, item.height
+    monkeypatch.setattr(
+        pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: size
+    )
+    return arguments
+
+
 _FLUX2 = Family(partial(build_tiny_flux2, klein=False), _flux2, references=2)
 _KLEIN = Family(build_tiny_flux2, _flux2, {"guidance_scale": 4.0}, references=2)
 _TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
@@ -115,6 +134,15 @@ FAMILIES = {
     ),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
+    "longcat_image": Family(
+        build_tiny_longcat, _longcat, {"guidance_scale": 4.5, "negative_prompt": ""}
+    ),
+    "longcat_image_edit": Family(
+        partial(build_tiny_longcat, LongCatImageEditPipeline),
+        _longcat_edit,
+        {"guidance_scale": 4.5, "negative_prompt": ""},
+        references=1,
+    ),
     "qwen_image_edit": Family(
         build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED
     ),

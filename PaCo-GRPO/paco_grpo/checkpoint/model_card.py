@@ -40,7 +40,7 @@ size for the reference image than training did; `scripts/generate.py` of PaCo-GR
 {options}```
 """
 _ATTACH = {
-    "diffusers": "pipe.load_lora_weights('FOLDER OF THIS FILE')",
+    "diffusers": "{load}('FOLDER OF THIS FILE', use_safetensors=True)",
     "adapter": (
         "from peft import PeftModel\n"
         "pipe.transformer = PeftModel.from_pretrained(pipe.transformer, 'FOLDER OF THIS FILE')"
@@ -60,12 +60,11 @@ def write_model_card(
         "pipeline_tag": "image-to-image" if edits else "text-to-image",
         "tags": ["lora", "paco-rl", "flow-grpo", "reinforcement-learning"],
     }
+    side = options.test.resolution
     arguments = {
         "prompt": repr("make the sky red" if edits else "a red fox"),
-        "width": options.test.resolution,
-        "height": options.test.resolution,
+        **policy.length_arguments(side, side),
         "num_inference_steps": options.test.num_steps,
-        "max_sequence_length": policy.max_sequence_length,
         "generator": "torch.Generator().manual_seed(0)",
     }
     if edits:
@@ -75,13 +74,15 @@ def write_model_card(
         if isinstance(value, torch.Tensor):  # a negative prompt's features
             text = f"{policy.negative_prompt!r}, max_sequence_length={policy.max_sequence_length}"
             arguments[name] = f"pipe.encode_prompt({text})[0]"
+    has_loader = hasattr(policy.pipeline, "load_lora_weights")
+    load = "pipe.load_lora_weights" if has_loader else "pipe.transformer.load_lora_adapter"
     card = _CARD.format(
         head=yaml.safe_dump(head, sort_keys=False),
         name=options.run_name,
         model=options.pretrained.model,
         epochs=epochs,
         side=options.train.resolution,
-        attach=_ATTACH[folder.name],
+        attach=_ATTACH[folder.name].format(load=load),
         setup=policy.card_setup,
         arguments="".join(f"    {name}={value},\n" for name, value in arguments.items()),
         configuration=_CONFIGURATION,

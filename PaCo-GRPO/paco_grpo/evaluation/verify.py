@@ -105,7 +105,9 @@ def _loaded_beside(policy: DiffusersPolicy, folder: Path) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         warnings.filterwarnings("ignore", message=f"Adapter {lora.SAVED} was active")
         try:
-            policy.pipeline.load_lora_weights(str(folder), adapter_name=lora.SAVED)
+            load_lora_adapter = policy.transformer.load_lora_adapter
+            load = getattr(policy.pipeline, "load_lora_weights", load_lora_adapter)
+            load(str(folder), adapter_name=lora.SAVED, use_safetensors=True)
             with lora.using_adapter(policy, lora.SAVED):
                 yield
         finally:

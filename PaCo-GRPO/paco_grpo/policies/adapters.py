@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders import SD3LoraLoaderMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.utils import convert_unet_state_dict_to_peft
 from peft import LoraConfig, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -126,6 +129,8 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
 def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
     """Write a file for ``pipe.load_lora_weights(directory)``.
 
+    A pipeline without that (LongCat-Image) needs
+    ``pipe.transformer.load_lora_adapter(directory, use_safetensors=True)``.
     Many programs ignore alpha where it is only in the file's metadata. So each layer's scale is
     multiplied into its B, and the metadata has alpha = rank: the scale is 1 for every reader.
     """
@@ -144,11 +149,16 @@ def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
     metadata = {
         key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
     }
-    type(policy.pipeline).save_lora_weights(
+    _file_format(policy.pipeline).save_lora_weights(
         str(directory),
         transformer_lora_layers=weights,
         transformer_lora_adapter_metadata=metadata,
     )
+
+
+def _file_format(pipeline: DiffusionPipeline) -> type[LoraBaseMixin]:
+    """The pipeline's reader and writer of files; for one that has none, the plainest."""
+    return type(pipeline) if isinstance(pipeline, LoraBaseMixin) else SD3LoraLoaderMixin
 
 
 def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
@@ -289,7 +299,7 @@ def _load_diffusers(policy: Policy, file: Path) -> set[str]:
     diffusers converts names in the style of ComfyUI, kohya and others.
     """
     with _diffusers_warnings() as lost:
-        weights, *alphas, metadata = policy.pipeline.lora_state_dict(
+        weights, *alphas, metadata = _file_format(policy.pipeline).lora_state_dict(
             str(file.parent),
             weight_name=file.name,
             use_safetensors=True,
@@ -298,7 +308,7 @@ def _load_diffusers(policy: Policy, file: Path) -> set[str]:
         )
     if lost:  # it warns of tensors that it has no place for
         raise ValueError(lost[0])
-    prefix = f"{policy.pipeline.transformer_name}."
+    prefix = "transformer."
     if metadata is not None:
         metadata.pop(f"{prefix}megatron_config", None)
         _require_unchanged_base(metadata.pop(f"{prefix}init_lora_weights", True))

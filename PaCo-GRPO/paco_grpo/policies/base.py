@@ -138,6 +138,11 @@ class Policy(ABC):
         return prompt
 
     @classmethod
+    def count_tokens(cls, tokenizer: Any, prompt: str) -> int:
+        """Tokens of ``prompt`` that ``max_sequence_length`` counts."""
+        return len(tokenizer(cls.in_template(tokenizer, prompt), verbose=False).input_ids)
+
+    @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """``size_multiple`` by the VAE's configuration.
 

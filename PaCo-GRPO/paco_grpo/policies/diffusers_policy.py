@@ -1,6 +1,7 @@
 """A diffusers pipeline as a policy: the base class of every generator in ``POLICIES``."""
 
 import hashlib
+import inspect
 import itertools
 import logging
 from abc import abstractmethod
@@ -115,7 +116,7 @@ class DiffusersPolicy(Policy):
     # The pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas.
     linear_sigmas: ClassVar[bool] = True
     # Lines of Python for model cards that give the plain pipeline ``pipe`` this policy's numbers.
-    card_setup: ClassVar[str] = ""
+    card_setup: str = ""
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         """Freeze ``pipeline`` and put it on the device of ``settings``."""
@@ -375,11 +376,19 @@ class DiffusersPolicy(Policy):
         """
         return {
             "prompt": item.prompt,
-            "height": item.height,
-            "width": item.width,
-            "max_sequence_length": self.max_sequence_length,
+            **self.length_arguments(item.height, item.width),
             **self.guidance_arguments(),
         }
+
+    def length_arguments(self, height: int, width: int) -> dict[str, int]:
+        """Those of ``pipeline_arguments`` that set lengths, where the pipeline takes them."""
+        lengths = {
+            "height": height,
+            "width": width,
+            "max_sequence_length": self.max_sequence_length,
+        }
+        accepted = inspect.signature(self.pipeline_class.__call__).parameters
+        return {name: length for name, length in lengths.items() if name in accepted}
 
     def guidance_arguments(self) -> dict[str, Any]:
         """Those of ``pipeline_arguments`` that set the guidance."""

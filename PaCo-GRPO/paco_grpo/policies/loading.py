@@ -19,6 +19,7 @@ from paco_judge.weights import explain_missing
 
 logger = logging.getLogger(__name__)
 
+_MODULAR = "modular_model_index.json"
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 # Pipeline class named in model_index.json -> "module:class" of a ``DiffusersPolicy``, imported on
@@ -28,6 +29,8 @@ POLICIES: dict[str, str] = {
     "FluxKontextPipeline": "paco_grpo.policies.flux_kontext:FluxKontextPolicy",
     "Flux2Pipeline": "paco_grpo.policies.flux2:Flux2Policy",
     "Flux2KleinPipeline": "paco_grpo.policies.flux2:Flux2KleinPolicy",
+    "LongCatImagePipeline": "paco_grpo.policies.longcat_image:LongCatImagePolicy",
+    "LongCatImageEditPipeline": "paco_grpo.policies.longcat_image:LongCatImageEditPolicy",
     "QwenImagePipeline": "paco_grpo.policies.qwen_image:QwenImagePolicy",
     "QwenImageEditPipeline": "paco_grpo.policies.qwen_image_edit:QwenImageEditPolicy",
     "QwenImageEditPlusPipeline": "paco_grpo.policies.qwen_image_edit_plus:QwenImageEditPlusPolicy",
@@ -66,9 +69,14 @@ def policy_class(model_path: str | Path) -> type[Policy]:
     """The class of the generator, by ``_class_name`` in its ``model_index.json``."""
     class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
+        import diffusers
+
+        if hasattr(diffusers, str(class_name)):  # another architecture, and no misspelling
+            problem = "a pipeline of diffusers that PaCo-GRPO does not support."
+        else:
+            problem = "which is no pipeline of diffusers." + did_you_mean(str(class_name), POLICIES)
         raise PolicyLoadError(
-            f"{model_path}/model_index.json names {class_name}, for which PaCo-GRPO has no policy."
-            f"{did_you_mean(str(class_name), POLICIES)} Known pipelines: "
+            f"{model_path}/model_index.json names {class_name}, {problem} Supported: "
             f"{', '.join(sorted(POLICIES))}. To add one, see docs/recipes.md#a-generator"
         )
     module, name = POLICIES[class_name].split(":")
@@ -110,10 +118,8 @@ def text_length(options: RunOptions, items: Iterable[Item]) -> int:
             "0: as needed"
         )
     tokenizer = load_tokenizer(model)
-    lengths = []
-    for prompt in {item.prompt for item in items}:
-        text = policy.in_template(tokenizer, prompt)
-        lengths.append(len(tokenizer(text, verbose=False).input_ids))
+    prompts = {item.prompt for item in items}
+    lengths = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
     if length == 0:
         longest = max(lengths, default=1)
         rounded = math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE
@@ -143,10 +149,16 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _read(model_path: str | Path, name: str) -> dict[str, Any]:
-    file = local_folder(model_path, name, option="config.pretrained.model") / name
+    folder = local_folder(model_path, name, _MODULAR, option="config.pretrained.model")
+    file = folder / name
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
+        if (folder / _MODULAR).is_file():
+            raise PolicyLoadError(
+                f"config.pretrained.model={model_path} is a modular pipeline ({_MODULAR}), and "
+                "these are not supported: give a folder with model_index.json"
+            ) from error
         raise PolicyLoadError(
             f"config.pretrained.model={model_path} has no {name}: give the folder that contains "
             "transformer/ and vae/"

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
 
@@ -47,6 +48,9 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     save = adapters.save_peft if kind == "adapter" else adapters.save_diffusers
     save(policy, folder)
     write_model_card(folder, options_for(name, tiny_folder(name)), policy, epochs=2)
+    monkeypatch.setattr(  # its pipeline would generate a megapixel
+        pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (SIDE, SIDE)
+    )
     photo = picture(5, 2 * SIDE, 2 * SIDE)
     photo.save("photo.png")
 
