@@ -5,7 +5,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
+from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, DatasetOptions, RunOptions
 
 _INTRODUCTION = """\
 # Configuration
@@ -53,13 +53,16 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def page() -> str:
     """docs/configuration.md."""
     lines = [_INTRODUCTION]
-    for prefix, group in ({"": RunOptions} | GROUPS).items():
+    of_set = "datasets.NAME"
+    options = OPTIONS | {f"{of_set}.{name}": option for name, option in SET_OPTIONS.items()}
+    for prefix, group in ({"": RunOptions} | GROUPS | {of_set: DatasetOptions}).items():
         title = f"config.{prefix}".rstrip(".")
         lines += [f"## `{title}`", "", " ".join(group.__doc__.split()), ""]
         lines += ["| option | values | default | meaning |", "|---|---|---|---|"]
-        for name, option in OPTIONS.items():
+        for name, option in options.items():
             if name.rpartition(".")[0] == prefix:
                 default = option.get_default(call_default_factory=True)
+                default = "" if option.is_required() else default
                 default = ",".join(map(str, default)) if isinstance(default, tuple) else default
                 values = _values(option.annotation, option.metadata)
                 mark = " †" if option.json_schema_extra else ""

@@ -415,6 +415,24 @@ def toy_t2is_awm() -> ConfigDict:
     return config
 
 
+def toy_t2is_sets() -> ConfigDict:
+    """Two prompt sets, each with its own rewards: only open prompts are asked for variety."""
+    config = toy_t2is_nft()
+    folder = config.dataset
+    config.dataset = ""
+    config.train.reward_fn = {"consistency_score": 1.0}  # of sets that name no others
+    config.datasets = {
+        "full": {"folder": folder, "open": False, "share": 1.0},
+        "open": {
+            "folder": folder,
+            "open": True,
+            "share": 1.0,
+            "reward_fn": {"consistency_score": 1.0, "between_images": 8.0},
+        },
+    }
+    return config
+
+
 def toy_kontext() -> ConfigDict:
     """The toy editor."""
     config = kontext_editing()

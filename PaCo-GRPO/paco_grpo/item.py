@@ -14,7 +14,7 @@ Reference = Image.Image | Callable[[], Image.Image]
 class Item:
     """A prompt, or an instruction with the images that it edits."""
 
-    # Position in its data set. Groups are formed by it, never by text: two items may share a
+    # Position among the items of all prompt sets of the run. Groups are formed by it, never by text: two items may share a
     # prompt.
     item_id: int
     prompt: str
@@ -24,6 +24,7 @@ class Item:
     # Reference images of an editing item (RGB), in order, or functions that read them: 46,000
     # images do not fit in memory, and PIL keeps the pixels of an image once they are read.
     references: tuple[Reference, ...] = ()
+    dataset: int = 0  # number of its prompt set among those of the run, in order of their names
 
     @property
     def images(self) -> tuple[Image.Image, ...]:

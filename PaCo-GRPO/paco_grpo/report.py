@@ -120,8 +120,17 @@ class Pair(NamedTuple):
     after: Row
 
     def scores(self, reward: str) -> tuple[float | None, float | None]:
-        """Its scores before and after; None where one is missing."""
-        return self.before["rewards"].get(reward), self.after["rewards"].get(reward)
+        """Its scores before and after; None where one is missing, or is of another prompt set."""
+        name_of_set, _, name = reward.rpartition("/")
+        if name_of_set and name_of_set != self.before["dataset"]:
+            return None, None
+        return self.before["rewards"].get(name), self.after["rewards"].get(name)
+
+    @property
+    def heading(self) -> str:
+        """Its prompt set, where a run has several, and its category."""
+        parts = (self.before.get("dataset"), self.before.get("category"))
+        return " · ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class RunReport:
 
     name: str
     config: Mapping[str, Any]  # as in config.yaml
-    train: Curves  # rewards of the training samples
+    train: Curves  # rewards of the training samples; SET/REWARD with several prompt sets
     test: Curves  # rewards of the evaluations
     health: Curves
     seconds: Mapping[str, float]  # phase → total
@@ -173,11 +182,16 @@ def read_run(folder: Path) -> RunReport:
         total = sum(row.get(f"time/{key}_s") or 0 for row in rows)
         if total > 0:
             seconds[phase] = total
+    train_curves = _reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan)
+    test_curves = _reward_curves(test, "eval/", "_stderr")
+    if config.get("datasets"):
+        train_curves = _reward_curves(train, "set/", "_stderr")
+        test_curves = _reward_curves(test, "set/", "_stderr")
     return RunReport(
         name=folder.resolve().name,
         config=config,
-        train=_reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan),
-        test=_reward_curves(test, "eval/", "_stderr"),
+        train=train_curves,
+        test=test_curves,
         health=health,
         seconds=seconds,
         pairs=_read_pairs(folder / "eval"),
@@ -249,8 +263,10 @@ class Page:
     seconds: Mapping[str, float] | None = None
 
     def name(self, reward: str) -> Name:
-        """Of any reward."""
-        return (REWARDS | dict(self.names)).get(reward, Name(reward.replace("_", " "), ""))
+        """Of any reward, which may follow the name of its prompt set: ``SET/REWARD``."""
+        name_of_set, _, name = reward.rpartition("/")
+        known = (REWARDS | dict(self.names)).get(name, Name(name.replace("_", " "), ""))
+        return known._replace(label=f"{known.label} · {name_of_set}") if name_of_set else known
 
 
 def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
@@ -285,13 +301,16 @@ def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
 def _purpose(run: RunReport, page: Page) -> str:
     """What is trained, and what is wanted; "" if it is not known."""
     weights = run.option("train", "reward_fn")
-    if not weights:
-        return ""
+    sets = run.config.get("datasets") or {"": {}}
     wanted = []
-    for name, weight in weights.items():
-        if weight:
-            label = page.name(name.rpartition(":")[2]).label
-            wanted.append(label if weight == 1 else f"{label} (weight {weight:g})")
+    for set_name, of_set in sets.items():
+        for name, weight in (of_set.get("reward_fn") or weights or {}).items():
+            if weight:
+                short = name.rpartition(":")[2]
+                label = page.name(f"{set_name}/{short}" if set_name else short).label
+                wanted.append(label if weight == 1 else f"{label} (weight {weight:g})")
+    if not wanted:
+        return ""
     model = Path(str(run.option("pretrained", "model")))  # a name of the hub, or a folder
     return (
         f"Reinforcement learning ({run.option('train', 'loss_type')}) changes the image generator "
@@ -326,8 +345,8 @@ def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
 def _gallery(run: RunReport, page: Page) -> tuple[list[dict], list[dict]]:
     """Cards of the pairs with the largest gain and the largest loss, and of others."""
     trained = [name for name in run.train if name in run.test]
-    rewards = list(dict.fromkeys([*trained, *run.test]))[:3]
-    by_category = sorted(run.pairs, key=lambda pair: pair.before.get("category") or "")
+    rewards = list(dict.fromkeys([*trained, *run.test]))
+    by_category = sorted(run.pairs, key=lambda pair: pair.heading)
     highlights = []
     changes = {}  # position → change of the first reward
     for position, pair in enumerate(by_category):
@@ -360,12 +379,13 @@ def _card(pair: Pair, rewards: Sequence[str], page: Page, heading: str = "") -> 
         image.thumbnail((SIDE, SIDE))
         images[caption] = data_url(image)
     scores = {}
-    for reward in rewards:
+    of_pair = [r for r in rewards if r.rpartition("/")[0] in ("", pair.before.get("dataset"))]
+    for reward in of_pair[:3]:
         texts = ["–" if score is None else f"{score:.2f}" for score in pair.scores(reward)]
         scores[page.name(reward).label] = " → ".join(texts)
     return {
         "heading": heading,
-        "category": pair.before.get("category") or "",
+        "category": pair.heading,
         "prompt": pair.before["prompt"],
         "images": images,
         "scores": scores,

@@ -20,6 +20,30 @@ def asked():
     return lambda images, items: np.array([float(item.item_id) for item in items])
 
 
+def of_set(begins: str, factor: float):
+    """``factor`` · (gray + length of the prompt); fails for a prompt that begins otherwise."""
+
+    def score(images, items):
+        assert all(item.prompt.startswith(begins) for item in items)
+        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        return factor * (gray + [len(item.prompt) for item in items])
+
+    return score
+
+
+def spread_of_set(begins: str):
+    """1 + distance from the mean gray of the prompt's images, which come together."""
+
+    def score(images, items):
+        assert all(item.prompt.startswith(begins) for item in items)
+        assert len(images) == 3 and len({item.item_id for item in items}) == 1
+        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        return 1 + abs(gray - gray.mean())
+
+    score.compares_images = True
+    return score
+
+
 def wrong(result):
     return result
 

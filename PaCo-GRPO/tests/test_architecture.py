@@ -55,7 +55,15 @@ ALLOWED = {
     "distributed": {"options", "policies"},
     "monitoring": {"options", "policies", "sampling", "distributed"},
     "checkpoint": {"options", "policies", "data", "distributed"},
-    "evaluation": {"options", "policies", "sampling", "rewards", "distributed", "monitoring"},
+    "evaluation": {
+        "options",
+        "policies",
+        "sampling",
+        "rewards",
+        "distributed",
+        "monitoring",
+        "data",
+    },
     "report": {"evaluation", "monitoring"},
 }
 

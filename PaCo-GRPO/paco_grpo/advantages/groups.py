@@ -11,6 +11,16 @@ from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import AggregateFn, normalize
 from paco_grpo.options.schema import RunOptions
+from paco_grpo.types import Item
+
+
+@dataclass(frozen=True)
+class SetRewards:
+    """What a prompt set is trained on."""
+
+    name: str  # "" for the only set of a run
+    weights: Mapping[str, float]  # by short name; rewards with weight 0 are not in it
+    aggregate_fn: AggregateFn
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,59 @@ def compute_advantages(
     for name, value in getattr(aggregate_fn, "stats", {}).items():
         stats[name] = float(value)
     return AdvantageResult(advantages, kept, stats)
+
+
+def advantages_of_sets(
+    scores: Mapping[str, np.ndarray],
+    item_ids: np.ndarray,
+    items: Sequence[Item],
+    set_rewards: Sequence[SetRewards],
+    options: RunOptions,
+) -> AdvantageResult:
+    """Advantages of all N samples of an epoch, those of each prompt set by its own rewards.
+
+    What is taken over all samples, such as a standard deviation, is taken over those of the set.
+    With several sets, ``stats`` has the numbers of each, and their means over all.
+
+    Args:
+        scores: Name → (N,), NaN = missing or absent.
+        item_ids: (N,), index into ``items``.
+        items: Of all sets.
+        set_rewards: Of each set, by its number.
+        options: As for ``compute_advantages``.
+
+    Raises:
+        ValueError: As ``compute_advantages``.
+    """
+    datasets = np.array([items[i].dataset for i in item_ids])
+    total = AdvantageResult(np.zeros(len(item_ids)), np.zeros(len(item_ids), bool), {})
+    counts = {}  # of what the numbers of a set are means over
+    for number, of_set in enumerate(set_rewards):
+        members = np.flatnonzero(datasets == number)
+        prompts = [items[i].prompt for i in item_ids[members]]
+        trained = {name: scores[name][members] for name in of_set.weights}
+        result = compute_advantages(
+            trained, item_ids[members], prompts, of_set.aggregate_fn, options
+        )
+        if len(set_rewards) == 1:
+            return result
+        total.advantages[members] = result.advantages
+        total.kept[members] = result.kept
+        total.stats.update({f"{of_set.name}/{key}": x for key, x in result.stats.items()})
+        num_kept = result.kept.sum()
+        num_groups = num_kept / max(result.stats["group_size_mean"], 1)
+        counts[of_set.name] = {
+            "missing_share": len(members),
+            "dropped_share": len(members),
+            "group_size_mean": num_groups,
+            "zero_std_share": num_groups,
+            "mean_abs": num_kept,
+        }
+    for key in next(iter(counts.values())):
+        weights = [of_set[key] for of_set in counts.values()]
+        values = [total.stats[f"{name}/{key}"] for name in counts]
+        total.stats[key] = float(np.dot(weights, values) / max(sum(weights), 1))
+    return total
 
 
 def _ranks(values: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:

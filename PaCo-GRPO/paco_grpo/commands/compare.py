@@ -8,29 +8,29 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.sets import load_items
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.evaluation.agreement import measuring
 from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.evaluation.folder import is_complete
-from paco_grpo.evaluation.intervals import intervals, markdown
+from paco_grpo.evaluation.intervals import Row, intervals, markdown
 from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.evaluation.verify import Verification, skip_reason
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies.adapters import add_lora
 from paco_grpo.policies.loading import text_length
-from paco_grpo.rewards.registry import Reward, build_rewards, write_records
+from paco_grpo.rewards.registry import Reward, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.build import (
     apply_speed,
-    evaluation_reward_kwargs,
+    evaluation_rewards,
     find_adapter,
     load_generator,
 )
@@ -103,7 +103,7 @@ def prepare(
 ) -> PromptSet:
     """Read and check the prompts, and build rewards that have answered."""
     folder.mkdir(parents=True, exist_ok=True)
-    items = load_prompts(options.dataset, "test", options.prompt_fn)
+    items = load_items(options, "test")
     checks.check_items(options, {"test": items})
     if images_per_prompt > 1:
         test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
@@ -114,11 +114,7 @@ def prepare(
                 "makes some"
             )
     text_length(options, items)  # warns of prompts that will be truncated
-    kwargs = evaluation_reward_kwargs(options)
-    rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs, accelerator.device)
-    for reward in rewards.values():
-        reward.check()
-        reward.check_items(items)
+    rewards = evaluation_rewards(options, accelerator.device, items)
     if accelerator.is_main_process:
         write_records(rewards, folder)
     return PromptSet(options, items, rewards)
@@ -154,28 +150,38 @@ def sample_adapters(
 def results(folder: Path, adapter: str | None, against: str | None) -> str:
     """The table of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
     rows = read_rows(folder)
-    columns = {"adapter": intervals(rows)}
+    other_rows = read_rows(folder / "against") if against is not None else []
+    record: dict[str, Any] = {"adapter": adapter or BASE, "against": against}
+    tables = f"adapter: {adapter or BASE}"
     if against is not None:
-        other_rows = read_rows(folder / "against")
-        columns["against"] = intervals(other_rows)
-        columns["difference"] = intervals(rows, other_rows)
-    missing = {}
-    for reward in rows[0]["rewards"]:
-        missing[reward] = sum(row["rewards"][reward] is None for row in rows)
-    record = {
-        "adapter": adapter or BASE,
-        "against": against,
-        "missing": missing,
-        "results": columns,
-    }
+        tables += f"; against: {against}"
+    tables += "\n"
+    by_set = _by_dataset(rows)
+    others_by_set = _by_dataset(other_rows)
+    for name, rows_of_set in by_set.items():
+        columns = {"adapter": intervals(rows_of_set)}
+        if against is not None:
+            others = others_by_set[name]
+            columns["against"] = intervals(others)
+            columns["difference"] = intervals(rows_of_set, others)
+        missing = {}
+        for reward in rows_of_set[0]["rewards"]:
+            missing[reward] = sum(row["rewards"][reward] is None for row in rows_of_set)
+        of_set = {"missing": missing, "results": columns}
+        record |= {"datasets": record.get("datasets", {}) | {name: of_set}} if name else of_set
+        tables += f"\n{name}:\n\n{markdown(columns)}" if name else f"\n{markdown(columns)}"
     text = json.dumps(record, indent=1, default=dataclasses.asdict)
     write_atomically(folder / "results.json", text)
-    title = f"adapter: {adapter or BASE}"
-    if against is not None:
-        title += f"; against: {against}"
-    tables = f"{title}\n\n{markdown(columns)}"
     write_atomically(folder / "results.md", tables)
     return tables
+
+
+def _by_dataset(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the name of their prompt set, "" in a run with one."""
+    rows_of: dict[str, list[Row]] = {}
+    for row in rows:
+        rows_of.setdefault(row.get("dataset", ""), []).append(row)
+    return rows_of
 
 
 def verify(place: str, configuration: Sequence[str]) -> Verification:
@@ -197,7 +203,7 @@ def verify(place: str, configuration: Sequence[str]) -> Verification:
     options, _ = read_options(configuration)
     if reason := skip_reason(options):
         raise ConfigError(f"--verify {place} cannot compare: {reason}")
-    items = load_prompts(options.dataset, "test", options.prompt_fn)
+    items = load_items(options, "test")
     checks.check_items(options, {"test": items})
     options = checks.with_text_length(options)
     policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")

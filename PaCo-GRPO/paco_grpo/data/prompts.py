@@ -69,10 +69,12 @@ def make_item(
     return Item(number, prompt, height, width, dict(row), tuple(references))
 
 
-def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list[Item]:
+def load_prompts(
+    dataset: str | Path, split: str, kind: str = "geneval", option: str = "dataset"
+) -> list[Item]:
     """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``.
 
-    Raises UserError.
+    Raises UserError, which names ``config.<option>``.
     """
     folder = Path(dataset)
     if not folder.is_dir():
@@ -84,7 +86,7 @@ def load_prompts(dataset: str | Path, split: str, kind: str = "geneval") -> list
             arguments = "t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins"
             hint = f"; make it with `python dataset/fetch.py {arguments}`"
         raise UserError(
-            f"prompt set {str(dataset)!r} (config.dataset) is no folder "
+            f"prompt set {str(dataset)!r} (config.{option}) is no folder "
             f"(looked from {Path.cwd()}){hint}"
         )
     try:

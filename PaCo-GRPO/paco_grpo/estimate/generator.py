@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from paco_grpo.architectures import pipeline_of
+from paco_grpo.data.sets import prompt_sets
 from paco_grpo.distributed.processes import Strategy
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
@@ -349,9 +350,12 @@ def quantizable_layers(policy: DiffusersPolicy) -> list[tuple[str, nn.Linear]]:
 def reward_bytes(options: RunOptions) -> dict[str, int]:
     """Bytes of local reward models on the device; rewards that use the same one share it."""
     sizes = {}
-    arguments = options.test.reward_fn_kwargs | options.train.reward_fn_kwargs
-    for name in options.train.reward_fn | options.test.reward_fn:
-        kwargs = arguments.get(name, {})
+    uses = []
+    for prompt_set in prompt_sets(options):
+        trained = prompt_set.train.kwargs
+        uses += trained.items()
+        uses += [use for use in prompt_set.test.kwargs.items() if use[0] not in trained]
+    for name, kwargs in uses:
         is_elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
         if name in REWARD_PARAMETERS and not is_elsewhere:
             model, parameters = REWARD_PARAMETERS[name]

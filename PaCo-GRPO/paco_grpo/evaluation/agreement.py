@@ -102,6 +102,11 @@ def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
         raise ConfigError(
             f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}"
         )
+    if options.datasets:
+        raise ConfigError(
+            "--images_per_prompt measures one prompt set: add --config.datasets={} and "
+            "--config.dataset=FOLDER"
+        )
     test = options.test
     rewards = dict(test.reward_fn or options.train.reward_fn)
     kwargs = options.train.reward_fn_kwargs | test.reward_fn_kwargs

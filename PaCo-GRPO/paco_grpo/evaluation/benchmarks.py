@@ -22,6 +22,8 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
         )
     public, kind, rewards = BENCHMARKS[name]
     other_rewards = {*options.train.reward_fn, *options.test.reward_fn}
+    for of_set in options.datasets.values():
+        other_rewards.update(of_set.reward_fn, of_set.test_reward_fn)
     for _, _, names in BENCHMARKS.values():
         other_rewards.update(names)
     arguments = {}
@@ -36,4 +38,6 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
         num_images=None,
         save_eval_images=True,
     )
-    return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, test=test)
+    return dataclasses.replace(
+        options, dataset=folder or public, datasets={}, prompt_fn=kind, test=test
+    )

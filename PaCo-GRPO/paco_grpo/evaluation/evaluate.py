@@ -16,12 +16,14 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
+from paco_grpo.data.sets import PromptSet, items_in_turn, prompt_sets
 from paco_grpo.distributed.processes import Stopped, Strategy
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import Reward, reward_weights
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.types import Item, Stream
@@ -47,14 +49,15 @@ class EvaluationImage(NamedTuple):
 def evaluation_set(
     items: Sequence[Item], num_images: int | None, seed: int
 ) -> list[EvaluationImage]:
-    """``num_images`` images of the items in order, again from the start if there are fewer items.
+    """``num_images`` images of ``items_in_turn``; None: one of every item.
 
     An image's seed depends only on ``seed``, its item and how often that came before.
     """
     images = []
-    for index in range(num_images or len(items)):
-        repeat, position = divmod(index, len(items))
-        item = items[position]
+    repeats: Counter[int] = Counter()  # by item id
+    for item in items_in_turn(items, num_images) if num_images else items:
+        repeat = repeats[item.item_id]
+        repeats[item.item_id] += 1
         words = np.random.SeedSequence([Stream.EVALUATION, seed, item.item_id, repeat])
         word = words.generate_state(1, np.uint64)[0]
         images.append(EvaluationImage(item, int(word >> np.uint64(1))))
@@ -106,8 +109,8 @@ class Evaluation:
             if not keep_images:
                 pictures.clear()
         accelerator.wait_for_everyone()
-        reward_fn = self.options.test.reward_fn or self.options.train.reward_fn
-        watched = [name for name, weight in reward_weights(reward_fn).items() if weight == 0]
+        sets = prompt_sets(self.options)
+        watched = watched_rewards([prompt_set.test for prompt_set in sets])
         queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             try:
@@ -120,7 +123,7 @@ class Evaluation:
                 f"none of the {len(images)} evaluation images is finite: the generator is damaged"
             )
         if accelerator.is_main_process:
-            _write_rows(pictures, images, scores, list(self.rewards))
+            _write_rows(pictures, images, scores, self.rewards, [s.name for s in sets])
         accelerator.wait_for_everyone()
         missing = missing_scores(scores, self.rewards, images)
         if missing.any():
@@ -129,8 +132,13 @@ class Evaluation:
                 missing.any(axis=1).sum(),
                 len(scores),
             )
+        names = list(self.rewards)
         categories = [image.item.metadata.get("category") for image in images]
-        return evaluation_metrics(scores, missing, list(self.rewards), categories)
+        metrics = evaluation_metrics(scores, missing, names, categories)
+        if self.options.datasets:
+            datasets = np.array([image.item.dataset for image in images])
+            metrics |= set_metrics(scores, names, datasets, sets, missing)
+        return metrics
 
     def _sample(
         self,
@@ -214,7 +222,8 @@ def missing_scores(
 ) -> np.ndarray:
     """Which of ``scores`` (images, rewards) are missing.
 
-    A reward that compares the images of a prompt has no score for a prompt's only image.
+    A reward that compares the images of a prompt has no score for a prompt's only image, and one
+    that is not of the image's prompt set has none.
     """
     missing = np.isnan(scores)
     counts = Counter(image.item.item_id for image in images)
@@ -222,6 +231,8 @@ def missing_scores(
     for column, reward in enumerate(rewards.values()):
         if reward.compares_images:
             missing[is_alone, column] = False
+        is_absent = [not reward.applies_to(image.item) for image in images]
+        missing[is_absent, column] = False
     return missing
 
 
@@ -229,9 +240,10 @@ def _write_rows(
     pictures: EvaluationFolder,
     images: Sequence[EvaluationImage],
     scores: np.ndarray,
-    names: Sequence[str],
+    rewards: Mapping[str, Reward],
+    sets: Sequence[str],
 ) -> None:
-    """Write ``eval_data.jsonl``, a line for each image."""
+    """Write ``eval_data.jsonl``, a line for each image; ``sets`` are names of prompt sets."""
     lines = []
     for number, (image, values) in enumerate(zip(images, scores.tolist(), strict=True)):
         item = image.item
@@ -247,12 +259,15 @@ def _write_rows(
             "open": bool(item.metadata.get("open", False)),
             "rewards": {},
         }
+        if sets != [""]:
+            row["dataset"] = sets[item.dataset]
         files = {"file": pictures.image_file(number), "reference": pictures.reference_file(number)}
         for key, file in files.items():
             if file.is_file():
                 row[key] = file.relative_to(pictures.path).as_posix()
-        for name, score in zip(names, values, strict=True):
-            row["rewards"][name] = None if math.isnan(score) else score
+        for (name, reward), score in zip(rewards.items(), values, strict=True):
+            if reward.applies_to(item):
+                row["rewards"][name] = None if math.isnan(score) else score
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomically(pictures.path / "eval_data.jsonl", "".join(lines))
 
@@ -284,6 +299,34 @@ def evaluation_metrics(
         for key, value in summarize(scores[in_category], names).items():
             if key.endswith("_mean"):
                 metrics[f"category/{category}/{key}"] = value
+    return metrics
+
+
+def set_metrics(
+    scores: np.ndarray,
+    names: Sequence[str],
+    datasets: np.ndarray,
+    sets: Sequence[PromptSet],
+    missing: np.ndarray | None = None,
+) -> dict[str, float]:
+    """``set/<name of the set>/<reward>_mean`` and ``_stderr``, and ``_missing`` as in evaluations.
+
+    Args:
+        scores: (images, rewards), NaN = missing or absent.
+        names: Of the rewards.
+        datasets: (images,), number of each image's prompt set.
+        sets: By number.
+        missing: (images, rewards), which of ``scores`` are missing; None: not to be said.
+    """
+    metrics = {}
+    for number, prompt_set in enumerate(sets):
+        members = datasets == number
+        for key, value in summarize(scores[members], names).items():
+            metrics[f"{prompt_set.metrics}{key}"] = value
+        if missing is not None:
+            for name, share in zip(names, missing[members].mean(axis=0).tolist(), strict=True):
+                if share:
+                    metrics[f"{prompt_set.metrics}{name}_missing"] = share
     return metrics
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import gather_object
 from PIL import Image
 
+from paco_grpo.data.sets import fingerprint_sets
 from paco_grpo.evaluation.pictures import contact_sheet, thumbnail
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions
 from paco_grpo.rewards.registry import Reward
@@ -142,7 +143,7 @@ def _identity(
     """Everything that changes images or scores; ``rewards`` alone changes only scores."""
     identity: dict[str, Any] = {
         "model": fingerprint(options.pretrained.model),
-        "data set": fingerprint(options.dataset),
+        "data set": fingerprint_sets(options),
         "adapter": fingerprint(adapter) if adapter else None,
     }
     for name in OPTIONS:
@@ -151,6 +152,5 @@ def _identity(
             identity[f"config.{name}"] = attrgetter(name)(options)
     identity["rewards"] = {}
     for name, reward in rewards.items():
-        arguments = {key: value for key, value in reward.kwargs.items() if key != "api_key"}
-        identity["rewards"][name] = [arguments, reward.record]
+        identity["rewards"][name] = reward.identity()
     return json.loads(json.dumps(identity, default=str))

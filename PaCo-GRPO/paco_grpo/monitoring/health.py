@@ -122,17 +122,20 @@ def judge_epoch(metrics: Row) -> list[Finding]:
     return findings
 
 
-def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Finding]:
+def judge_evaluation(
+    rows: Sequence[Row], trained: Iterable[str], group: str = "eval/"
+) -> list[Finding]:
     """Whether a ``trained`` reward rose significantly while another one fell.
 
-    ``rows`` are evaluations; the last is compared with the first.
+    ``rows`` are evaluations; the last is compared with the first. The names of their metrics begin
+    with ``group``: those of one prompt set, or of all.
     """
     trained = set(trained)
-    first = means(rows[0], "eval/")
-    last = means(rows[-1], "eval/")
+    first = means(rows[0], group)
+    last = means(rows[-1], group)
     gains = {}  # in standard errors of the difference
     for name in last:
-        errors = [row.get(f"eval/{name}_stderr", math.nan) for row in (rows[0], rows[-1])]
+        errors = [row.get(f"{group}{name}_stderr", math.nan) for row in (rows[0], rows[-1])]
         error = math.hypot(*errors)
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
@@ -148,5 +151,5 @@ def judge_evaluation(rows: Sequence[Row], trained: Iterable[str]) -> list[Findin
                 "reward is being exploited; look at the images, give it a weight in "
                 "config.train.reward_fn, or use config.train.beta > 0"
             )
-            findings.append(Finding(f"eval/{name}_mean", message))
+            findings.append(Finding(f"{group}{name}_mean", message))
     return findings

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
 from paco_grpo.options.published import PUBLISHED, PUBLISHED_VALUES
-from paco_grpo.options.schema import GROUPS, OPTIONS, RunOptions
+from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
 from paco_grpo.suggest import did_you_mean
 from paco_judge.errors import UserError
 
@@ -226,8 +226,12 @@ def _drop_arguments(before: Mapping[str, Any], values: Mapping[str, Any]) -> Non
 
 
 def _rewards(values: Mapping[str, Any]) -> set[str]:
-    """The names of the rewards of training and of evaluation."""
-    return {*_table(values, "train", "reward_fn"), *_table(values, "test", "reward_fn")}
+    """The names of the rewards of training and of evaluation, also those of prompt sets."""
+    names = {*_table(values, "train", "reward_fn"), *_table(values, "test", "reward_fn")}
+    sets = values.get("datasets")
+    for of_set in sets if isinstance(sets, dict) else {}:
+        names.update(_table(sets, of_set, "reward_fn"), _table(sets, of_set, "test_reward_fn"))
+    return names
 
 
 def _table(values: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
@@ -252,6 +256,9 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         value = _read_yaml(name, text)
     else:
         value = text  # which pydantic reads
+    if option == "datasets":
+        keys = name.split(".", 3)  # datasets, set, its option, entry of that
+        option = keys[2] if len(keys) > 3 else option
     if option.endswith("reward_fn_kwargs") and name != option:
         # A reward's name may be an import path with dots; an argument's name follows it.
         reward, argument = re.fullmatch(r"((?:.*:)?[^.]*)\.?(.*)", keys.pop()).groups()
@@ -282,7 +289,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return _unknown(name)
     if "reward_fn" not in name:  # else entries of a table; here, alternatives of a union
-        name = ".".join(words[: 2 if words[0] in GROUPS else 1])
+        depth = 3 if words[0] == "datasets" else 2 if words[0] in GROUPS else 1
+        name = ".".join(words[:depth])
     value = error["input"]
     message = error["msg"].removeprefix("Value error, ")
     published = PUBLISHED_VALUES.get((name, value)) if isinstance(value, str) else None
@@ -294,7 +302,10 @@ def _problem(error: Mapping[str, Any]) -> str:
 def _unknown(name: str) -> str:
     if name in PUBLISHED:
         return f"config.{name} is an option of the published code. Here: {PUBLISHED[name]}"
-    field = name.rpartition(".")[2]
+    group, _, field = name.rpartition(".")
+    if group.startswith("datasets."):
+        hint = did_you_mean(field, SET_OPTIONS)
+        return f"unknown option config.{name}.{hint} Known: {', '.join(SET_OPTIONS)}"
     nearest = [option for option in OPTIONS if option.rpartition(".")[2] == field]
     nearest = nearest or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)
     hint = " or ".join(f"config.{option}" for option in nearest)
@@ -312,7 +323,10 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
     Of ``train.aggregate_fn``, only its description can be saved
     (``advantages.aggregation.describe``), not a function.
     """
-    return _RUN_OPTIONS.dump_python(options, mode="json")
+    values = _RUN_OPTIONS.dump_python(options, mode="json")
+    if not options.datasets:
+        del values["datasets"]  # a run with one prompt set is saved as ever
+    return values
 
 
 def options_to_yaml(options: RunOptions) -> str:

@@ -59,6 +59,8 @@ def _folder_name(name: str) -> str:
 Steps = Annotated[tuple[Whole, ...], BeforeValidator(_as_steps)]
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 Table = BeforeValidator(lambda value: value or {})  # YAML reads an empty table as None
+PromptKind = Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"]
+SetName = Annotated[str, Field(pattern=r"^[\w-]+$")]  # part of the names of metrics
 Weights = Annotated[dict[str, Float], Table]
 Arguments = Annotated[dict[str, JsonValue], Table]
 
@@ -262,6 +264,25 @@ class SpeedOptions:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class DatasetOptions:
+    """One of several prompt sets in one run (docs/rewards.md), an entry of ``config.datasets``."""
+
+    folder: str = Field(min_length=1, description="folder of the prompt set")
+    prompt_fn: PromptKind | None = beyond_paper(None, "its kind; None: as config.prompt_fn")
+    open: bool | None = beyond_paper(
+        None, "only its prompts that are open (true) or that are not (false); None: all"
+    )
+    share: Positive = beyond_paper(1.0, "part of an epoch's prompts, relative to other shares")
+    reward_fn: Weights = beyond_paper({}, "rewards of its images; empty: as config.train")
+    test_reward_fn: Weights = beyond_paper(
+        {}, "rewards of its test images; empty: as config.test, or as its training"
+    )
+    reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = beyond_paper(
+        {}, "their arguments; missing names: as in config.train and config.test"
+    )
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunOptions:
     """All options of a run."""
 
@@ -290,9 +311,10 @@ class RunOptions:
     enable_mem_log: bool = option(False, "peak memory of every epoch in the log")
 
     dataset: str = option("", "folder of the prompt set")
-    prompt_fn: Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"] = option(
-        "geneval", "kind of prompt set"
+    datasets: Annotated[dict[SetName, DatasetOptions], Table] = beyond_paper(
+        {}, "several prompt sets in place of one: {name: options}, see below"
     )
+    prompt_fn: PromptKind = option("geneval", "kind of prompt set")
     item_size: Literal["exact", "aspect"] = option(
         "exact", "items' height and width: exact, or only their aspect"
     )
@@ -323,5 +345,6 @@ GROUPS: dict[str, type] = {
 OPTIONS: dict[str, FieldInfo] = {
     name: field for name, field in _FIELDS.items() if name not in GROUPS
 }
+SET_OPTIONS: dict[str, FieldInfo] = dict(DatasetOptions.__pydantic_fields__)  # of one prompt set
 for _group, _kind in GROUPS.items():
     OPTIONS |= {f"{_group}.{name}": field for name, field in _kind.__pydantic_fields__.items()}

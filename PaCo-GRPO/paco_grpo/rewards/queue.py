@@ -138,9 +138,10 @@ class ScoreQueue:
                 submissions.append(Submission(int(number), image, item))
         for lane in self._lanes:
             if not lane.reward.compares_images:
-                lane.submit(submissions)
-        if self._comparing:
-            self._to_compare += submissions
+                lane.submit([s for s in submissions if lane.reward.applies_to(s.item)])
+        for submission in submissions:
+            if any(lane.reward.applies_to(submission.item) for lane in self._comparing):
+                self._to_compare.append(submission)
 
     def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
         """Wait for everything submitted.
@@ -206,7 +207,8 @@ class ScoreQueue:
             for position, image in zip(group.positions, group.images, strict=True):
                 batch.append(Submission(position, image, group.item))
             for lane in self._comparing:
-                lane.start(batch)
+                if lane.reward.applies_to(group.item):
+                    lane.start(batch)
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""

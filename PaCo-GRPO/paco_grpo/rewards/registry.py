@@ -174,6 +174,15 @@ class CheckedReward:
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
         self._remark = getattr(self.function, "remark", remark)
 
+    def applies_to(self, item: Item) -> bool:
+        """Whether the item's prompt set has this reward: always, unless sets differ (``by_set``)."""
+        return True
+
+    def identity(self) -> list[Any]:
+        """What its scores depend on besides images and items; JSON can hold it."""
+        arguments = {key: value for key, value in self.kwargs.items() if key != "api_key"}
+        return [arguments, self.record]
+
     def check(self) -> None:
         """The reward's own ``check``, if it has one. Raises UserError."""
         if not hasattr(self.function, "check"):

@@ -9,23 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import (
-    AggregateFn,
-    describe,
-    get_aggregate_fn,
-    weighted_sum,
-)
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn, weighted_sum
+from paco_grpo.advantages.groups import SetRewards
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
-from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.data.sets import (
+    PromptSet,
+    RewardTable,
+    divide,
+    items_in_turn,
+    join,
+    prompt_sets,
+)
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
@@ -39,6 +41,7 @@ from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import text_length
 from paco_grpo.policies.lora import START, add_snapshot, lora_parameters
 from paco_grpo.policies.speed import compile_blocks, set_attention
+from paco_grpo.rewards.by_set import merge_sets, require_distinct_names
 from paco_grpo.rewards.registry import (
     CheckedReward,
     Reward,
@@ -67,9 +70,7 @@ class RewardSets:
 
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
-    # Of the training rewards; those with weight 0 are monitored and not in it.
-    weights: Mapping[str, float]
-    aggregate_fn: AggregateFn
+    sets: Sequence[SetRewards]  # how each prompt set is trained on them
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Run:
     folder: Path
     earlier: Earlier
     objective: Objective
-    train_items: list[Item]
+    prompt_sets: list[PromptSet]
+    train_items: list[Item]  # of all prompt sets
     test_items: list[Item]
     rewards: RewardSets
     state: TrainState
@@ -159,15 +161,19 @@ def _build(
     folder = claimed.path
 
     # Prompts, an earlier run, rewards that have answered, and the tracker.
-    train_items = load_prompts(options.dataset, "train", options.prompt_fn)
-    test_items = load_prompts(options.dataset, "test", options.prompt_fn)
+    sets = prompt_sets(options)
+    train_items_of_sets = [prompt_set.load("train") for prompt_set in sets]
+    test_items_of_sets = [prompt_set.load("test") for prompt_set in sets]
+    train_items = join(train_items_of_sets)
+    test_items = join(test_items_of_sets)
     items = {"train": train_items, "test": test_items}
     earlier = main_decides(accelerator, lambda: find_earlier(options, folder))
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
     num_tokens = text_length(options, [*train_items, *test_items])
     options = dataclasses.replace(options, max_sequence_length=num_tokens)
-    rewards = _reward_sets(options, accelerator, folder, items)
+    items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
+    rewards = _reward_sets(options, accelerator, folder, items_of_sets)
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
@@ -202,21 +208,23 @@ def _build(
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
         sampler=GroupSampler(
-            len(train_items),
-            plan.prompts,
+            [len(of_set) for of_set in train_items_of_sets],
+            divide(plan.prompts, [prompt_set.share for prompt_set in sets]),
             plan.images_per_prompt,
             options.seed,
             options.sample.latents_per_prompt,
         ),
     )
     # Without LoRA there is no base model left to compare with.
-    probe_items = test_items[: options.health.probe_images] if options.use_lora else []
+    num_probes = min(options.health.probe_images, len(test_items)) if options.use_lora else 0
+    probe_items = items_in_turn(test_items, num_probes)
     run = Run(
         options=options,
         plan=plan,
         folder=folder,
         earlier=earlier,
         objective=objective,
+        prompt_sets=sets,
         train_items=train_items,
         test_items=test_items,
         rewards=rewards,
@@ -233,59 +241,108 @@ def _build(
     return run
 
 
-def evaluation_reward_kwargs(options: RunOptions) -> dict[str, dict[str, Any]]:
-    """Name → arguments of each test reward; what ``test`` leaves out is as in training."""
-    names = options.test.reward_fn or options.train.reward_fn
-    arguments = options.train.reward_fn_kwargs | options.test.reward_fn_kwargs
-    return {name: arguments.get(name, {}) for name in names}
-
-
 def _reward_sets(
-    options: RunOptions, accelerator: Accelerator, folder: Path, items: Mapping[str, Sequence[Item]]
+    options: RunOptions,
+    accelerator: Accelerator,
+    folder: Path,
+    items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],
 ) -> RewardSets:
-    """Build all rewards and check each: does the judge answer, can every item be scored?"""
-    train = options.train
-    weights = {name: weight for name, weight in reward_weights(train.reward_fn).items() if weight}
-    try:
-        aggregate_fn = get_aggregate_fn(train.aggregate_fn, weights, options.sample.global_std)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
-    reward_weights(options.test.reward_fn)  # no two of one name
-    built: dict[str, Reward] = {}  # the same one for training and test is loaded once
+    """Build all rewards and check each: does the judge answer, can every item be scored?
 
-    def build(arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Reward]:
-        rewards = {}
-        for name, kwargs in arguments.items():
-            identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
-            if identity not in built:
-                built[identity] = CheckedReward(name, kwargs, accelerator.device)
-            rewards[short_name(name)] = built[identity]
-        return rewards
-
-    trained = build({name: train.reward_fn_kwargs.get(name, {}) for name in train.reward_fn})
-    tested = build(evaluation_reward_kwargs(options))
-    uses = [(reward, items["train"]) for reward in trained.values()]
-    uses += [(reward, items["test"]) for reward in tested.values()]
-    problems = find_problems(uses)
-    if "between_images" in weights and not any(
-        item.metadata.get("open") for item in items["train"]
-    ):
-        problems.append(
-            "config.train.reward_fn has between_images, but no training prompt of "
-            f"{options.dataset} is open; `python dataset/fetch.py t2is --open_twins` makes open "
-            "prompts"
-        )
+    ``items_of_sets``: training and test items of each prompt set.
+    """
+    sets = prompt_sets(options)
+    built: dict[str, CheckedReward] = {}  # the same one for several uses is loaded once
+    device = accelerator.device
+    trained = []
+    tested = []
+    set_rewards = []
+    problems = []
+    require_distinct_names([prompt_set.train for prompt_set in sets])
+    require_distinct_names([prompt_set.test for prompt_set in sets])
+    for prompt_set, (train_items, test_items) in zip(sets, items_of_sets, strict=True):
+        set_rewards.append(_set_rewards(prompt_set, options))
+        trained.append(_build_table(prompt_set.train, device, built))
+        tested.append(_build_table(prompt_set.test, device, built))
+        uses = [(reward, train_items) for reward in trained[-1].values()]
+        uses += [(reward, test_items) for reward in tested[-1].values()]
+        where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
+        problems += [f"{where}{problem}" for problem in find_problems(uses)]
+        has_open = any(item.metadata.get("open") for item in train_items)
+        if "between_images" in set_rewards[-1].weights and not has_open:
+            problems.append(
+                f"{where or 'config.train.'}reward_fn has between_images, but no training prompt "
+                f"of {prompt_set.folder} is open; `python dataset/fetch.py t2is --open_twins` "
+                "makes open prompts"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
+    names = [prompt_set.name for prompt_set in sets]
+    train_rewards = merge_sets(trained, names)
+    test_rewards = merge_sets(tested, names)
     if accelerator.is_main_process:
         others = {
             f"test {name}": reward
-            for name, reward in tested.items()
-            if reward is not trained.get(name)
+            for name, reward in test_rewards.items()
+            if reward is not train_rewards.get(name)
         }
-        write_records(trained | others, folder)
-    return RewardSets(trained, tested, weights, aggregate_fn)
+        write_records(train_rewards | others, folder)
+    return RewardSets(train_rewards, test_rewards, set_rewards)
+
+
+def _set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
+    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
+    weights = {}
+    for name, weight in reward_weights(prompt_set.train.weights).items():
+        if weight:
+            weights[name] = weight
+    try:
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
+    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
+    if prompt_set.name and weights_of_function is not None:
+        others = [name for name in weights if weights_of_function[name] != weights[name]]
+        if others:
+            raise ConfigError(
+                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
+                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
+                "'product_aggregate_fn'"
+            )
+    return SetRewards(prompt_set.name, weights, aggregate_fn)
+
+
+def _build_table(
+    table: RewardTable, device: torch.device | str, built: dict[str, CheckedReward]
+) -> dict[str, CheckedReward]:
+    """The rewards of a table by short name; ``built`` has those that exist, and gets the others."""
+    rewards = {}
+    for name, kwargs in table.kwargs.items():
+        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
+        if identity not in built:
+            built[identity] = CheckedReward(name, kwargs, device)
+        rewards[short_name(name)] = built[identity]
+    return rewards
+
+
+def evaluation_rewards(
+    options: RunOptions, device: torch.device | str, items: Sequence[Item]
+) -> dict[str, Reward]:
+    """The rewards of an evaluation on ``items``, which have answered. Raises UserError."""
+    sets = prompt_sets(options)
+    require_distinct_names([prompt_set.test for prompt_set in sets])
+    built: dict[str, CheckedReward] = {}
+    rewards = []
+    for number, prompt_set in enumerate(sets):
+        rewards.append(_build_table(prompt_set.test, device, built))
+        of_set = [item for item in items if item.dataset == number]
+        for reward in rewards[-1].values():
+            reward.check()
+            reward.check_items(of_set)
+    return merge_sets(rewards, [prompt_set.name for prompt_set in sets])
 
 
 def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
@@ -373,6 +430,9 @@ def _record_start(run: Run) -> None:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else device.type
     plan |= {"device": name, "engine": run.state.strategy.name}
+    if run.options.datasets:
+        names = [prompt_set.name for prompt_set in run.prompt_sets]
+        plan["prompts_of_sets"] = dict(zip(names, run.state.sampler.prompts, strict=True))
     plan["fingerprints"] = dict(run.earlier.fingerprints)
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():

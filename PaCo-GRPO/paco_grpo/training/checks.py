@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 
 from paco_grpo.advantages.aggregation import describe
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.sets import divide, load_items, prompt_sets
 from paco_grpo.item import Reference
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -110,9 +110,11 @@ def contradictions(options: RunOptions) -> list[str]:
     sample = options.sample
     train = options.train
     problems = []
-    if not options.dataset:
+    if not options.dataset and not options.datasets:
         problems.append("dataset is empty; give the folder of the prompt set")
-    if not any(train.reward_fn.values()):
+    if options.datasets:
+        problems += set_problems(options)
+    elif not any(train.reward_fn.values()):
         problems.append(
             "train.reward_fn gives no reward a weight, such as "
             "--config.train.reward_fn.jpeg_compressibility=1"
@@ -154,6 +156,8 @@ def contradictions(options: RunOptions) -> list[str]:
     if is_quantized and options.speed.compile:
         problems.append("speed.compile is not supported with pretrained.quantize")
     rewards = {**train.reward_fn, **options.test.reward_fn}
+    for of_set in options.datasets.values():
+        rewards |= {**of_set.reward_fn, **of_set.test_reward_fn}
     for split in ("train", "test"):
         for name in getattr(options, split).reward_fn_kwargs:
             if name not in rewards:
@@ -161,6 +165,41 @@ def contradictions(options: RunOptions) -> list[str]:
                     f"{split}.reward_fn_kwargs has {name!r}, which is not a reward of this run."
                     f"{did_you_mean(name, rewards)}"
                 )
+    return problems
+
+
+def set_problems(options: RunOptions) -> list[str]:
+    """What is wrong with ``config.datasets``, as ``contradictions``."""
+    problems = []
+    if options.dataset:
+        problems.append(
+            f"dataset={options.dataset!r} and datasets are both given; "
+            "set config.dataset='' or config.datasets={}"
+        )
+    sets = prompt_sets(options)
+    prompts = options.sample.unique_sample_num_per_epoch
+    prompts_of_sets = divide(prompts, [prompt_set.share for prompt_set in sets])
+    for prompt_set, count in zip(sets, prompts_of_sets, strict=True):
+        where = f"datasets.{prompt_set.name}"
+        if count == 0:
+            problems.append(
+                f"{where}.share={prompt_set.share:g} gives the set none of the {prompts} prompts "
+                "of an epoch; raise it, or sample.unique_sample_num_per_epoch"
+            )
+        if not any(prompt_set.train.weights.values()):
+            problems.append(f"{where}.reward_fn gives no reward a weight")
+        rewards = prompt_set.train.weights | prompt_set.test.weights
+        for name in options.datasets[prompt_set.name].reward_fn_kwargs:
+            if name not in rewards:
+                problems.append(
+                    f"{where}.reward_fn_kwargs has {name!r}, which is not a reward of this set."
+                    f"{did_you_mean(name, rewards)}"
+                )
+    num_images = options.test.num_images
+    if num_images is not None and num_images < len(sets):
+        problems.append(
+            f"test.num_images={num_images} is less than one image of each of {len(sets)} datasets"
+        )
     return problems
 
 
@@ -288,7 +327,5 @@ def with_text_length(options: RunOptions) -> RunOptions:
     """``options`` with the text length of their run, where ``config.max_sequence_length`` is 0."""
     if options.max_sequence_length:
         return options
-    items = []
-    for split in ("train", "test"):
-        items += load_prompts(options.dataset, split, options.prompt_fn)
+    items = [*load_items(options, "train"), *load_items(options, "test")]
     return dataclasses.replace(options, max_sequence_length=text_length(options, items))

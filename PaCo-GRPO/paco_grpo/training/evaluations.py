@@ -70,27 +70,38 @@ class Evaluations:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started
         # As in training, rewards with weight 0 are only monitored.
-        weights = reward_weights(options.test.reward_fn or options.train.reward_fn)
-        shares = {
-            name: metrics.get(f"eval/{name}_missing", 0.0) for name in weights if weights[name]
-        }
-        share = max(shares.values(), default=0.0)
-        images = f"the images of the evaluation after epoch {epoch}"
-        require_scores(share, shares, images, options.train)
+        for prompt_set in run.prompt_sets:
+            weights = reward_weights(prompt_set.test.weights)
+            shares = {
+                name: metrics.get(f"{prompt_set.metrics}{name}_missing", 0.0)
+                for name in weights
+                if weights[name]
+            }
+            share = max(shares.values(), default=0.0)
+            of_name = f" of {prompt_set.name}" if prompt_set.name else ""
+            images = f"the images{of_name} in the evaluation after epoch {epoch}"
+            require_scores(share, shares, images, options.train)
         return metrics
 
     def _report(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        if self.run.accelerator.is_main_process:
-            rows = self.run.metrics.rows("eval")
-            for finding in health.judge_evaluation(rows, self.run.rewards.weights):
-                logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
-            log_pictures(self.run.tracker, self._folder(epoch), epoch)
+        run = self.run
+        if run.accelerator.is_main_process:
+            rows = run.metrics.rows("eval")
+            for prompt_set, of_set in zip(run.prompt_sets, run.rewards.sets, strict=True):
+                group = prompt_set.metrics
+                for finding in health.judge_evaluation(rows, of_set.weights, group):
+                    logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
+            log_pictures(run.tracker, self._folder(epoch), epoch)
         logger.info(
             "evaluation after epoch %d: %d images, %s",
             epoch,
             metrics["eval/num_images"],
             rewards_line(metrics, "eval/"),
         )
+        for prompt_set in run.prompt_sets:
+            if prompt_set.name:
+                line = rewards_line(metrics, prompt_set.metrics)
+                logger.info("  %s: %s", prompt_set.name, line)
 
 
 def verify_checkpoint(

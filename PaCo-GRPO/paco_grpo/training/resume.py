@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import read_numbers
+from paco_grpo.data.sets import fingerprint_sets
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_judge.files import fingerprint
 
@@ -59,7 +60,7 @@ def find_earlier(options: RunOptions, folder: Path) -> Earlier:
         CheckpointError: The checkpoint is of another version.
     """
     fingerprints = {
-        "dataset": fingerprint(options.dataset),
+        "dataset": fingerprint_sets(options),
         "pretrained.model": fingerprint(options.pretrained.model),
     }
     if not options.resume_from:
@@ -116,7 +117,8 @@ def _compare(options: RunOptions, earlier: Path, fingerprints: Mapping[str, str 
     for name, now in fingerprints.items():
         saved = saved_fingerprints[name]
         if None not in (saved, now) and saved != now:
-            bound.append(f"config.{name} ({attrgetter(name)(options)} holds other files)")
+            place = attrgetter(name)(options) or "config.datasets"
+            bound.append(f"config.{name} ({place} holds other files)")
     if bound and not options.resume_changed:
         raise ConfigError(
             f"{earlier} was trained with another {', '.join(bound)}; or set "

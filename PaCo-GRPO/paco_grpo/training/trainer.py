@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from paco_grpo.advantages import AdvantageResult, compute_advantages
+from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
 from paco_grpo.distributed.processes import Stopped, StopSignal, any_process
 from paco_grpo.evaluation.agreement import of_epoch
+from paco_grpo.evaluation.evaluate import set_metrics
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import epoch_line, epoch_metrics
 from paco_grpo.monitoring.observe import SampleObserver
 from paco_grpo.policies import lora
+from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import Run
 from paco_grpo.training.evaluations import Evaluations, verify_run
@@ -54,7 +56,7 @@ class Trainer:
         self._begin()
         run = self.run
         rewards = run.rewards
-        watched = [name for name in rewards.train if name not in rewards.weights]
+        watched = watched_rewards([prompt_set.train for prompt_set in run.prompt_sets])
         queue = ScoreQueue(rewards.train, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
@@ -72,6 +74,10 @@ class Trainer:
         metrics = epoch_metrics(
             scores, result.stats, losses, self.seconds, observed, self.options.enable_mem_log
         )
+        if self.options.datasets:
+            columns = np.column_stack(list(scores.values()))
+            datasets = self._datasets(rollouts)
+            metrics |= set_metrics(columns, list(scores), datasets, run.prompt_sets)
         self._log_epoch(metrics)
 
     def fit(self) -> None:
@@ -162,22 +168,28 @@ class Trainer:
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         run = self.run
-        trained = {name: scores[name] for name in run.rewards.weights}
-        missing = {name: np.isnan(values) for name, values in trained.items()}
-        share = np.any(list(missing.values()), axis=0).mean()
-        shares = {name: values.mean() for name, values in missing.items()}
+        set_rewards = run.rewards.sets
+        datasets = self._datasets(rollouts)
         images = f"the images of epoch {self.state.epoch + 1}"
-        require_scores(share, shares, images, self.options.train)
-        prompts = [run.train_items[i].prompt for i in rollouts.item_ids]
-        aggregate_fn = run.rewards.aggregate_fn
+        for number, of_set in enumerate(set_rewards):
+            members = datasets == number
+            missing = {name: np.isnan(scores[name][members]) for name in of_set.weights}
+            share = np.any(list(missing.values()), axis=0).mean()
+            shares = {name: values.mean() for name, values in missing.items()}
+            of_name = f" of {of_set.name}" if of_set.name else ""
+            require_scores(share, shares, f"{images}{of_name}", self.options.train)
         try:
-            return compute_advantages(
-                trained, rollouts.item_ids, prompts, aggregate_fn, self.options
+            return advantages_of_sets(
+                scores, rollouts.item_ids, run.train_items, set_rewards, self.options
             )
         except ValueError as error:  # from the aggregation, about these scores
             raise StopTraining(
                 f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})"
             ) from error
+
+    def _datasets(self, rollouts: Rollouts) -> np.ndarray:
+        """Number of the prompt set of each of the N samples, (N,)."""
+        return np.array([self.run.train_items[i].dataset for i in rollouts.item_ids])
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Signs of collapse: health/… and reward/{within,between,within_minus_between}."""

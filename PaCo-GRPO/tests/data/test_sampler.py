@@ -21,7 +21,7 @@ def test_each_prompt_has_its_images_and_each_initial_noise_its_share(
     items, m, share, latents, seed, epoch
 ):
     k = share * latents
-    samples = GroupSampler(items, m, k, seed, latents).samples(epoch)
+    samples = GroupSampler([items], [m], k, seed, latents).samples(epoch)
     ids, counts = np.unique(samples.item_ids, return_counts=True)
     assert len(samples.item_ids) == m * k and len(ids) == min(items, m) and (counts % k == 0).all()
     assert ids.min() >= 0 and ids.max() < items
@@ -34,15 +34,15 @@ def test_each_prompt_has_its_images_and_each_initial_noise_its_share(
 
 @given(items=st.integers(2, 30), m=st.integers(1, 10), seed=st.integers(0, 99))
 def test_a_pass_does_not_repeat_a_prompt(items, m, seed):
-    sampler = GroupSampler(items, m, 2, seed)
+    sampler = GroupSampler([items], [m], 2, seed)
     seen = [i for epoch in range(items // m) for i in set(sampler.samples(epoch).item_ids.tolist())]
     assert len(seen) == len(set(seen))
 
 
 def test_epochs_differ_and_are_reproducible():
-    first = GroupSampler(5, 5, 4, seed=3)
-    again = GroupSampler(5, 5, 4, seed=3).samples(7)
-    other = GroupSampler(5, 5, 4, seed=4).samples(7)
+    first = GroupSampler([5], [5], 4, seed=3)
+    again = GroupSampler([5], [5], 4, seed=3).samples(7)
+    other = GroupSampler([5], [5], 4, seed=4).samples(7)
     here = first.samples(7)
     for name in ("item_ids", "seeds", "initial_seeds"):
         values = getattr(here, name)

@@ -144,7 +144,7 @@ def mine():
         str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")]
     )
     assert again.train.aggregate_fn == f"{tmp_path}/grpo.py:negated"
-    assert train(again).run.rewards.aggregate_fn(r={"x": 1}) == {"x": -1}
+    assert train(again).run.rewards.sets[0].aggregate_fn(r={"x": 1}) == {"x": -1}
     assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 

@@ -1,0 +1,148 @@
+"""The prompt sets of a run: their items, their rewards, their parts of an epoch.
+
+A run without ``config.datasets`` has one, without a name.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paco_grpo.data.prompts import load_prompts
+from paco_grpo.options import RunOptions
+from paco_grpo.types import Item
+from paco_judge.errors import UserError
+from paco_judge.files import fingerprint, hash_value
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """The rewards of one split of a prompt set, by the names that the options give them."""
+
+    weights: Mapping[str, float]
+    kwargs: Mapping[str, Mapping[str, Any]]  # of every name in ``weights``
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A prompt set as the options describe it."""
+
+    name: str  # "" without ``config.datasets``
+    folder: str
+    kind: str
+    is_open: bool | None  # of the prompts that it takes from its folder; None: it takes all
+    share: float
+    train: RewardTable
+    test: RewardTable
+
+    @property
+    def option(self) -> str:
+        """The option that names its folder, after ``config.``."""
+        return f"datasets.{self.name}.folder" if self.name else "dataset"
+
+    @property
+    def metrics(self) -> str:
+        """What the names of its evaluation's metrics begin with."""
+        return f"set/{self.name}/" if self.name else "eval/"
+
+    def load(self, split: str) -> list[Item]:
+        """Its items, with their numbers in its folder. Raises UserError."""
+        items = load_prompts(self.folder, split, self.kind, self.option)
+        if self.is_open is not None:
+            items = [item for item in items if bool(item.metadata.get("open")) == self.is_open]
+        if not items:
+            raise UserError(
+                f"config.datasets.{self.name}.open={self.is_open} leaves no item of the {split} "
+                f"split of {self.folder}"
+            )
+        return items
+
+
+def prompt_sets(options: RunOptions) -> list[PromptSet]:
+    """The prompt sets of a run in order of their names."""
+    train = options.train
+    test = options.test
+    train_kwargs = train.reward_fn_kwargs
+    test_kwargs = train_kwargs | test.reward_fn_kwargs
+    if not options.datasets:
+        return [
+            PromptSet(
+                name="",
+                folder=options.dataset,
+                kind=options.prompt_fn,
+                is_open=None,
+                share=1.0,
+                train=_table(train.reward_fn, train_kwargs),
+                test=_table(test.reward_fn or train.reward_fn, test_kwargs),
+            )
+        ]
+    sets = []
+    for name, of_set in sorted(options.datasets.items()):
+        trained = of_set.reward_fn or train.reward_fn
+        tested = of_set.test_reward_fn or test.reward_fn or trained
+        prompt_set = PromptSet(
+            name=name,
+            folder=of_set.folder,
+            kind=of_set.prompt_fn or options.prompt_fn,
+            is_open=of_set.open,
+            share=of_set.share,
+            train=_table(trained, train_kwargs | of_set.reward_fn_kwargs),
+            test=_table(tested, test_kwargs | of_set.reward_fn_kwargs),
+        )
+        sets.append(prompt_set)
+    return sets
+
+
+def _table(weights: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]]) -> RewardTable:
+    return RewardTable(weights, {name: kwargs.get(name, {}) for name in weights})
+
+
+def join(items_of_sets: Sequence[Sequence[Item]]) -> list[Item]:
+    """The items of all prompt sets, numbered in this order, each with the number of its set."""
+    joined: list[Item] = []
+    for number, items in enumerate(items_of_sets):
+        for item in items:
+            joined.append(dataclasses.replace(item, item_id=len(joined), dataset=number))
+    return joined
+
+
+def items_in_turn(items: Sequence[Item], count: int) -> list[Item]:
+    """``count`` items: one of each prompt set in turn, in order, and again from its start."""
+    of_sets: dict[int, list[Item]] = {}
+    for item in items:
+        of_sets.setdefault(item.dataset, []).append(item)
+    sets = list(of_sets.values())
+    chosen = []
+    for index in range(count):
+        turn, number = divmod(index, len(sets))
+        of_set = sets[number]
+        chosen.append(of_set[turn % len(of_set)])
+    return chosen
+
+
+def load_items(options: RunOptions, split: str) -> list[Item]:
+    """The items of all prompt sets of a run. Raises UserError."""
+    return join([prompt_set.load(split) for prompt_set in prompt_sets(options)])
+
+
+def fingerprint_sets(options: RunOptions) -> str | None:
+    """One for the items of all prompt sets; None: the only set is not here."""
+    if not options.datasets:
+        return fingerprint(options.dataset)
+    contents = []
+    for prompt_set in prompt_sets(options):
+        files = fingerprint(prompt_set.folder)
+        contents.append((prompt_set.name, prompt_set.kind, prompt_set.is_open, files))
+    return hash_value(contents)
+
+
+def divide(total: int, shares: Sequence[float]) -> list[int]:
+    """``total`` divided in proportion to ``shares`` (Sainte-Laguë).
+
+    With a larger total, no part is smaller.
+    """
+    counts = [0] * len(shares)
+    for _ in range(total):
+        claims = [share / (2 * count + 1) for share, count in zip(shares, counts, strict=True)]
+        counts[claims.index(max(claims))] += 1
+    return counts

@@ -1,0 +1,374 @@
+"""Several prompt sets in one run: an image is scored, compared and reported with its own set.
+
+The sets differ in everything: size, share, prompts, rewards, weights, arguments.
+"""
+
+import json
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from forked_runs import COMPARABLE, assert_same_training, observed, run_to_end
+from hypothesis import given
+from hypothesis import strategies as st
+from named import load
+from PIL import Image
+from reward_factories import checked
+from tiny_run import rows_of, tiny_options, train
+
+from paco_grpo.advantages.aggregation import weighted_sum
+from paco_grpo.advantages.groups import SetRewards, advantages_of_sets
+from paco_grpo.commands.compare import results
+from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.data.sets import divide, items_in_turn, join, load_items, prompt_sets
+from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.options import ConfigError, RunOptions, load_options, options_to_yaml
+from paco_grpo.options.parse import make_options, options_to_dict
+from paco_grpo.report import read_run, write_report
+from paco_grpo.rewards.by_set import merge_sets
+from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.training.build import build_run
+from paco_grpo.training.checks import contradictions
+from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.types import Item
+
+ASKED = "reward_factories:of_set"
+OTHERS = "reward_factories:spread_of_set"
+ROWS = {"large": {"train": 5, "test": 4}, "small": {"train": 2, "test": 3}}
+
+
+def write_sets(folder: Path) -> None:
+    for name, counts in ROWS.items():
+        (folder / name).mkdir(parents=True)
+        for split, count in counts.items():
+            lines = []
+            for number in range(count):
+                prompt = f"{name} {split} {'x' * number} 1x2 grid. [LEFT]: a{number}. [RIGHT]: b."
+                lines.append(json.dumps({"prompt": prompt, "idx": f"{name}{number}"}) + "\n")
+            (folder / name / f"{split}_metadata.jsonl").write_text("".join(lines))
+
+
+def sets_in(folder: Path) -> dict:
+    """``config.datasets``: three prompts of ``large`` for one of ``small``."""
+    return {
+        "small": {
+            "folder": str(folder / "small"),
+            "share": 0.5,
+            "reward_fn": {ASKED: 2.0, OTHERS: 3.0},
+            "reward_fn_kwargs": {
+                ASKED: {"begins": "small", "factor": -5.0},
+                OTHERS: {"begins": "small"},
+            },
+            "test_reward_fn": {ASKED: 1.0, "tiny_run:redness": 0.0},
+        },
+        "large": {"folder": str(folder / "large"), "share": 1.5, "test_reward_fn": {ASKED: 1.0}},
+    }
+
+
+def set_changes(folder: Path) -> dict:
+    """Options of a tiny run on both sets, whose prompts are written to ``folder``."""
+    if not (folder / "large").is_dir():
+        write_sets(folder)
+    return {
+        "dataset": "",
+        "datasets": json.dumps(sets_in(folder)),
+        "train__reward_fn": json.dumps({ASKED: 1.0}),
+        "train__reward_fn_kwargs": json.dumps({ASKED: {"begins": "large", "factor": 7.0}}),
+        "sample__unique_sample_num_per_epoch": 4,
+        "sample__num_images_per_prompt": 3,
+        "sample__global_std": True,
+        "test__num_images": 5,
+    }
+
+
+# --- options and items ---------------------------------------------------------------------------
+
+
+def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
+    write_sets(tmp_path)
+    options = make_options(
+        {
+            "datasets": sets_in(tmp_path),
+            "train": {"reward_fn": {ASKED: 1.0}, "reward_fn_kwargs": {ASKED: {"factor": 7.0}}},
+            "test": {"reward_fn": {OTHERS: 4.0}, "reward_fn_kwargs": {OTHERS: {"begins": "x"}}},
+        },
+        [
+            ("datasets.large.share", "2.5"),
+            ("datasets.large.test_reward_fn", ""),
+            (f"datasets.small.reward_fn.{ASKED}", "6"),
+            (f"datasets.small.reward_fn_kwargs.{ASKED}.factor", "8"),
+        ],
+    )
+    large, small = prompt_sets(options)
+    assert (large.name, large.share, small.name, small.share) == ("large", 2.5, "small", 0.5)
+    assert (large.train.weights, small.train.weights) == ({ASKED: 1}, {ASKED: 6, OTHERS: 3})
+    assert (large.test.weights, small.test.weights) == (
+        {OTHERS: 4},
+        {ASKED: 1, "tiny_run:redness": 0},
+    )
+    assert large.train.kwargs == {ASKED: {"factor": 7}}
+    assert large.test.kwargs == {OTHERS: {"begins": "x"}}
+    assert small.train.kwargs[ASKED]["factor"] == small.test.kwargs[ASKED]["factor"] == 8
+    items = load_items(options, "train")
+    assert [item.item_id for item in items] == list(range(7))
+    assert [item.dataset for item in items] == [0, 0, 0, 0, 0, 1, 1]
+    assert [item.metadata["idx"] for item in items[4:]] == ["large4", "small0", "small1"]
+    saved = tmp_path / "config.yaml"
+    saved.write_text(options_to_yaml(options))
+    assert load_options(str(saved)) == options
+
+
+def test_a_run_with_one_set_is_saved_as_ever():
+    assert "datasets" not in options_to_dict(RunOptions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"datasets.small.shares": "2"}, ["datasets.small.shares", "share"]),
+        ({"datasets.small.share": "0"}, ["datasets.small.share"]),
+        ({"datasets.new.share": "1"}, ["datasets.new.folder"]),
+        ({"datasets.a b.folder": "x"}, ["datasets.a b"]),
+        ({"datasets.small.share": "0.01"}, ["datasets.small.share", "42"]),
+        ({f"datasets.small.reward_fn_kwargs.{OTHERS}s.begins": "x"}, ["datasets.small", OTHERS]),
+        ({f"datasets.large.reward_fn.{ASKED}": "0"}, ["datasets.large.reward_fn"]),
+        ({"dataset": "x"}, ["dataset='x'", "datasets"]),
+        ({"test.num_images": "1"}, ["test.num_images"]),
+        ({}, []),
+    ],
+)
+def test_what_is_wrong_with_sets_is_said_before_anything_is_read(changes, named):
+    values = {"datasets": sets_in(Path("/nowhere")), "train": {"reward_fn": {ASKED: 1.0}}}
+    try:
+        problems = contradictions(make_options(values, changes.items()))
+    except ConfigError as error:
+        problems = str(error).splitlines()
+    assert len(problems) == bool(changes)
+    for name in named:
+        assert name in problems[0]
+
+
+def test_open_prompts_of_a_folder_are_a_set_of_their_own(tmp_path):
+    options = load("toy_t2is_sets")
+    for name, is_open in (("full", False), ("open", True)):
+        assert options.datasets[name].open is is_open
+    rows = [{"prompt": f"{i} 1x2 [LEFT]: a. [RIGHT]: b.", "open": i in (1, 2)} for i in range(5)]
+    for split in ("train", "test"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}_metadata.jsonl").write_text(text)
+    changes = [(f"datasets.{name}.folder", str(tmp_path)) for name in ("full", "open")]
+    items = load_items(load("toy_t2is_sets", *changes), "test")
+    assert [(item.prompt[0], item.dataset) for item in items] == [
+        ("0", 0),
+        ("3", 0),
+        ("4", 0),
+        ("1", 1),
+        ("2", 1),
+    ]
+
+
+@given(total=st.integers(0, 60), shares=st.lists(st.floats(0.05, 20), min_size=1, max_size=5))
+def test_an_epoch_is_divided_by_shares(total, shares):
+    parts = divide(total, shares)
+    assert sum(parts) == total
+    more = divide(total + 1, shares)
+    assert all(0 <= after - before <= 1 for before, after in zip(parts, more, strict=True))
+    assert divide(120, [3.0, 2.0, 1.0]) == [60, 40, 20]
+
+
+def test_each_set_has_its_prompts_in_every_epoch():
+    sampler = GroupSampler([7, 3, 7], [3, 1, 2], 4, seed=5, latents=2)
+    alone = GroupSampler([7], [3], 4, seed=5, latents=2)
+    seen = []
+    for epoch in range(2):
+        samples = sampler.samples(epoch)
+        ids, counts = np.unique(samples.item_ids, return_counts=True)
+        assert (counts == 4).all()
+        assert [((ids >= a) & (ids < b)).sum() for a, b in ((0, 7), (7, 10), (10, 17))] == [3, 1, 2]
+        assert set(ids[ids < 7]) == set(alone.samples(epoch).item_ids)
+        seen += ids.tolist()
+        assert len(np.unique(samples.initial_seeds)) == 2 * len(ids)
+    assert len(seen) == len(set(seen))
+    first = GroupSampler([7, 7], [3, 3], 4, seed=5).samples(0).item_ids
+    assert set(first[first < 7]) != set(first[first >= 7] - 7)
+
+
+def test_evaluations_take_sets_in_turn():
+    items = join([[Item(i, "a") for i in range(3)], [Item(0, "b")]])
+    assert [item.item_id for item in items_in_turn(items, 6)] == [0, 3, 1, 3, 2, 3]
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def test_a_reward_is_asked_about_images_of_its_sets_alone():
+    calls = []
+
+    def reward(name, factor, compares=False):
+        def score(images, items):
+            calls.append((name, [item.item_id for item in items]))
+            return np.array([factor * image.getpixel((0, 0))[0] for image in images])
+
+        score.compares_images = compares
+        return checked(score)
+
+    common = reward("common", 1)
+    sets = [
+        {"common": common, "own": reward("own 0", 2)},
+        {"common": common},
+        {"common": common, "own": reward("own 2", 3), "compared": reward("compared", 4, True)},
+    ]
+    rewards = merge_sets(sets, ["a", "b", "c"])
+    assert rewards["common"] is common
+    queue = ScoreQueue(rewards, 3)
+    datasets = [2, 0, 1, 0, 2, 1, 2]
+    items = [Item(20 + number, "x", dataset=number) for number in datasets]
+    images = [Image.new("RGB", (2, 2), (10 + row, 0, 0)) for row in range(len(items))]
+    queue.submit(images, items, range(len(items)))
+    scores = queue.gathered(Accelerator(cpu=True), len(items), lambda: False)
+    nan = np.nan
+    expected = [
+        [10, 30, 40],
+        [11, 22, nan],
+        [12, nan, nan],
+        [13, 26, nan],
+        [14, 42, 56],
+        [15, nan, nan],
+        [16, 48, 64],
+    ]
+    np.testing.assert_array_equal(scores, expected)
+    asked_of = defaultdict(list)
+    for name, ids in calls:
+        asked_of[name] += ids
+    assert asked_of["own 0"] == [20, 20] and asked_of["own 2"] == [22, 22, 22]
+    assert asked_of["compared"] == [22, 22, 22]
+
+
+def test_advantages_of_a_set_are_as_if_it_were_alone():
+    """With its own weights, standard deviation and missing scores."""
+    rng = np.random.default_rng(0)
+    items = join([[Item(i, f"a{i}") for i in range(3)], [Item(i, f"b{i}") for i in range(2)]])
+    item_ids = rng.permutation(np.repeat(np.arange(5), 4))
+    is_second = item_ids >= 3
+    spread = np.where(is_second, 9.0, 2.0)
+    scores = {"x": spread * rng.normal(size=20), "y": rng.normal(size=20)}
+    scores["y"][~is_second] = np.nan  # absent in the first set
+    scores["x"][np.flatnonzero(is_second)[1]] = np.nan  # missing
+    weights = [{"x": 0.5}, {"x": 2.0, "y": 30.0}]
+    options = make_options({"sample": {"global_std": True}})
+    sets = []
+    for name, of_set in zip("ab", weights, strict=True):
+        sets.append(SetRewards(name, of_set, partial(weighted_sum, of_set)))
+    result = advantages_of_sets(scores, item_ids, items, sets, options)
+    for number, of_set in enumerate(weights):
+        members = is_second == bool(number)
+        total = sum(weight * scores[name] for name, weight in of_set.items())
+        present = members & ~np.isnan(total)
+        assert (result.kept[members] == present[members]).all()
+        expected = np.zeros(20)
+        for item in np.unique(item_ids[present]):
+            group = present & (item_ids == item)
+            expected[group] = total[group] - total[group].mean()
+        expected /= total[present].std()
+        np.testing.assert_allclose(result.advantages[members], expected[members])
+    assert result.stats["missing_share"] == 1 / 20
+    assert result.stats["a/missing_share"] == 0 and result.stats["b/missing_share"] == 1 / 8
+    assert result.stats["group_size_mean"] == pytest.approx(19 / 5)
+    assert result.stats["mean_abs"] == pytest.approx(np.abs(result.advantages[result.kept]).mean())
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_flux_dir, tmp_path_factory):
+    """A run of two epochs; rewards fail for images of another set."""
+    folder = tmp_path_factory.mktemp("sets")
+    options = tiny_options(tiny_flux_dir, folder, eval_freq=2, **set_changes(folder))
+    run = train(options).run
+    assert json.loads((run.folder / "plan.json").read_text())["prompts_of_sets"] == {
+        "large": 3,
+        "small": 1,
+    }
+    return run
+
+
+def test_metrics_are_those_of_each_set(finished):
+    for row in rows_of(finished.options, "train"):
+        assert row["reward/missing_share"] == 0
+        large, small = row["set/large/of_set_mean"], row["set/small/of_set_mean"]
+        assert small < 0 < large
+        assert row["reward/of_set_mean"] == pytest.approx((9 * large + 3 * small) / 12)
+        assert row["set/small/spread_of_set_mean"] == row["reward/spread_of_set_mean"]
+        assert "set/large/spread_of_set_mean" not in row
+        assert row["advantage/large/mean_abs"] != row["advantage/small/mean_abs"]
+    (_, last) = rows_of(finished.options, "eval")
+    rows = read_rows(finished.folder / "eval" / "epoch_0002")
+    assert [row["dataset"] for row in rows] == ["large", "small", "large", "small", "large"]
+    for name, rewards in (("large", ["of_set"]), ("small", ["of_set", "redness"])):
+        of_set = [row["rewards"] for row in rows if row["dataset"] == name]
+        assert all(list(scores) == rewards for scores in of_set)
+        for reward in rewards:
+            mean = np.mean([scores[reward] for scores in of_set])
+            assert last[f"set/{name}/{reward}_mean"] == pytest.approx(mean)
+    assert last["eval/missing_share"] == 0 and "set/large/redness_mean" not in last
+
+
+def test_report_and_tables_are_by_set(finished, tmp_path):
+    write_report(read_run(finished.folder), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    for part in (
+        "of set · large,",
+        "of set · small (weight 2)",
+        "spread of set · small (weight 3)",
+    ):
+        assert part in text
+    tables = results(finished.folder / "eval" / "epoch_0002", None, None)
+    record = json.loads((finished.folder / "eval" / "epoch_0002" / "results.json").read_text())
+    assert "large:" in tables and "small:" in tables
+    (row,) = [row for row in rows_of(finished.options, "eval") if row["epoch"] == 2]
+    for name in ("large", "small"):
+        mean = record["datasets"][name]["results"]["adapter"]["of_set"]["mean"]
+        assert mean == pytest.approx(row[f"set/{name}/of_set_mean"], rel=0.05)
+
+
+def test_a_resumed_run_has_the_same_sets(finished, tiny_flux_dir, tmp_path):
+    changes = set_changes(tmp_path)
+    train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes))
+    again = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
+    run = train(again).run
+    for name, parameter in run.state.parameters.items():
+        assert parameter.equal(finished.state.parameters[name])
+    (tmp_path / "small" / "train_metadata.jsonl").write_text(
+        json.dumps({"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."})
+    )
+    with pytest.raises(ConfigError, match="dataset"):
+        build_run(again)
+
+
+def test_missing_scores_are_counted_in_their_set(tiny_flux_dir, tmp_path):
+    """A dead judge of a small set ends the run, however few of all images are its."""
+    changes = set_changes(tmp_path)
+    sets = sets_in(tmp_path)
+    sets["small"]["reward_fn"] = {"reward_factories:no_scores": 1.0}
+    sets["small"]["reward_fn_kwargs"] = {}
+    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.3}
+    sets["small"]["test_reward_fn"] = {"tiny_run:redness": 1.0}
+    changes["datasets"] = json.dumps(sets)
+    with pytest.raises(TrainingStopped, match="small .*no_scores 100%"):
+        train(tiny_options(tiny_flux_dir, tmp_path, **changes))
+
+
+@pytest.mark.slow
+def test_two_processes_train_sets_as_one(tiny_flux_dir, tmp_path):
+    folders = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folders.append(folder)
+        write_sets(folder)
+        run_to_end(tiny_flux_dir, folder, processes, **COMPARABLE | set_changes(folder))
+    assert np.count_nonzero(observed(folders[0])["advantages"]) == 24
+    assert_same_training(*folders)
