@@ -13,6 +13,8 @@ from paco_grpo.advantages.aggregation import AggregateFn, normalize
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.types import Item
 
+_STATS = ("missing_share", "dropped_share", "group_size_mean", "zero_std_share", "mean_abs")
+
 
 @dataclass(frozen=True)
 class SetRewards:
@@ -105,7 +107,7 @@ def advantages_of_sets(
     """Advantages of all N samples of an epoch, those of each prompt set by its own rewards.
 
     What is taken over all samples, such as a standard deviation, is taken over those of the set.
-    With several sets, ``stats`` has the numbers of each, and their means over all.
+    With several sets, ``stats`` has the numbers of each, and their means weighted by images.
 
     Args:
         scores: Name → (N,), NaN = missing or absent.
@@ -119,7 +121,7 @@ def advantages_of_sets(
     """
     datasets = np.array([items[i].dataset for i in item_ids])
     total = AdvantageResult(np.zeros(len(item_ids)), np.zeros(len(item_ids), bool), {})
-    counts = {}  # of what the numbers of a set are means over
+    sizes = []
     for number, of_set in enumerate(set_rewards):
         members = np.flatnonzero(datasets == number)
         prompts = [items[i].prompt for i in item_ids[members]]
@@ -131,20 +133,12 @@ def advantages_of_sets(
             return result
         total.advantages[members] = result.advantages
         total.kept[members] = result.kept
-        total.stats.update({f"{of_set.name}/{key}": x for key, x in result.stats.items()})
-        num_kept = result.kept.sum()
-        num_groups = num_kept / max(result.stats["group_size_mean"], 1)
-        counts[of_set.name] = {
-            "missing_share": len(members),
-            "dropped_share": len(members),
-            "group_size_mean": num_groups,
-            "zero_std_share": num_groups,
-            "mean_abs": num_kept,
-        }
-    for key in next(iter(counts.values())):
-        weights = [of_set[key] for of_set in counts.values()]
-        values = [total.stats[f"{name}/{key}"] for name in counts]
-        total.stats[key] = float(np.dot(weights, values) / max(sum(weights), 1))
+        sizes.append(len(members))
+        for name, value in result.stats.items():
+            total.stats[f"{of_set.name}/{name}"] = value
+    for name in _STATS:
+        of_sets = [total.stats[f"{of_set.name}/{name}"] for of_set in set_rewards]
+        total.stats[name] = float(np.average(of_sets, weights=sizes))
     return total
 
 

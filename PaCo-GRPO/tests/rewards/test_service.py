@@ -144,14 +144,14 @@ def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
 
 
 def test_images_and_items_arrive_and_an_item_is_sent_once():
-    several = Item(9, 'say "é"', 64, 32, metadata={"idx": "x"}, references=tuple(IMAGES[:3]))
+    several = Item(9, 'say "é"', 64, 32, {"idx": "x"}, tuple(IMAGES[:3]), dataset=2)
     items = [*ITEMS[1:], several]
     body = encode_request(IMAGES, items)
     assert len(json.loads(body)["items"]) == len({item.item_id for item in items})
     images, arrived = decode_request(body)
     assert [image.tobytes() for image in images] == [image.tobytes() for image in IMAGES]
     for item, before in zip(arrived, items, strict=True):
-        for name in ("item_id", "prompt", "height", "width", "metadata"):
+        for name in ("item_id", "prompt", "height", "width", "dataset", "metadata"):
             assert getattr(item, name) == getattr(before, name)
         references = [image.tobytes() for image in item.images]
         assert references == [image.tobytes() for image in before.images]

@@ -4,6 +4,7 @@ The sets differ in everything: size, share, prompts, rewards, weights, arguments
 """
 
 import json
+import re
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,13 @@ from accelerate import Accelerator
 from forked_runs import COMPARABLE, assert_same_training, observed, run_to_end
 from hypothesis import given
 from hypothesis import strategies as st
-from named import load
+from named import CONFIG, load
 from PIL import Image
 from reward_factories import checked
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.advantages.aggregation import weighted_sum
-from paco_grpo.advantages.groups import SetRewards, advantages_of_sets
+from paco_grpo.advantages.groups import SetRewards, advantages_of_sets, compute_advantages
 from paco_grpo.commands.compare import results
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.data.sets import divide, items_in_turn, join, load_items, prompt_sets
@@ -119,9 +120,6 @@ def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(options_to_yaml(options))
     assert load_options(str(saved)) == options
-
-
-def test_a_run_with_one_set_is_saved_as_ever():
     assert "datasets" not in options_to_dict(RunOptions())
 
 
@@ -149,6 +147,16 @@ def test_what_is_wrong_with_sets_is_said_before_anything_is_read(changes, named)
     assert len(problems) == bool(changes)
     for name in named:
         assert name in problems[0]
+
+
+def test_the_example_of_the_page_is_right(tmp_path):
+    page = (CONFIG.parents[1] / "docs" / "rewards.md").read_text()
+    (code,) = re.findall(r"```python\n(def my_sets.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text((CONFIG / "grpo.py").read_text() + code)
+    options = load_options(f"{tmp_path / 'mine.py'}:my_sets")
+    assert contradictions(options) == []
+    shares = [prompt_set.share for prompt_set in prompt_sets(options)]
+    assert divide(8, shares) == [4, 2, 2]  # full, keep, open
 
 
 def test_open_prompts_of_a_folder_are_a_set_of_their_own(tmp_path):
@@ -263,21 +271,18 @@ def test_advantages_of_a_set_are_as_if_it_were_alone():
     for name, of_set in zip("ab", weights, strict=True):
         sets.append(SetRewards(name, of_set, partial(weighted_sum, of_set)))
     result = advantages_of_sets(scores, item_ids, items, sets, options)
-    for number, of_set in enumerate(weights):
+    for number, of_set in enumerate(sets):
         members = is_second == bool(number)
-        total = sum(weight * scores[name] for name, weight in of_set.items())
-        present = members & ~np.isnan(total)
-        assert (result.kept[members] == present[members]).all()
-        expected = np.zeros(20)
-        for item in np.unique(item_ids[present]):
-            group = present & (item_ids == item)
-            expected[group] = total[group] - total[group].mean()
-        expected /= total[present].std()
-        np.testing.assert_allclose(result.advantages[members], expected[members])
+        trained = {name: scores[name][members] for name in of_set.weights}
+        prompts = [items[i].prompt for i in item_ids[members]]
+        alone = compute_advantages(
+            trained, item_ids[members], prompts, of_set.aggregate_fn, options
+        )
+        np.testing.assert_array_equal(result.advantages[members], alone.advantages)
+        np.testing.assert_array_equal(result.kept[members], alone.kept)
+        assert alone.kept.sum() == [12, 7][number]
     assert result.stats["missing_share"] == 1 / 20
     assert result.stats["a/missing_share"] == 0 and result.stats["b/missing_share"] == 1 / 8
-    assert result.stats["group_size_mean"] == pytest.approx(19 / 5)
-    assert result.stats["mean_abs"] == pytest.approx(np.abs(result.advantages[result.kept]).mean())
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -353,11 +358,9 @@ def test_missing_scores_are_counted_in_their_set(tiny_flux_dir, tmp_path):
     """A dead judge of a small set ends the run, however few of all images are its."""
     changes = set_changes(tmp_path)
     sets = sets_in(tmp_path)
-    sets["small"]["reward_fn"] = {"reward_factories:no_scores": 1.0}
-    sets["small"]["reward_fn_kwargs"] = {}
-    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.3}
+    sets["small"] |= {"reward_fn": {"reward_factories:no_scores": 1.0}, "reward_fn_kwargs": {}}
     sets["small"]["test_reward_fn"] = {"tiny_run:redness": 1.0}
-    changes["datasets"] = json.dumps(sets)
+    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.3}
     with pytest.raises(TrainingStopped, match="small .*no_scores 100%"):
         train(tiny_options(tiny_flux_dir, tmp_path, **changes))
 

@@ -13,7 +13,7 @@ from PIL import Image
 from paco_grpo.item import Item
 from paco_judge.images import encode, read_image
 
-_FIELDS = ("item_id", "prompt", "height", "width")
+_FIELDS = ("item_id", "prompt", "height", "width", "dataset")
 
 
 def encode_request(images: Sequence[Image.Image], items: Sequence[Item]) -> bytes:
