@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from paco_grpo.data.sets import has_references
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_judge.files import write_atomically
@@ -52,8 +53,7 @@ def write_model_card(
     folder: Path, options: RunOptions, policy: DiffusersPolicy, epochs: int
 ) -> None:
     """Write ``README.md`` in ``folder``: ``adapter`` (PEFT) or ``diffusers`` of a checkpoint."""
-    has_references = options.prompt_fn in ("geneval_image", "arrow_editing")
-    edits = policy.needs_image or (policy.edits_images and has_references)
+    edits = policy.needs_image or (policy.edits_images and has_references(options))
     head = {
         "base_model": options.pretrained.model,
         "library_name": "peft" if folder.name == "adapter" else "diffusers",

@@ -93,6 +93,12 @@ def prompt_sets(options: RunOptions) -> list[PromptSet]:
     return sets
 
 
+def has_references(options: RunOptions) -> bool:
+    """Whether prompt sets are of a kind with reference images."""
+    kinds = {prompt_set.kind for prompt_set in prompt_sets(options)}
+    return not kinds.isdisjoint(("geneval_image", "arrow_editing"))
+
+
 def _table(weights: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]]) -> RewardTable:
     return RewardTable(weights, {name: kwargs.get(name, {}) for name in weights})
 

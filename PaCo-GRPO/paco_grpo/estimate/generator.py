@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from paco_grpo.architectures import pipeline_of
-from paco_grpo.data.sets import prompt_sets
+from paco_grpo.data.sets import has_references, prompt_sets
 from paco_grpo.distributed.processes import Strategy
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
@@ -172,8 +172,7 @@ def _sample(
 
 
 def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
-    has_references = options.prompt_fn in ("geneval_image", "arrow_editing")
-    return policy.needs_image or (policy.edits_images and has_references)
+    return policy.needs_image or (policy.edits_images and has_references(options))
 
 
 def micro_batch_size(options: RunOptions, plan: Plan) -> int:

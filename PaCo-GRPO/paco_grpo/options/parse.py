@@ -289,8 +289,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return _unknown(name)
     if "reward_fn" not in name:  # else entries of a table; here, alternatives of a union
-        depth = 3 if words[0] == "datasets" else 2 if words[0] in GROUPS else 1
-        name = ".".join(words[:depth])
+        depths = dict.fromkeys(GROUPS, 2) | {"datasets": 3}
+        name = ".".join(words[: depths.get(words[0], 1)])
     value = error["input"]
     message = error["msg"].removeprefix("Value error, ")
     published = PUBLISHED_VALUES.get((name, value)) if isinstance(value, str) else None
