@@ -312,7 +312,7 @@ class RunOptions:
 
     dataset: str = option("", "folder of the prompt set")
     datasets: Annotated[dict[SetName, DatasetOptions], Table] = beyond_paper(
-        {}, "several prompt sets in place of one: {name: options}, see below"
+        {}, "several prompt sets in place of one: {name: {folder, share, reward_fn, …}}"
     )
     prompt_fn: PromptKind = option("geneval", "kind of prompt set")
     item_size: Literal["exact", "aspect"] = option(
