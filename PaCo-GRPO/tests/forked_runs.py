@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,19 +20,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from fakes import distributed_environment, free_port
 from safetensors.torch import load_file
 from tiny_run import brightness, overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
-import paco_grpo.checkpoint.state
-import paco_grpo.policies.flux  # imported in the server, not in each run
 from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
-from paco_judge.errors import UserError
 
 RUN = {
     "num_epochs": 3,
@@ -54,9 +52,7 @@ COMPARABLE = {
     "train__max_missing_reward_fraction": 1,
 }
 TOLERANCE = 3e-6
-FAILED = 2
 STOPPED = 3
-REFUSED = 4
 # So that the server finds this module.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -96,21 +92,18 @@ def lose_log_probs(updater, rollouts, *_) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """``action`` at call number ``at_call`` of a method, in process ``rank`` alone."""
+    """``action`` before call number ``at_call`` of a method, in process ``rank`` alone."""
 
     method: str
     at_call: int
     action: Callable = kill
-    after: bool = False
     rank: int = 0
 
 
 _METHODS = {
-    "decode": (paco_grpo.policies.flux.FluxPolicy, "decode"),
+    "decode": (FluxPolicy, "decode"),
     "score": (CheckedReward, "__call__"),
     "backward": (Updater, "_micro_batches"),
-    "update": (Updater, "_optimizer_step"),
-    "write": (paco_grpo.checkpoint.state, "save_file"),
     "commit": (ckpt, "commit"),
 }
 
@@ -122,49 +115,29 @@ def injected(fault: Fault):
 
     def method(*arguments, **keywords):
         calls.append(1)
-        now = len(calls) == fault.at_call
-        if now and not fault.after:
+        if len(calls) == fault.at_call:
             fault.action(*arguments)
-        result = original(*arguments, **keywords)
-        if now and fault.after:
-            fault.action(*arguments)
-        return result
+        return original(*arguments, **keywords)
 
     return mock.patch.object(owner, name, method)
 
 
 def _main(
-    rank: int,
-    processes: int,
-    machines: int,
-    port: int,
-    flux: Path,
-    folder: Path,
-    changes: dict,
-    fault: Fault | None,
+    rank: int, placement: dict, flux: Path, folder: Path, changes: dict, fault: Fault | None
 ) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
-    if processes > 1:
-        os.environ |= {
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(processes // machines),
-            "WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "ACCELERATE_USE_CPU": "true",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+    if placement:
+        os.environ |= distributed_environment(rank, **placement)
     try:
         with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
-    except (TrainingStopped, UserError, OSError) as error:
-        (folder / f"message_{rank}").write_text(str(error))
-        statuses = {TrainingStopped: STOPPED, ckpt.CheckpointError: FAILED, OSError: FAILED}
-        sys.exit(statuses.get(type(error), REFUSED))
+    except TrainingStopped as stopped:
+        (folder / f"message_{rank}").write_text(str(stopped))
+        sys.exit(STOPPED)
 
 
 def run(
@@ -183,10 +156,10 @@ def run(
     changes = RUN | {"train__reward_fn_kwargs": repr(kwargs)} | changes
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_runs"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    more = (processes, machines, port, flux, folder, changes, fault)
+    placement = {}
+    if processes > 1:
+        placement = {"processes": processes, "port": free_port(), "machines": machines}
+    more = (placement, flux, folder, changes, fault)
     started = [context.Process(target=_main, args=(rank, *more)) for rank in range(processes)]
     for process in started:
         process.start()

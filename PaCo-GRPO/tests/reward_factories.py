@@ -87,10 +87,6 @@ def negative():
     return lambda images, items: -np.arange(1.0, len(images) + 1)
 
 
-def failing_aggregation(**rewards):
-    raise ValueError("cannot join these")
-
-
 def unlike_others(unscored=""):
     """Distance of an image's brightness from the mean of the others of its item."""
 
@@ -120,15 +116,3 @@ def absent_while(file, share: float = 1.0):
         return scores
 
     return score_unless
-
-
-def only_comparing():
-    """As win_rate: an image without others of its item has no score."""
-    return compare_or_nothing
-
-
-def compare_or_nothing(images, items):
-    return np.full(len(images), 0.5 if len(images) > 1 else np.nan)
-
-
-compare_or_nothing.compares_images = True

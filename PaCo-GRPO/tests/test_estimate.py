@@ -12,7 +12,6 @@ from paco_grpo import architectures
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.estimate import fake_device, generator
 from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, measured
-from paco_grpo.options.schema import RunOptions, TestOptions
 from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.memory import quantizable
 
@@ -147,21 +146,6 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
     assert changed.resident["optimizer"] == tiny_flux.resident["optimizer"] // 4
 
 
-def test_all_weights_are_trained_in_float32_and_sharded_inside_a_machine(tiny_flux_dir, tiny_flux):
-    options = tiny(tiny_flux_dir, use_lora="false", train__sharding="fsdp2")
-    sharded = generator.estimate(options, "tiny", 16, 80 * GIB)
-    whole = 2 * tiny_flux.resident["transformer"]
-    assert sharded.resident["trained weights"] == pytest.approx(whole / 8, rel=0.01)
-
-
-def test_a_reward_of_the_test_alone_is_where_its_arguments_say():
-    on_cpu = {"pickscore": {"device": "cpu"}}
-    test = TestOptions(reward_fn={"pickscore": 1.0}, reward_fn_kwargs=on_cpu)
-    assert generator.reward_bytes(RunOptions(test=test)) == {}
-    test = TestOptions(reward_fn={"pickscore": 1.0})
-    assert len(generator.reward_bytes(RunOptions(test=test))) == 1
-
-
 @pytest.fixture
 def command(tiny_flux_dir, tiny_flux, monkeypatch):
     """``estimate.py`` for the tiny FLUX: its status."""
@@ -181,10 +165,3 @@ def test_the_command_reports_and_sets_its_status(command, tiny_flux, capsys):
     tiny_flux.resident["more"] = 30 * GIB
     assert command("--gpu", "RTX 4090 24GB") == 3
     del tiny_flux.resident["more"]
-
-
-def test_the_command_refuses_wrong_options(command, capsys):
-    assert command("--config.sample.batch_sise=2") == 1
-    for words in (["--gpu", "H100"], ["--processes", "0"], ["--share", "nan"], ["--share", "-1"]):
-        with pytest.raises(SystemExit):
-            command(*words)

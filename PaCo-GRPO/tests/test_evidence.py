@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
 import yaml
 
-from paco_grpo.commands.evidence import main, row
-from paco_judge.errors import UserError
+from paco_grpo.commands.evidence import main
 
 OPTIONS = {
     "pretrained": {"model": "some/FLUX"},
@@ -42,9 +40,3 @@ def test_a_run_is_one_row(tmp_path, capsys):
         "3 epochs in 2.2 h, median 80.0 s; consistency_score 0.400 → 0.750 ± 0.075; "
         "subfig_clipT 0.300 → 0.250 ± 0.025"
     )
-
-
-def test_a_run_without_an_epoch_has_no_row(tmp_path):
-    write(tmp_path, [evaluation(0.4, 0.3)])
-    with pytest.raises(UserError, match=tmp_path.name):
-        row(tmp_path)

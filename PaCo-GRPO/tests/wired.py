@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 from accelerate import Accelerator
-from fakes import fake_judge
+from fakes import distributed_environment, fake_judge
 from PIL import Image
 
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
@@ -111,15 +111,7 @@ def gathered(accelerator: Accelerator, kwargs: dict) -> np.ndarray:
 
 def scores_on(rank: int, processes: int, port: int, kwargs: dict, answers) -> None:
     """Scores of all images, and the error of a reward that fails for one item."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    os.environ |= distributed_environment(rank, processes, port)
     accelerator = Accelerator(cpu=True)
     scores = gathered(accelerator, kwargs)
     try:

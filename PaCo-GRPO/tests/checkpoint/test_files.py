@@ -67,13 +67,3 @@ def test_other_weights_are_not_loaded(tmp_path):
     for tensors in ({"w": torch.zeros(2, 2)}, {}):  # the first would be broadcast
         with pytest.raises(ckpt.CheckpointError, match=r"ema\.safetensors"):
             ckpt.load_into(tmp_path / "ema.safetensors", tensors)
-
-
-def test_saving_again_replaces_a_checkpoint(tmp_path):
-    for content in ("old", "new"):
-        partial = tmp_path / ".epoch_0001.partial"
-        (partial / "state").mkdir(parents=True)
-        (partial / "state" / "x").write_text(content)
-        ckpt.commit(partial, tmp_path / "epoch_0001")
-    assert (tmp_path / "epoch_0001" / "state" / "x").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch_0001"]

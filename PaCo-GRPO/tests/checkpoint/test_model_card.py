@@ -8,7 +8,7 @@ from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
 
-from paco_grpo.checkpoint.model_card import add_check, write_model_card
+from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import PretrainedOptions, TestOptions
 from paco_grpo.policies import adapters
@@ -64,16 +64,3 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     with Image.open("image.png") as image:
         difference = np.asarray(image, np.int16) - np.asarray(ours, np.int16)
     assert np.abs(difference).max() <= 1
-
-
-def test_a_card_says_what_was_checked_once(tiny_folder, tmp_path):
-    folder = tmp_path / "diffusers"
-    policy = trained("flux", tiny_folder("flux"))
-    adapters.save_diffusers(policy, folder)
-    write_model_card(folder, options_for("flux", tiny_folder("flux")), policy, epochs=2)
-    before = (folder / "README.md").read_text()
-    add_check(folder, "first")
-    add_check(folder, "second")
-    text = (folder / "README.md").read_text()
-    assert "second" in text and "first" not in text
-    assert text.replace("## Check\n\nsecond\n\n", "") == before

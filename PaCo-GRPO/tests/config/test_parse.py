@@ -12,7 +12,6 @@ from named import CONFIG, load
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.options import ConfigError, RunOptions, load_options, make_options, options_to_yaml
 from paco_grpo.options.parse import parse_command_line
-from paco_grpo.options.published import PUBLISHED
 from paco_grpo.training.checks import contradictions
 
 
@@ -130,13 +129,6 @@ def test_all_problems_are_said_at_once():
         "geneval_image or arrow_editing",
     ):
         assert str(caught.value).count(named) == 1, named
-
-
-def test_published_names_are_answered_with_what_they_are_here():
-    for name in PUBLISHED:
-        with pytest.raises(ConfigError) as caught:
-            make_options({}, [(name, "1")])
-        assert PUBLISHED[name] in str(caught.value) and "Did you mean" not in str(caught.value)
 
 
 def test_tables_in_a_file(load_file):

@@ -2,12 +2,9 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from paco_grpo.data.prompts import item_size, load_prompts, round_to_multiple
 from paco_grpo.types import Item
@@ -57,35 +54,16 @@ def test_a_line_of_a_text_is_a_prompt(tmp_path):
         ({"prompt": "  "}, "'prompt'"),
         ({"prompt": ["x"]}, "'prompt'"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
-        ({"prompt": "x", "height": "64", "width": 64}, "'height'.*'64'"),
         ({"prompt": "x", "height": 64, "width": 64.5}, "'width'.*64.5"),
-        ({"prompt": "x", "height": True, "width": 64}, "'height'"),
-        ({"prompt": "x", "category": {"a": 1}}, "'category'"),
         ({"prompt": "x", "category": 3}, "'category'"),
         ({"prompt": "x", "open": "false"}, "'open'.*'false'"),
-        ({"prompt": "x", "open": 0}, "'open'"),
-        ({"prompt": "x", "open": []}, "'open'"),
-        ({"prompt": "x", "criteria": {"style": "same"}}, "'criteria'"),
-        ({"prompt": "x", "criteria": [["style", {"a": "same"}]]}, "'criteria'"),
         ({"prompt": "x", "criteria": {"style": {"a": 1}}}, "'criteria'"),
     ],
 )
-@pytest.mark.parametrize("kind", ["geneval", "geneval_image", "arrow_editing"])
-def test_a_field_of_another_type_is_refused_in_every_kind(tmp_path, row, named, kind):
-    if kind == "arrow_editing" and any(isinstance(value, list | dict) for value in row.values()):
-        pytest.skip("such columns are not read")
-    image = tmp_path / "a.png"
-    Image.new("RGB", (4, 4), "red").save(image)
-    if kind == "arrow_editing":
-        table = pa.Table.from_pylist([row | {"image": image.read_bytes()}])
-        pq.write_table(table, tmp_path / "train.parquet")
-    rows = [{"prompt": GRID}, row]
-    if kind == "geneval_image":
-        rows = [fields | {"image": "a.png"} for fields in rows]
-    write(tmp_path, *rows)
-    place = "train.parquet: row 1" if kind == "arrow_editing" else "train_metadata.jsonl: row 2"
-    with pytest.raises(UserError, match=f"{place}.*field.*{named}"):
-        load_prompts(tmp_path, "train", kind)
+def test_a_field_of_another_type_is_refused(tmp_path, row, named):
+    write(tmp_path, {"prompt": GRID}, row)
+    with pytest.raises(UserError, match=f"train_metadata.jsonl: row 2.*field.*{named}"):
+        load_prompts(tmp_path, "train")
 
 
 @pytest.mark.parametrize(

@@ -178,53 +178,6 @@ def test_lists_of_prompts(fetch, source, tmp_path):
         } == expected
 
 
-def test_a_set_in_another_form_leaves_nothing_behind(fetch, source, tmp_path, capsys):
-    row = {"input_prompt": "x", "input_image": "a.png"}
-    write(source / "text_and_image_to_image.json", json.dumps([row]))
-    assert fetch.run("sharegpt-4o-image") == 1 and "image 'a.png'" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_images_whose_keys_differ_in_punctuation_keep_files_of_their_own(fetch, source, tmp_path):
-    keys = {"a": "red", "a/b": "green", "a b": "blue", "A": "white"}
-    rows = [
-        {
-            "task_type": "color_alter",
-            "key": key,
-            "instruction": key,
-            "instruction_language": "en",
-            "input_image": {"bytes": encoded(color)},
-        }
-        for key, color in keys.items()
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), source / "a.parquet")
-    assert fetch.run("gedit") == 0
-    for item in load_prompts(tmp_path / "out", "test", "geneval_image"):
-        expected = Image.new("RGB", (6, 4), keys[item.prompt])
-        assert item.load().image.tobytes() == expected.tobytes()
-
-
-def test_open_prompts_stay_open_and_get_no_twin(fetch, source, tmp_path):
-    rows = [grid_row(1), grid_row(2, open=True)]
-    rows[0]["prompt"] = "A 1x2 grid layout of a cat.The cat is red. [LEFT]:asleep. [RIGHT]:awake."
-    for split in ("train", "test"):
-        write(source / f"{split}.jsonl", rows)
-    assert fetch.run("t2is", "--open_twins") == 0
-    items = load_prompts(tmp_path / "out", "train")
-    assert [item.metadata["open"] for item in items] == [False, True, True]
-    assert items[2].metadata == rows[1]
-
-
-def test_a_set_without_open_twins_and_a_folder_with_files_are_refused(
-    fetch, source, tmp_path, capsys
-):
-    write(source / "T2IS.jsonl", [grid_row(1)])
-    assert fetch.run("t2is", "--open_twins") == 1 and "open twin" in capsys.readouterr().err
-    write(tmp_path / "out" / "mine.txt", "mine")
-    assert fetch.run("t2is") == 1 and "--output" in capsys.readouterr().err
-    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
-
-
 def test_open_twins_of_our_own_set(fetch, tmp_path):
     assert fetch.run("t2is", "--source", str(FOLDER / "T2IS"), "--open_twins") == 0
     items = load_prompts(tmp_path / "out", "test")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -181,6 +182,14 @@ def test_summary_against_numpy():
             "category/c/b_mean": 5.0,
         }
     )
+
+
+def test_a_reward_that_compares_images_owes_a_single_one_nothing():
+    images = [SimpleNamespace(item=Item(number, "x")) for number in (0, 1, 1)]
+    comparing = {"a": False, "b": True}
+    rewards = {name: SimpleNamespace(compares_images=is_so) for name, is_so in comparing.items()}
+    missing = evaluate.missing_scores(np.full((3, 2), np.nan), rewards, images)
+    assert missing.tolist() == [[True, False], [True, True], [True, True]]
 
 
 @pytest.mark.parametrize("place", ["", "diffusers"])

@@ -70,12 +70,9 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, nam
     ("name", "words", "named"),
     [
         ("flux", "--prompt x --image FOLDER/a.png", "reference images"),
-        ("flux", "--prompt x --best 1", "--judge"),
         ("flux", "--prompt x --judge http://127.0.0.1:1", "grid"),
         ("flux_kontext", "--prompt x --prompt x --prompt x --image a.png --image b.png", "--image"),
         ("flux_kontext", "--prompt x --image FOLDER/none.png", "none.png"),
-        ("flux", "--prompts_file FOLDER/none.txt", "none.txt"),
-        ("flux", "--prompt x --adapter FOLDER/none", "--adapter"),
     ],
 )
 def test_wrong_arguments_are_one_clear_line(
@@ -87,12 +84,6 @@ def test_wrong_arguments_are_one_clear_line(
     assert generate.main(command) == 1
     assert named in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("seeds", ["0", "1,-1", "x", "3,1,3", "0,99999999999999999999"])
-def test_seeds_are_different_numbers(generate, seeds):
-    with pytest.raises(SystemExit, match="2"):
-        generate.main(["--prompt", "x", f"--seeds={seeds}"])
 
 
 def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):

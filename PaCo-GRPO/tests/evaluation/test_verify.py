@@ -1,6 +1,5 @@
 """The saved adapter in plain diffusers gives the trainer's image; damage to the file shows."""
 
-import dataclasses
 import logging
 import shutil
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policies import FAMILIES, disturb, items, trained
 from tiny_run import load_script, tiny_options, train
 
-from paco_grpo.evaluation.verify import skip_reason, verify_adapter
+from paco_grpo.evaluation.verify import verify_adapter
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
 from paco_grpo.policies import adapters, lora
@@ -51,7 +50,7 @@ def test_each_family(tiny_folder, tmp_path, name):
     assert state_of(policy) == before
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image_edit_plus", "flux2_klein"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image_edit_plus"])
 def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path, name):
     policy = trained(name, tiny_folder(name), dtype=torch.bfloat16, max_sequence_length=40)
     policy.offload(text_encoders=True, vae=True)
@@ -76,33 +75,13 @@ def test_references_of_another_shape_and_another_guidance(tiny_folder, tmp_path)
         assert verify_adapter(policy, OPTIONS, tmp_path / name, item).difference < 0.1
 
 
-@pytest.mark.parametrize(
-    ("group", "option", "value"),
-    [
-        ("", "use_lora", False),
-        ("train", "sharding", "fsdp2"),
-        ("pretrained", "quantize", "nf4"),
-    ],
-)
-def test_what_is_not_compared_is_said(group, option, value):
-    changed = {option: value}
-    if group:
-        changed = {group: dataclasses.replace(getattr(RunOptions(), group), **changed)}
-    assert option in skip_reason(dataclasses.replace(RunOptions(), **changed))
-
-
-def test_the_command(trained_run, tmp_path, capsys):
+def test_the_command(trained_run, tmp_path):
     main = load_script("evaluate").main
     checkpoint = tmp_path / "epoch_0002"
     shutil.copytree(trained_run.folder / "checkpoints" / "epoch_0002", checkpoint)
     of_run = ["--verify", str(trained_run.folder / "checkpoints" / "epoch_0002")]
     assert main(of_run) == 0  # with the configuration of its run
     arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--verify", str(checkpoint)]
-    assert main(arguments) == 0
-    printed, again = capsys.readouterr().out.splitlines()
-    assert printed == again
-    assert printed in (checkpoint / "diffusers" / "README.md").read_text()
-
     file = checkpoint / "diffusers" / "pytorch_lora_weights.safetensors"
     save_file({k: t * (-1) ** ("lora_B" in k) for k, t in load_file(file).items()}, file)
     assert main(arguments) == 1

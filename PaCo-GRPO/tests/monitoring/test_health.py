@@ -5,15 +5,12 @@ import logging
 import numpy as np
 import pytest
 import torch
-from named import load
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.evaluation.evaluate import evaluation_metrics
 from paco_grpo.monitoring.health import against_first, judge_epoch, judge_evaluation
 from paco_grpo.monitoring.observe import ReferenceProbe, SampleObserver
 from paco_grpo.policies.lora import reference_weights
-from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 
@@ -33,7 +30,6 @@ WELL = {
         ("latent_std_vs_first", 2.5, 1.9, True),
         ("distinctness_vs_first", 0.1, 0.3, True),
         # They compare false with every limit.
-        ("velocity_change", float("nan"), 0.7, True),
         ("latent_std", float("inf"), 0.6, True),
     ],
 )
@@ -60,23 +56,6 @@ def test_trained_rewards_against_evaluation_only_ones():
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []
-
-
-def test_a_recipe_s_guard_can_tell_of_an_exploited_reward():
-    """Trained rewards rise and one that is only evaluated falls, by the names that a run logs."""
-    options = load("toy_t2is_nft")
-    trained = [short_name(name) for name, weight in options.train.reward_fn.items() if weight]
-    names = [short_name(name) for name in options.test.reward_fn]
-    guards = [name for name in names if name not in trained]
-    assert guards
-    change = [0.3 if name in trained else -0.3 for name in names]
-    scores = 0.5 + np.random.default_rng(0).normal(0, 0.1, (64, len(names)))
-    rows = []
-    for epoch_scores in (scores, scores + change):
-        missing = np.zeros_like(scores, bool)
-        rows.append(evaluation_metrics(epoch_scores, missing, names, [None] * 64))
-    signs = [finding.sign for finding in judge_evaluation(rows, trained)]
-    assert signs == [f"eval/{guard}_mean" for guard in guards]
 
 
 def test_statistics_of_samples_against_numpy():

@@ -135,18 +135,6 @@ def test_dgpo_masks_what_moved_far_enough():
             assert moves.any() != bool(share)
 
 
-def test_group_weights_are_finite_and_centered():
-    changes = np.array([[1e6], [-1e6], [3.0], [4.0]])
-    items = np.array([0, 0, 1, 1])
-    weights = group_weights(changes, items, np.array([5.0, -5.0, 2.0, 2.0]), 100.0)
-    assert (
-        np.isfinite(weights).all()
-        and weights[:2].sum() == pytest.approx(0)
-        and weights[0, 0] == pytest.approx(5)
-    )
-    assert (weights[2:] == 0).all()  # all equal
-
-
 # --- Flow-DPPO
 # --------------------------------------------------------------------------------------------------
 

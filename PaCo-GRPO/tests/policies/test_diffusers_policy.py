@@ -6,25 +6,10 @@ import torch
 from tiny_pipelines import SCHEDULER
 from tiny_policies import load
 
-from paco_grpo.types import Item
-
 
 @pytest.fixture
 def flux(tiny_flux_dir):
     return load("flux", tiny_flux_dir)
-
-
-def test_the_text_cache_is_bounded_and_drops_the_least_recently_used(flux):
-    flux._texts.max_bytes = 10_000
-    flux.encode([Item(i, f"prompt {i}") for i in (0, 1)])
-    size = flux._texts.num_bytes // 2
-    flux._texts.max_bytes = 3 * size
-    flux.encode([Item(i, f"prompt {i}") for i in (2, 0, 3)])
-    assert flux._texts.num_bytes == 3 * size
-    assert [text for text, _ in flux._texts._entries] == ["prompt 2", "prompt 0", "prompt 3"]
-    flux._texts.max_bytes = 1  # one entry always stays
-    flux.encode([Item(4, "prompt 4")])
-    assert flux._texts.num_bytes == size
 
 
 def test_sizes_are_rounded(flux):

@@ -1,12 +1,7 @@
 """Positions of image tokens in Qwen-Image-Edit's text encoder: rows and columns (M-RoPE)."""
 
-import re
-
 import torch
-from named import load as load_named
 from tiny_policies import items, load
-
-from paco_grpo.checkpoint.model_card import write_model_card
 
 NAME = "qwen_image_edit"
 
@@ -46,12 +41,3 @@ def test_image_tokens_have_their_rows_and_columns(tiny_folder):
     assert image == [
         [start, start + row, start + column] for row in range(rows) for column in range(columns)
     ]
-
-
-def test_the_model_card_says_how_to_get_them_in_diffusers(tiny_folder, tmp_path):
-    policy = load(NAME, tiny_folder(NAME))
-    folder = tmp_path / "diffusers"
-    folder.mkdir()
-    write_model_card(folder, load_named("qwen_editing"), policy, epochs=1)
-    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    assert "mm_token_type_ids" in code and policy.card_setup in code  # test_model_card.py runs it

@@ -10,7 +10,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import build_tiny_flux
@@ -184,10 +183,6 @@ def block_57(weights, prefix):
     return weights | deeper
 
 
-def renamed_blocks(weights, prefix):
-    return {name.replace("single_transformer_blocks", "blocks"): t for name, t in weights.items()}
-
-
 def of_a_text_encoder(weights, prefix):
     layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
     return weights | {f"{layer}.lora_{s}.weight": torch.ones(4, 4) for s in "AB"}
@@ -209,7 +204,6 @@ def half_a_pair(weights, prefix):
     ("change", "named"),
     [
         (block_57, r"transformer_blocks\.57\."),
-        (renamed_blocks, r"\bblocks\.0\."),
         (of_a_text_encoder, r"text_encoder\.text_model"),
         (dora, "lora_magnitude_vector"),
         (half_a_pair, r"transformer_blocks\.1\.attn\.to_k\.lora_B"),
@@ -263,7 +257,7 @@ def test_a_leftover_of_the_conversion_is_named(tiny_flux_dir, tmp_path):
         add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen_image", "z_image", "flux2"])
+@pytest.mark.parametrize("name", ["qwen_image", "flux2"])
 def test_comfyuis_prefix_is_converted(tiny_folder, tmp_path, name):
     policy = trained(name, tiny_folder(name), rank=4, alpha=10)
     save_diffusers(policy, tmp_path)
@@ -304,7 +298,7 @@ def zero_b(weights, prefix):
     return {name: tensor * ("lora_A" in name) for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "OLoRA", "corda"])
+@pytest.mark.parametrize("initialization", ["pissa_niter_4", "OLoRA"])
 @BY_FORMAT
 def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, tmp_path, save, initialization):
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
@@ -318,7 +312,7 @@ def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, tmp_path, save, 
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("initialization", [True, False, "gaussian", "eva", "orthogonal"])
+@pytest.mark.parametrize("initialization", [False, "eva"])
 @BY_FORMAT
 def test_other_initializations_change_nothing(tiny_flux_dir, tmp_path, save, initialization):
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
@@ -412,17 +406,3 @@ def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, 
     add_lora(again, lora_path=tmp_path / "diffusers")
     assert "rank 2 to 4, scale 1" in caplog.text
     assert_same_updates(again, policy)
-
-
-def test_plain_peft_loads_what_is_saved(tiny_flux_dir, tmp_path):
-    """Its targets may be suffixes, as in published adapters."""
-    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
-    save_peft(policy, tmp_path)
-    plain = load("flux", tiny_flux_dir)
-    plain.transformer = PeftModel.from_pretrained(plain.transformer, str(tmp_path))
-    torch.testing.assert_close(latents_of(plain), latents_of(policy), rtol=0, atol=1e-6)
-    config = read_config(tmp_path, save_peft) | {"target_modules": list(policy.lora_targets)}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path)
-    assert torch.equal(latents_of(again), latents_of(policy))

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from tiny_policies import NAMES, disturb, items, load, trainable_parameters, velocity_of
+from tiny_policies import disturb, items, load, trainable_parameters, velocity_of
 from torch._dynamo.utils import counters
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import adapters, lora
-from paco_grpo.policies.memory import Offloaded, fits_beside_training
+from paco_grpo.policies.memory import fits_beside_training
 from paco_grpo.policies.speed import attention_problem, compile_blocks, set_attention
 
 
@@ -88,7 +88,7 @@ def test_a_missing_attention_kernel_is_reported(tiny_flux_dir):
         set_attention(load("flux", tiny_flux_dir), "flash")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["flux", "qwen_image_edit"])
 def test_attention_backends_agree(tiny_folder, name):
     policy = ready(name, tiny_folder(name))
     expected = forward(policy, name, gradient=True)
@@ -135,7 +135,7 @@ def addresses(modules):
     return [t.data_ptr() for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["flux_kontext", "qwen_image_edit"])
 def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     """On a CPU, too, the work is done on a copy, which has other addresses."""
     plain = load(name, tiny_folder(name))
@@ -164,19 +164,6 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     ):
         assert ours.tobytes() == theirs.tobytes()
     assert addresses(modules) == home
-
-
-def test_nested_blocks_share_the_copies():
-    layer = torch.nn.Linear(2, 2)
-    home = layer.weight.data_ptr()
-    offloaded = Offloaded([layer], torch.device("cpu"))
-    with offloaded.on_device():
-        copied = layer.weight.data_ptr()
-        with pytest.raises(KeyError), offloaded.on_device():
-            assert layer.weight.data_ptr() == copied != home
-            raise KeyError
-        assert layer.weight.data_ptr() == copied
-    assert layer.weight.data_ptr() == home
 
 
 @pytest.mark.parametrize(("free_gb", "fits"), [(50, True), (41, True), (40, False), (5, False)])

@@ -114,15 +114,6 @@ def test_a_run_is_read_back(tmp_path):
     assert run.seconds == pytest.approx(seconds)
 
 
-def test_epochs_are_in_order_of_their_numbers(tmp_path):
-    folder = fake_run(tmp_path / "run", epochs=4, images=2)
-    for old, new in (("0000", "9990"), ("0002", "9995"), ("0004", "10000")):
-        (folder / "eval" / f"epoch_{old}").rename(folder / "eval" / f"epoch_{new}")
-    for pair in read_run(folder).pairs:
-        assert pair.before["file"].parent.name == "epoch_9990"
-        assert pair.after["file"].parent.name == "epoch_10000"
-
-
 def test_the_largest_changes_come_first(tmp_path):
     folder = fake_run(tmp_path / "run", epochs=2, images=0)
     scores = {0: [0.5, 0.5, 0.9, None, 0.5], 2: [0.6, 1.0, 0.1, 1.0, 0.4]}

@@ -67,14 +67,6 @@ def test_quoted_texts(prompt, texts):
         wanted_text(prompt)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"server": "http://127.0.0.1:9"}])
-def test_prompts_with_more_than_one_quoted_text_are_counted(kwargs, caplog):
-    prompts = ['"a" and “b”', '"c"', '"d", "e" and "f"']
-    items = [Item(number, prompt) for number, prompt in enumerate(prompts)]
-    build_rewards({"ocr": 1}, {"ocr": kwargs})["ocr"].check_items(items)
-    assert "ocr: 2 of 3 prompts" in caplog.text
-
-
 def rendered(text: str, blur: float = 0) -> Image.Image:
     image = Image.new("RGB", (256, 256), "white")
     ImageDraw.Draw(image).text((128, 128), text, "black", ImageFont.load_default(32), anchor="mm")

@@ -92,27 +92,6 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
 
 
-def test_a_reward_that_changes_metadata_changes_no_other():
-    """Nor the item that the next epoch uses."""
-
-    def forgetful(images, items):
-        items[0].metadata.clear()
-        return levels(images, items)
-
-    def num_criteria(images, items):
-        time.sleep(0.2)
-        criteria = items[0].metadata["criteria"]
-        criteria["style"].append("changed")
-        return np.array([float(len(criteria["style"]))])
-
-    item = Item(0, "a prompt", metadata={"open": True, "criteria": {"style": ["one"]}})
-    queue = make_queue(forgetful=forgetful, criteria=num_criteria)
-    for _ in range(2):
-        queue.submit([gray(10)], [item], [0])
-        assert queue.results(1).tolist() == [[10, 2]]
-    assert item.metadata == {"open": True, "criteria": {"style": ["one"]}}
-
-
 def test_failed_reward_is_named():
     queue = make_queue(judge=lambda images, items: 1 / 0)
     submit(queue, [1])

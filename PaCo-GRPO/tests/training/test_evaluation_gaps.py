@@ -35,55 +35,17 @@ def means(options):
     return {row["epoch"]: row.get("eval/absent_while_mean") for row in rows_of(options, "eval")}
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_too_few_scores_stop_the_run_and_the_evaluation_is_repeated(run, tmp_path, epoch):
-    complete = run(run_name="complete")
-    train(complete)
-    options = run()
-    before = {}
-    if epoch:  # the evaluations before it are good
-        train(run(num_epochs=epoch - 1))
-        options = run(resume_from="latest")
-        before = means(options)
+def test_too_few_scores_stop_the_run_and_the_evaluation_is_repeated(run, tmp_path):
+    train(run(num_epochs=0))  # its evaluation is good
+    options = run(resume_from="latest", num_epochs=1)
+    before = means(options)
     (tmp_path / "absent").touch()
-    with pytest.raises(
-        TrainingStopped, match=f"100% of the images of the evaluation after epoch {epoch} "
-    ) as stopped:
+    with pytest.raises(TrainingStopped, match="100% of the images .* after epoch 1 .*resume_from"):
         train(options)
-    assert stopped.value.signal_number is None and "resume_from=latest" in str(stopped.value)
-    if epoch:
-        assert means(options) == before  # no row that counts as done
+    assert means(options) == before  # no row that counts as done
     (tmp_path / "absent").unlink()
-    train(run(resume_from="latest"))
-    assert means(options) == means(complete)
-
-
-def test_a_few_missing_scores_are_left_out(run, tmp_path):
-    (tmp_path / "absent").touch()
-    options = run(num_epochs=1, train__max_missing_reward_fraction=0.5, share=0.4)
     train(options)
-    rows = rows_of(options, "eval")
-    assert [row["eval/missing_share"] for row in rows] == [0.4, 0.4]
-    assert [row["eval/absent_while_missing"] for row in rows] == [0.4, 0.4]
-
-
-def test_rewards_of_weight_0_may_be_absent(run, tmp_path):
-    (tmp_path / "absent").touch()
-    options = run(num_epochs=1, test__reward_fn=repr({ABSENT: 0, "tiny_run:brightness": 1}))
-    train(options)
-    assert [row["eval/missing_share"] for row in rows_of(options, "eval")] == [1, 1]
-
-
-def test_a_reward_that_compares_images_owes_a_single_one_nothing(run):
-    """The evaluation has 5 images of 3 items, so the third is alone."""
-    options = run(
-        num_epochs=1,
-        test__reward_fn=repr({"reward_factories:only_comparing": 1}),
-        test__reward_fn_kwargs="{}",
-    )
-    train(options)
-    for row in rows_of(options, "eval"):
-        assert row["eval/missing_share"] == 0 and row["eval/only_comparing_mean"] == 0.5
+    assert list(means(options)) == [0, 1] and None not in means(options).values()
 
 
 def test_an_evaluation_without_a_finite_image_is_an_error(run, tmp_path, monkeypatch):

@@ -96,27 +96,6 @@ def test_max_grad_norm(make):
     assert norms == [pytest.approx(0.001, rel=1e-3)]
 
 
-def test_the_objective_has_the_options_of_the_run(make):
-    """What it does with them is compared with NumPy in tests/objectives."""
-    run = make(train__clip_range=0.25)
-    assert run.updater.objective.train == run.options.train
-
-
-def test_numbers_of_an_epoch(make):
-    run = make(
-        sample__num_images_per_prompt=8,
-        sample__unique_sample_num_per_epoch=3,
-        train__gradient_step_per_epoch=4,
-        train__num_inner_epochs=2,
-    )
-    steps = trained_steps(run)
-    item_ids = torch.cat([step.rollout.item_ids for step in steps])
-    assert len(item_ids) == 24 * 2
-    assert len(item_ids.unique()) == 3
-    assert run.state.optimizer_steps == 4 * 2
-    assert {step.inner_epoch for step in steps} == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("changes", "recorded", "trained"),
     [
@@ -130,30 +109,6 @@ def test_which_steps_have_noise_and_which_are_trained(changes, recorded, trained
     assert {step.index for step in steps} == trained
     for step in steps:
         assert [noise_step.index for noise_step in step.rollout.noise_steps] == recorded
-
-
-def test_num_noise_steps_draws_among_the_noise_steps(make):
-    run = make(**TWO_NOISE_STEPS, sample__num_noise_steps=1)
-    drawn = set()
-    for _ in range(6):
-        recorded = {step.index for step in trained_steps(run)}
-        assert len(recorded) == 1
-        drawn |= recorded
-    assert drawn == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "starts"),
-    [
-        ({}, 8),
-        ({"sample__same_latent": True}, 2),
-        ({"sample__same_latent": True, "sample__latents_per_prompt": 2}, 4),
-    ],
-)
-def test_images_of_a_prompt_that_start_from_the_same_noise(changes, starts, make):
-    steps = trained_steps(make(sample__noise_steps="0", **changes))
-    latents = torch.cat([step.noise.latents for step in steps])
-    assert len(latents.unique(dim=0)) == starts
 
 
 def test_what_the_transformer_gets(make):
@@ -230,7 +185,6 @@ def plain_update(make) -> torch.Tensor:
     ("option", "value"),
     [
         ("train__batch_size", 1),
-        ("train__batch_size", 100),
         ("enable_gradient_checkpointing", True),
         ("sample__reward_batch_size", 1),
     ],
@@ -273,29 +227,6 @@ def test_full_training_without_lora(make):
     Trainer(run).fit()
     assert all("lora" not in name for name in run.state.parameters)
     assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
-
-
-def evaluated(run) -> tuple[list[int], Path]:
-    """Numbers of images that the reward got together, and the evaluation's folder."""
-    sizes = []
-    reward = run.rewards.test["brightness"]
-    score = reward.function
-
-    def counting(images, *rest):
-        sizes.append(len(images))
-        return score(images, *rest)
-
-    reward.function = counting
-    Trainer(run).fit()
-    return sizes, run.folder / "eval" / "epoch_0000"
-
-
-def test_size_and_number_of_evaluation_images(make):
-    run = make(num_epochs=0, sample__reward_batch_size=2, test__resolution=40)
-    sizes, folder = evaluated(run)
-    assert sizes == [2, 2, 1]
-    with Image.open(folder / "00003.png") as image:
-        assert image.size == (40, 40)
 
 
 def test_ema(make):
@@ -346,17 +277,3 @@ def test_how_the_old_adapter_follows(changes, is_new, make):
         torch.testing.assert_close(old, new, rtol=0, atol=1e-5)
         equal.append(torch.equal(old, new))
     assert all(equal) == is_new
-
-
-def test_lora_targets(make):
-    names = make(train__lora_targets="attn.to_q,attn.to_k").state.parameters
-    assert {name.split(".lora_")[0].rpartition("attn.")[2] for name in names} == {"to_q", "to_k"}
-
-
-@pytest.mark.parametrize("chosen", [True, False])
-def test_memory_and_precision(chosen, make):
-    run = one_epoch(make(enable_mem_log=chosen, allow_tf32=chosen))
-    (row,) = rows_of(run.options, "train")
-    assert ("memory/peak_rss_mb" in row) == chosen
-    assert torch.backends.cuda.matmul.allow_tf32 == chosen
-    assert torch.backends.cudnn.allow_tf32 == chosen

@@ -4,7 +4,6 @@ nothing.
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -55,16 +54,8 @@ def test_what_a_run_writes(finished):
         ("train", 3, 6),
         ("eval", 3, 6),
     ]
-    for name in ("train/loss", "train/ratio_mean", "train/grad_norm", "time/epoch_s"):
-        assert isinstance(rows[1][name], float)
-    for name in ("reward/brightness_cv", "reward/missing_share"):
-        assert isinstance(rows[1][name], float)
-    assert {
-        "eval/brightness_mean",
-        "eval/brightness_stderr",
-        "eval/num_images",
-        "time/eval_s",
-    } <= rows[0].keys()
+    assert {"train/loss", "time/epoch_s", "reward/brightness_cv"} <= rows[1].keys()
+    assert {"eval/brightness_mean", "time/eval_s"} <= rows[0].keys()
     for epoch in (0, 2, 3):
         names = {
             path.name for path in (folder / "eval" / ckpt.checkpoint_name(epoch)).glob("*.png")
@@ -129,16 +120,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
         build_run(finished)
 
 
-def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path, caplog):
+def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
     config = tiny_options(
         tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0
     )
-    with caplog.at_level("INFO"):
-        train(config)
-    assert re.search(r"epoch 1/50: brightness .*; 0\.0 min left", caplog.text)
-    assert re.search(
-        r"evaluation after epoch 1: 5 images, brightness -?[0-9.]+ ± [0-9.]+", caplog.text
-    )
+    train(config)
     assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 

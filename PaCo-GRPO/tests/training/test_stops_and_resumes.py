@@ -2,13 +2,12 @@
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import pytest
-from tiny_run import ROOT, overrides_for, rows_of, tiny_options, train, write_prompts
+from tiny_run import rows_of, tiny_options, train, write_prompts
 
 from paco_grpo.checkpoint import files
-from paco_grpo.options import ConfigError, load_options
+from paco_grpo.options import ConfigError
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
@@ -43,24 +42,6 @@ def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_save
     ]
 
 
-def test_an_aggregation_that_fails_stops_with_all_saved_and_closed(tiny_flux_dir, tmp_path):
-    options = tiny_options(
-        tiny_flux_dir, tmp_path, train__aggregate_fn="reward_factories:failing_aggregation"
-    )
-    trainer = Trainer(build_run(options))
-    closed = []
-    trainer.run.tracker = SimpleNamespace(
-        close=lambda: closed.append("tracker"), log=lambda *_: None
-    )
-    trainer.accelerator.end_training = lambda: closed.append("processes")
-    with pytest.raises(TrainingStopped, match="aggregate_fn.*cannot join these"):
-        trainer.fit()
-    assert files.list_checkpoints(tmp_path / "runs/run/checkpoints") and closed == [
-        "processes",
-        "tracker",
-    ]
-
-
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
     """They reach no aggregation (a negative one would be refused), and their missing scores leave
     no sample out.
@@ -77,23 +58,6 @@ def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0
     with pytest.raises(ConfigError, match="reward_fn"):
         build_run(tiny_options(tiny_flux_dir, tmp_path / "b", train__reward_fn=rewards(failing=0)))
-
-
-def test_a_refused_start_leaves_no_folder_behind(tiny_flux_dir, tmp_path):
-    runs = tmp_path / "runs"
-    (runs / "mine" / "notes").mkdir(parents=True)
-    for name in ("", "run", "run", "mine"):  # the second time, the first one's lock is gone
-        with pytest.raises(Exception, match="nowhere"):
-            build_run(
-                tiny_options(
-                    tiny_flux_dir,
-                    tmp_path,
-                    save_dir=runs,
-                    run_name=name,
-                    dataset=tmp_path / "nowhere",
-                )
-            )
-    assert [path.name for path in runs.glob("*")] == ["mine"] and (runs / "mine" / "notes").is_dir()
 
 
 def test_resuming_with_other_options(tiny_folder, tiny_flux_dir, tmp_path, caplog):
@@ -122,30 +86,6 @@ def test_resuming_with_other_options(tiny_folder, tiny_flux_dir, tmp_path, caplo
     other_seed = dataclasses.replace(louder, resume_changed=True, seed=7)
     run = train(other_seed).run
     assert run.state.epoch == 2 and run.state.sampler.seed == 7
-
-
-def test_a_function_of_a_users_configuration_is_found_again_at_resume(tiny_flux_dir, tmp_path):
-    own = """
-
-def negated(**rewards):
-    return {key: -values for key, values in next(iter(rewards.values())).items()}
-
-
-def mine():
-    config = toy_t2is()
-    config.train.aggregate_fn = negated
-    return config
-"""
-    (tmp_path / "grpo.py").write_text((ROOT / "config" / "grpo.py").read_text() + own)
-    overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1)
-    del overrides["train.aggregate_fn"]
-    first = train(load_options(f"{tmp_path}/grpo.py:mine", overrides.items())).run
-    again = load_options(
-        str(first.folder / "config.yaml"), [("num_epochs", "2"), ("resume_from", "latest")]
-    )
-    assert again.train.aggregate_fn == f"{tmp_path}/grpo.py:negated"
-    assert train(again).run.rewards.sets[0].aggregate_fn(r={"x": 1}) == {"x": -1}
-    assert [row["epoch"] for row in rows_of(again, "train")] == [1, 2]
 
 
 @pytest.mark.parametrize("objective", ["ppo", "awm"])
