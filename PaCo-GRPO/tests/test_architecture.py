@@ -43,7 +43,7 @@ def import_graph():
 
 IMPORTS = import_graph()
 LOOP = {"training", "evaluation", "checkpoint", "monitoring"}
-# Package → what it may import from paco_grpo besides itself, types and suggest.
+# Package → what it may import from paco_grpo besides itself, types and names.
 ALLOWED = {
     "options": set(),
     "data": {"options"},

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.stats import gmean, hmean
 
-from paco_grpo.options.functions import find_function, place_of
+from paco_grpo.names import find_function, place_of
 
 GroupedRewards = Mapping[str, np.ndarray]
 AggregateFn = Callable[..., dict[str, np.ndarray]]

@@ -31,15 +31,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.enter_context(locked(self.path))
 
-    def release(self, remove_if_unused: bool = False) -> None:
-        """Let another trainer have the folder.
-
-        ``remove_if_unused``: remove it if nothing was done in it yet.
-        """
-        if remove_if_unused and self.path.is_dir():
-            names = {path.name for path in self.path.iterdir()}
-            if names <= {".lock", "questions.json"}:
-                shutil.rmtree(self.path)
+    def release(self) -> None:
+        """Let another trainer have the folder."""
         self._lock.close()
 
 

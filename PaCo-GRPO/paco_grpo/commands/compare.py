@@ -17,12 +17,11 @@ from paco_grpo.data.sets import load_items
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.evaluation.agreement import measuring
-from paco_grpo.evaluation.benchmarks import options_for
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.folder import is_complete
+from paco_grpo.evaluation.folder import is_complete, read_rows
 from paco_grpo.evaluation.intervals import Row, intervals, markdown
-from paco_grpo.evaluation.pictures import read_rows
 from paco_grpo.evaluation.verify import Verification, skip_reason
+from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError, RunOptions, read_options
 from paco_grpo.policies.adapters import add_lora
 from paco_grpo.policies.loading import text_length
@@ -40,6 +39,11 @@ from paco_grpo.types import Item
 from paco_judge.files import write_atomically
 
 BASE = "base"
+# Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
+BENCHMARKS = {
+    "t2is": ("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore")),
+    "gedit": ("dataset/public-gedit", "geneval_image", ("consistency_for_editing",)),
+}
 logger = logging.getLogger("evaluate")
 
 
@@ -91,6 +95,37 @@ def compare_adapters(options: RunOptions, command: argparse.Namespace) -> str:
         tables_of_set = results(folder, command.adapter, command.against)
         tables.append(f"## {folder.name}\n\n{tables_of_set}" if has_benchmarks else tables_of_set)
     return "\n".join(tables)
+
+
+def options_for(options: RunOptions, benchmark: str) -> RunOptions:
+    """``options`` with the test set and rewards of ``benchmark``, a name or ``name=folder``."""
+    name, _, folder = benchmark.partition("=")
+    if name not in BENCHMARKS:
+        raise ConfigError(
+            f"unknown benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} "
+            f"Known: {', '.join(BENCHMARKS)}"
+        )
+    public, kind, rewards = BENCHMARKS[name]
+    other_rewards = {*options.train.reward_fn, *options.test.reward_fn}
+    for of_set in options.datasets.values():
+        other_rewards.update(of_set.reward_fn, of_set.test_reward_fn)
+    for _, _, names in BENCHMARKS.values():
+        other_rewards.update(names)
+    arguments = {}
+    for reward, kwargs in options.test.reward_fn_kwargs.items():
+        # Arguments of a name that no reward has are kept, so that they are refused.
+        if reward in rewards or reward not in other_rewards:
+            arguments[reward] = kwargs
+    test = dataclasses.replace(
+        options.test,
+        reward_fn=dict.fromkeys(rewards, 1.0),
+        reward_fn_kwargs=arguments,
+        num_images=None,
+        save_eval_images=True,
+    )
+    return dataclasses.replace(
+        options, dataset=folder or public, datasets={}, prompt_fn=kind, test=test
+    )
 
 
 def _adapter(place: str | None, option: str) -> Path | None:

@@ -18,7 +18,7 @@ from paco_grpo.evaluation.evaluate import (
     evaluation_batches,
     evaluation_latents,
 )
-from paco_grpo.evaluation.pictures import contact_sheet
+from paco_grpo.evaluation.folder import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from paco_grpo.options.functions import find_function
+from paco_grpo.names import find_function
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import transition

@@ -21,9 +21,9 @@ from ml_collections import ConfigDict
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
+from paco_grpo.names import did_you_mean
 from paco_grpo.options.published import PUBLISHED, PUBLISHED_VALUES
 from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
-from paco_grpo.suggest import did_you_mean
 from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
-from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.weights import explain_missing

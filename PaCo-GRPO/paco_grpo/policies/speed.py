@@ -7,9 +7,9 @@ import torch
 from diffusers import attention_backend
 from torch import nn
 
+from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy
-from paco_grpo.suggest import did_you_mean
 
 # The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the
 # wrapper of a locally built FlashAttention 3 (_flash_3) registers no gradient (the hub's does).

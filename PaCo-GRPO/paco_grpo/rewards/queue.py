@@ -1,11 +1,14 @@
-"""Rewards in the background: they score images while further ones are sampled."""
+"""Rewards in the background: they score images while further ones are sampled.
 
-import copy
+All images of an item are brought to one process for rewards that compare them.
+"""
+
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +18,12 @@ from PIL import Image
 
 from paco_grpo.distributed.processes import Stopped, interleave
 from paco_grpo.item import Item
-from paco_grpo.rewards.exchange import exchange_images
 from paco_grpo.rewards.registry import CheckedReward
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_SENT_AT_ONCE = 16  # images of each process: all of an epoch need not fit into one process's memory
 
 
 class ScoringError(RuntimeError):
@@ -77,10 +80,9 @@ class Lane:
         self.calls[future] = [submission.row for submission in batch]
 
     def _score(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        # Copies: a reward may paint on its images or change an item's metadata, and others must not
-        # see it.
+        # Copies: a reward may paint on its images, and others must not see it.
         try:
-            return self.reward([image.copy() for image in images], [_copy(item) for item in items])
+            return self.reward([image.copy() for image in images], items)
         except Exception as error:
             if not self.watched:
                 raise
@@ -242,8 +244,54 @@ class ScoreQueue:
             lane.close()
 
 
-def _copy(item: Item) -> Item:
-    """``item`` with a copy of its metadata. Its reference images are shared."""
-    clone = copy.copy(item)
-    object.__setattr__(clone, "metadata", copy.deepcopy(item.metadata))
-    return clone
+@dataclass
+class ItemImages:
+    """All images of one item."""
+
+    item: Item
+    positions: list[int]  # of the images in the epoch
+    images: list[Image.Image]
+
+
+def exchange_images(
+    accelerator: Accelerator, local: Mapping[int, tuple[Image.Image, Item]], total: int
+) -> Iterator[ItemImages]:
+    """The items that this process owns; a collective operation.
+
+    Args:
+        accelerator: The processes.
+        local: Position of each image of this process → image and item. Process r of P has the
+            positions r, r + P, …
+        total: Number of positions over all processes.
+    """
+    process = accelerator.process_index
+    processes = accelerator.num_processes
+    local_ids = [(position, item.item_id) for position, (_, item) in local.items()]
+    positions_of: dict[int, list[int]] = {}
+    for position, item_id in sorted(gather_object(local_ids)):
+        positions_of.setdefault(item_id, []).append(position)
+    # A process with an image of the item scores it: it has the item itself, which need not survive
+    # pickling.
+    owner_of = {}
+    for positions in positions_of.values():
+        owner_of |= dict.fromkeys(positions, positions[0] % processes)
+
+    images = {}
+    for position, (image, _) in local.items():
+        if owner_of[position] == process:
+            images[position] = image
+    stride = _SENT_AT_ONCE * processes
+    for start in range(0, total, stride):
+        sent = []
+        for position in range(start, start + stride):
+            if position in local and owner_of[position] != process:
+                sent.append((position, local[position][0]))
+        for position, image in gather_object(sent):
+            if owner_of[position] == process:
+                images[position] = image
+
+    for positions in positions_of.values():
+        if owner_of[positions[0]] != process:
+            continue
+        _, item = next(local[position] for position in positions if position in local)
+        yield ItemImages(item, positions, [images[position] for position in positions])

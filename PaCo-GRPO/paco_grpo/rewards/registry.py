@@ -35,7 +35,7 @@ import numpy as np  # and no torch: the environment of a service need not have i
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.suggest import did_you_mean
+from paco_grpo.names import did_you_mean
 from paco_judge.errors import UserError
 from paco_judge.files import write_atomically
 

@@ -52,7 +52,7 @@ from paco_grpo.rewards.registry import (
 )
 from paco_grpo.training import checks
 from paco_grpo.training.resume import Earlier, find_earlier
-from paco_grpo.training.state import EMA, Plan, TrainState, describe_evaluations, make_plan
+from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item, Stream
 from paco_judge.errors import UserError
@@ -141,7 +141,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     claimed = files.RunFolder(Path(options.save_dir).expanduser().absolute() / name)
     main_decides(strategy.accelerator, claimed.claim)
     with contextlib.ExitStack() as on_error:
-        on_error.callback(claimed.release, remove_if_unused=True)
+        on_error.callback(claimed.release)
         described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
         train = dataclasses.replace(options.train, aggregate_fn=described)
         options = dataclasses.replace(options, run_name=name, train=train)
@@ -438,6 +438,5 @@ def _record_start(run: Run) -> None:
     for name, text in texts.items():
         write_atomically(run.folder / name, text)
         logger.info("%s:\n%s", run.folder / name, text)
-    logger.info("%s", describe_evaluations(run.options, run.plan, len(run.test_items)))
     for note in run.plan.notes:
         logger.warning("%s", note)

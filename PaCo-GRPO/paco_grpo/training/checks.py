@@ -15,13 +15,13 @@ import torch
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.sets import divide, load_items, prompt_sets
 from paco_grpo.item import Reference
+from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
-from paco_grpo.suggest import did_you_mean
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
@@ -82,13 +82,6 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
         warnings.append(
             "sample.num_images_per_prompt=1: "
             "images of different prompts are compared with each other"
-        )
-    if train.learning_rate == 0:
-        warnings.append("train.learning_rate=0: nothing is trained")
-    if sample.tail_steps is not None and not (sample.noise_level and sample.noise_steps):
-        warnings.append(
-            f"sample.tail_steps={sample.tail_steps} changes nothing: "
-            "without noise, no step is the last with noise"
         )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
@@ -286,13 +279,8 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             raise UserError(f"config.pretrained.model={model} {problem}")
         sized = [item for item in items if item.height is not None]
         multiple = size_multiple(model) if sized else 0
-        if sized and options.item_size == "aspect":
-            logger.info(
-                "%d of %s have a height and width: item_size='aspect' uses their shape only",
-                len(sized),
-                where,
-            )
-        elif small := [item for item in sized if min(item.height, item.width) < multiple]:
+        small = [item for item in sized if min(item.height, item.width) < multiple]
+        if small and options.item_size == "exact":
             raise UserError(
                 f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: "
                 f"with config.item_size='exact', both sides need at least {multiple} pixels"

@@ -9,7 +9,7 @@ from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.model_card import add_check
 from paco_grpo.distributed.processes import Stopped, main_decides
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.pictures import log_pictures
+from paco_grpo.evaluation.folder import log_pictures
 from paco_grpo.evaluation.verify import Verification, skip_reason, verify_adapter
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.console import rewards_line

@@ -101,9 +101,6 @@ def load_state(run: Run) -> None:
 
 def _compare(options: RunOptions, earlier: Path, fingerprints: Mapping[str, str | None]) -> None:
     """Log the options that differ from the run in ``earlier``, and refuse some."""
-    if not (earlier / "config.yaml").exists():
-        logger.warning("%s has no config.yaml: the options are not compared", earlier)
-        return
     before = load_options(str(earlier / "config.yaml"))
     bound = []
     for name in OPTIONS:

@@ -66,31 +66,6 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     )
 
 
-def evaluation_images(options: RunOptions, num_items: int) -> int:
-    """Images of an evaluation on a set of ``num_items``."""
-    return options.test.num_images or num_items
-
-
-def describe_evaluations(options: RunOptions, plan: Plan, num_items: int) -> str:
-    """How many images an evaluation has, when there is one, and its share of the denoising."""
-    test = options.test
-    images = evaluation_images(options, num_items)
-    line = f"an evaluation: {images} images of {test.num_steps} steps at {test.resolution} px"
-    if options.eval_freq == 0:
-        return f"{line}, only at the end (config.eval_freq=0)"
-    steps = images * test.num_steps
-    steps_of_training = options.eval_freq * plan.samples * options.sample.num_steps
-    pixels = steps * test.resolution**2
-    pixels_of_training = steps_of_training * options.train.resolution**2
-    share = steps / (steps + steps_of_training)
-    share_of_pixels = pixels / (pixels + pixels_of_training)
-    return (
-        f"{line}, before training and every {options.eval_freq} epochs: {share:.0%} of the run's "
-        f"denoising steps, {share_of_pixels:.0%} counted by pixels "
-        "(config.test.num_images, config.eval_freq)"
-    )
-
-
 def merges_lora(options: RunOptions, device: torch.device) -> bool:
     """Whether steps without noise run with the LoRA merged into the base weights.
 

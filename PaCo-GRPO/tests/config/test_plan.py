@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from named import load
 
-from paco_grpo.training.state import describe_evaluations, make_plan
+from paco_grpo.training.state import make_plan
 
 OPTIONS = load()
 SMALL = st.integers(1, 40)
@@ -44,17 +44,3 @@ def test_what_follows_is_derived_after_overrides():
     assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
     assert plan.rollout_batches == 21
     assert plan.notes == ()
-
-
-def test_a_run_says_what_its_evaluations_take():
-    """256 images of 20 steps at 512 px against 10 epochs of 672 images of 8 steps at 384 px."""
-    options = load("kontext_editing")
-    plan = make_plan(options, 7, gradient_steps=2)
-    steps = 256 * 20 / (256 * 20 + 10 * 672 * 8)
-    pixels = 256 * 20 * 512**2 / (256 * 20 * 512**2 + 10 * 672 * 8 * 384**2)
-    line = describe_evaluations(options, plan, 4600)
-    assert line.startswith("an evaluation: 256 images of 20 steps at 512 px, before")
-    assert f"every 10 epochs: {steps:.0%} of" in line and f"{pixels:.0%} counted by pixels" in line
-    everything = load("kontext_editing", ("test.num_images", "None"), ("eval_freq", "0"))
-    assert "4600 images" in describe_evaluations(everything, plan, 4600)
-    assert "only at the end" in describe_evaluations(everything, plan, 4600)

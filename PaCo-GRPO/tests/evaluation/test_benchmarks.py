@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny_run import load_script, write_edits
 
-from paco_grpo.evaluation.benchmarks import options_for
+from paco_grpo.commands.compare import options_for
 from paco_grpo.evaluation.intervals import interval, intervals, markdown
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from PIL import Image
 from tiny_run import tiny_edit_options, train
 
-from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.report import read_run, write_report
 
 

@@ -25,7 +25,7 @@ from paco_grpo.advantages.groups import SetRewards, advantages_of_sets, compute_
 from paco_grpo.commands.compare import results
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.data.sets import divide, items_in_turn, join, load_items, prompt_sets
-from paco_grpo.evaluation.pictures import read_rows
+from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import ConfigError, RunOptions, load_options, options_to_yaml
 from paco_grpo.options.parse import make_options, options_to_dict
 from paco_grpo.report import read_run, write_report

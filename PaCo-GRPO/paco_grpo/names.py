@@ -1,15 +1,17 @@
-"""Functions by name: ``package.module:name``, or ``/absolute/file.py:name``."""
+"""Functions by name: ``package.module:name``, or ``/absolute/file.py:name``; near names.
 
+Imports nothing of other packages, because reward services have only their own.
+"""
+
+import difflib
 import importlib
 import inspect
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
-
-from paco_grpo.suggest import did_you_mean
 
 
 def find_function(place: str, known: Sequence[str] = ()) -> Any:
@@ -43,3 +45,10 @@ def place_of(function: Callable[..., Any]) -> str:
         f"{name or function!r}, which a saved run could not find again: give a function at the top "
         "level of the configuration file or of an importable module"
     )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: ``" Did you mean 'x'?"``, or nothing if no name is close."""
+    by_lower_case = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
+    return f" Did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""
