@@ -23,11 +23,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         "scripts/train.py",
         "scripts/evaluate.py",
-        "scripts/generate.py",
         "scripts/estimate.py",
-        "scripts/report.py",
         "paco_grpo/report.py",
-        "paco_grpo/rewards/pickscore_scores.py",
         "paco_grpo/rewards/subfig_clipT.py",
     ],
 )

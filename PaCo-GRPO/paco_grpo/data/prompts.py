@@ -200,12 +200,7 @@ def _open_table(path: Path) -> Any:
     from datasets import Dataset  # seconds; only these sets need it
 
     read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
-    try:
-        return read(str(path)).data
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"{path} cannot be read as {path.suffix[1:]} of datasets: {error}; save it again"
-        ) from error
+    return read(str(path)).data
 
 
 def _image_of_row(images: Any, row: int, place: int, what: str) -> Image.Image:

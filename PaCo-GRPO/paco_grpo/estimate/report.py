@@ -13,7 +13,6 @@ Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 
 from paco_judge.errors import run_command
@@ -82,22 +81,6 @@ def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def parser() -> argparse.ArgumentParser:
     """The options that are not the run's own."""
     style = argparse.RawDescriptionHelpFormatter
@@ -106,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     )
     cards = ", ".join(GPUS)
     options.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
-    options.add_argument("--processes", type=count, default=1, help="GPUs that share an epoch")
+    options.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
     share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
-    options.add_argument("--share", type=positive, help=share)
+    options.add_argument("--share", type=float, help=share)
     return options

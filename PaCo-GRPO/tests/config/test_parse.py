@@ -193,7 +193,7 @@ def test_wrong_line_of_a_file_names_the_option(load_file, line, named):
 
 @pytest.mark.parametrize(
     "source",
-    ["nowhere.py:x", "nowhere.yaml", "notes.txt", "empty.py", "grpo.py:toy_t2iss", "grpo.py"],
+    ["nowhere.yaml", "notes.txt", "empty.py", "grpo.py:toy_t2iss"],
 )
 def test_unusable_source_is_named(source, tmp_path):
     (tmp_path / "empty.py").write_text("")
@@ -235,17 +235,6 @@ def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
     for wrong in ("np", "config_dict", "_MODULE", "get_config", "negated", "for_24gb", "my_sett"):
         with pytest.raises(ConfigError):
             load_options(f"{tmp_path}/grpo.py:{wrong}")
-
-
-def test_suffixes_need_an_import(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(CONFIG.parent)
-    file = tmp_path / "own.py"
-    body = "\n\ndef mine():\n    return t2is()\n"
-    file.write_text(f"from config.grpo import SUFFIXES, t2is{body}")
-    assert load_options(f"{file}:mine_24gb_nft").train.loss_type == "nft"
-    file.write_text(f"from config.grpo import t2is{body}")
-    with pytest.raises(ConfigError, match="SUFFIXES"):
-        load_options(f"{file}:mine_nft")
 
 
 def test_a_saved_run_loads_to_equal_options(tmp_path):

@@ -84,19 +84,6 @@ def test_a_published_prompt_folder_stays_as_it_is(fetch, source, tmp_path, capsy
     assert fetch.run("t2is", "--source", str(source / "half_leq_4")) == 0
     for split in ("train", "test"):
         assert [item.metadata for item in load_prompts(tmp_path / "out", split)] == rows
-    assert (
-        fetch.run(
-            "t2is",
-            "--source",
-            str(source / "all"),
-            "--output",
-            str(tmp_path / "one"),
-            "--limit",
-            "1",
-        )
-        == 0
-    )
-    assert [item.metadata for item in load_prompts(tmp_path / "one", "train")] == rows[:1]
 
 
 def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):

@@ -88,13 +88,10 @@ def test_wrong_arguments_are_one_clear_line(
 
 def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
     out = tmp_path / "out"
-    kwargs = {NAME: {"model": "Paco-Reward-7B", "port": 1}}
     arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--seeds", "3"]
     arguments += ["--output", str(out), "--best", "1"]
-    arguments += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b."]
-    (tmp_path / "test_metadata.jsonl").write_text('{"prompt": "2x1 grid. [TOP]: a. [BOTTOM]: b."}')
-    arguments += ["--prompts_file", str(tmp_path / "test_metadata.jsonl")]
-    arguments.append(f"--config.train.reward_fn_kwargs={kwargs}")
+    for prompt in ("1x2 grid. [LEFT]: a. [RIGHT]: b.", "2x1 grid. [TOP]: a. [BOTTOM]: b."):
+        arguments += ["--prompt", prompt]
 
     def respond(number, request):
         """The question at the start is answered, the next one is not."""

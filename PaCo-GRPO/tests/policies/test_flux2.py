@@ -11,7 +11,6 @@ from tiny_pipelines import build_tiny_flux2
 from tiny_policies import items, load, picture
 
 from paco_grpo.policies import PolicyLoadError, PolicySettings, load_policy
-from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
 KLEIN = "flux2_klein"
@@ -48,16 +47,6 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
     )  # 78 x 117 before
     with pytest.raises(ValueError, match="item 7 has 100x6 pixels"):
         klein.encode([Item(7, "x", 32, 32, references=(picture(0, 6, 100),))])
-
-
-def test_the_first_reference_gives_an_edit_its_shape(klein):
-    edit = Item(0, "x", references=(picture(0, 150, 100), picture(1, 64, 64)))
-    sized = at_size(edit, 96, "aspect", klein)
-    assert (sized.height, sized.width) == (120, 80)  # 117.6 x 78.4 before
-    assert klein.reference_size(sized.image, sized) == (120, 80)
-    (reference, other) = klein._read(sized)
-    assert reference.size == (120, 80)  # 150 x 100 scaled
-    assert other.size == (64, 64)  # of another shape: as it is
 
 
 def test_a_reference_of_the_generated_shape_covers_it(klein):

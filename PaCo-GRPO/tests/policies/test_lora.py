@@ -312,21 +312,6 @@ def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, tmp_path, save, 
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("initialization", [False, "eva"])
-@BY_FORMAT
-def test_other_initializations_change_nothing(tiny_flux_dir, tmp_path, save, initialization):
-    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
-    save(policy, tmp_path)
-    set_initialization(tmp_path, save, initialization)
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path)
-    assert_same_updates(again, policy)
-    with reference_weights(again):
-        assert torch.equal(latents_of(again), latents_of(load("flux", tiny_flux_dir)))
-    save(again, tmp_path / "again")
-    assert read_config(tmp_path / "again", save)["init_lora_weights"] is True
-
-
 def read_config(folder, save):
     """``LoraConfig`` as the files of an adapter hold it."""
     if save is save_peft:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from wired import share_of
 
 from paco_grpo.rewards.clip import (
     ClipScore,
@@ -127,36 +126,6 @@ def test_missing_weights_name_the_download_command(reward, script, monkeypatch, 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=f"paco_grpo/rewards/{script}.py"):
         build_rewards({reward: 1.0})[reward].check()
-
-
-def test_dreamsim_is_the_cosine_of_its_embeddings_over_pairs(packages, tmp_path):
-    """Its distance is one minus the cosine. Weights are loaded at the first image."""
-    kwargs = {"batch_size": 1, "cache_dir": str(tmp_path)}
-    (reward,) = build_rewards({"subfig_dreamsim": 1}, {"subfig_dreamsim": kwargs}).values()
-    assert not packages.loaded
-    prompt = "2x2 grid. [TOP]-[LEFT]: a. [TOP]-[RIGHT]: b. [BOTTOM]-[LEFT]: c. [BOTTOM]-[RIGHT]: d."
-    scores = reward(IMAGES, [Item(i, prompt) for i in range(3)])
-    for image, score in zip(IMAGES, scores, strict=True):
-        cells = [packages.embed(cell) for cell in split_image(image, 2, 2)]
-        cosines = [
-            torch.cosine_similarity(a, b).item() for a, b in itertools.combinations(cells, 2)
-        ]
-        assert score == pytest.approx(np.mean(cosines), abs=1e-6)
-    assert [load["dreamsim_type"] for load in packages.loaded] == ["ensemble"]
-
-
-def test_imagereward_is_the_package_score_of_each_image(packages):
-    kwargs = {"imagereward": {"cache_dir": "x"}}
-    (reward,) = build_rewards({"imagereward": 1.0}, kwargs, "cuda:1").values()
-    assert not packages.loaded
-    for _ in range(2):
-        expected = [
-            share_of(item.prompt, image.tobytes())
-            for image, item in zip(IMAGES, ITEMS, strict=True)
-        ]
-        assert reward(IMAGES, ITEMS).tolist() == expected
-    expected = {"name": "ImageReward-v1.0", "device": "cuda:1", "download_root": "x"}
-    assert packages.loaded == [expected]
 
 
 def test_jpeg_rewards_are_the_size_of_a_file(tmp_path):

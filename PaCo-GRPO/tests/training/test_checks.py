@@ -12,30 +12,11 @@ from tiny_policies import load
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.objectives import create_objective
-from paco_grpo.options import ConfigError
 from paco_grpo.policies import fewest_steps, size_multiple
 from paco_grpo.policies.loading import is_step_distilled
-from paco_grpo.training.checks import check_items, check_run, model_problems, questionable
+from paco_grpo.training.checks import check_items, model_problems, questionable
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
-
-
-def test_all_contradictions_are_named_at_once(tiny_flux_dir):
-    changes = {
-        "pretrained.model": str(tiny_flux_dir),
-        "train.resolution": "60",
-        "sample.noise_steps": "1,1,2",
-        "sample.num_noise_steps": "3",
-        "train.loss_type": "awm",
-        "train.loss_kwargs.temprature": "1",
-        "use_lora": "False",
-    }
-    with pytest.raises(ConfigError) as refused:
-        check_run(load_named("toy_t2is", *changes.items()))
-    lines = str(refused.value).splitlines()
-    for start in ("train.resolution=60", "sample.num_noise_steps=3", "train.loss_kwargs"):
-        assert any(line.startswith(f"config.{start}") for line in lines), start
-
 
 TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
 

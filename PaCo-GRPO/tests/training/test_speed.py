@@ -2,7 +2,6 @@
 computed twice.
 """
 
-import contextlib
 import dataclasses
 from collections import Counter
 
@@ -12,7 +11,7 @@ from tiny_run import rows_of, tiny_options, write_prompts
 
 from paco_grpo.options import ConfigError
 from paco_grpo.training import build
-from paco_grpo.training.build import USER_ERRORS, build_run
+from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
 
@@ -34,25 +33,13 @@ def test_compilation_attention_and_offloading_are_set(make):
         )
 
 
-@pytest.mark.parametrize(
-    ("is_compiled", "device", "problem", "is_refused"),
-    [
-        (True, "cuda:1", "install gcc", True),
-        (True, "cuda", None, False),
-        (True, "cpu", "install gcc", False),
-        (False, "cuda", "install gcc", False),
-    ],
-)
-def test_compilation_on_a_gpu_needs_a_compiler_before_weights_are_loaded(
-    make, monkeypatch, is_compiled, device, problem, is_refused
-):
-    loaded = []
-    monkeypatch.setattr("paco_judge.compiler.missing_for_compilation", lambda: problem)
-    monkeypatch.setattr(build, "load_policy", lambda *_: loaded.append(device))
-    refusal = pytest.raises(ConfigError, match="speed.compile.*install gcc")
-    with refusal if is_refused else contextlib.nullcontext():
-        build.load_generator(make(speed__compile=is_compiled), device)
-    assert bool(loaded) != is_refused
+def test_compilation_on_a_gpu_needs_a_compiler_before_weights_are_loaded(make, monkeypatch):
+    monkeypatch.setattr("paco_judge.compiler.missing_for_compilation", lambda: "install gcc")
+    monkeypatch.setattr(build, "load_policy", lambda *_: "loaded")
+    for is_compiled, device in ((True, "cpu"), (False, "cuda")):
+        assert build.load_generator(make(speed__compile=is_compiled), device) == "loaded"
+    with pytest.raises(ConfigError, match="speed.compile"):
+        build.load_generator(make(speed__compile=True), "cuda:1")
 
 
 def test_old_log_probs_come_from_the_graph_that_is_trained(make):
@@ -77,12 +64,7 @@ def test_text_length_of_the_data_set(make, caplog):
     run = build_run(make(max_sequence_length=0))
     assert run.options.max_sequence_length == 64
     assert run.state.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
-    assert (
-        "will be truncated" not in caplog.text
-        and "max_sequence_length: 64" in (run.folder / "config.yaml").read_text()
-    )
-    with pytest.raises(USER_ERRORS, match="config.max_sequence_length=600"):
-        build_run(make(max_sequence_length=600))
+    assert not caplog.text
     build_run(make(max_sequence_length=16))
     assert "7 of 7 prompts are longer than config.max_sequence_length=16 tokens" in caplog.text
 
