@@ -111,6 +111,13 @@ def test_which_steps_have_noise_and_which_are_trained(changes, recorded, trained
         assert [noise_step.index for noise_step in step.rollout.noise_steps] == recorded
 
 
+def test_images_of_a_prompt_that_start_from_the_same_noise(make):
+    shared = {"sample__same_latent": True, "sample__latents_per_prompt": 2}
+    steps = trained_steps(make(sample__noise_steps="0", **shared))
+    latents = torch.cat([step.noise.latents for step in steps])
+    assert len(latents) == 8 and len(latents.unique(dim=0)) == 4
+
+
 def test_what_the_transformer_gets(make):
     """Image size, guidance, text length, noise, and the number of steps with a shorter tail."""
     run = make(
