@@ -84,29 +84,39 @@ def gradients(model: str, device: str, dtype: str) -> Any:
     from paco_grpo.policies import POLICIES, PolicySettings
     from paco_grpo.policies.adapters import add_lora
     from paco_grpo.policies.diffusers_policy import TextConditioning
+    from paco_grpo.policies.reference_image import ReferenceConditioning
 
     settings = PolicySettings(device="meta", dtype=getattr(torch, dtype))
+    torch.manual_seed(0)
     with architectures.with_blocks(model, 2):
         pipeline = architectures.pipeline_of(model, settings.dtype)
+        transformer = architectures.module_of(model, "transformer", settings.dtype, "cpu")
     policy = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])(pipeline, settings)
-    torch.manual_seed(0)
-    transformer = policy.transformer.to_empty(device="cpu")
+    policy.transformer = transformer.requires_grad_(False).eval()
+    pipeline.register_modules(transformer=transformer)
+    policy.device = torch.device("cpu")  # its other parts stay without weights
     add_lora(policy)
     architectures.fill_randomly(transformer)
     transformer.to(device)
     policy.device = torch.device(device)
     config = transformer.config
     width = config.get("joint_attention_dim") or config.cap_feat_dim
-    text = {"prompt_embeds": torch.randn(2, 48, width).to(device, settings.dtype)}
+    features = {"prompt_embeds": torch.randn(2, 48, width).to(device, settings.dtype)}
     if config.get("pooled_projection_dim"):
         pooled = torch.randn(2, config.pooled_projection_dim)
-        text["prompt_pooled"] = pooled.to(device, settings.dtype)
+        features["prompt_pooled"] = pooled.to(device, settings.dtype)
+    if policy.edits_images:
+        no_references = policy._encode_references([(), ()])
+        conditioning = ReferenceConditioning(**features, **no_references)
+    else:
+        conditioning = TextConditioning(**features)
     side = 8 * policy.size_multiple
     latents = policy.initial_latents([0, 1], side, side)
     sigma = torch.tensor([0.4, 0.7], device=device)
-    velocity = policy.velocity(latents, sigma, TextConditioning(**text), side, side, guided=False)
+    velocity = policy.velocity(latents, sigma, conditioning, side, side, guided=False)
     velocity.square().mean().backward()
-    return flat(p.grad for p in transformer.parameters() if p.requires_grad)
+    # A last block's text goes nowhere, so its layers may have no gradient.
+    return flat(p.grad for p in transformer.parameters() if p.grad is not None)
 
 
 def toy_update(folder: Path, device: str, changes: dict[str, Any]) -> Any:

@@ -300,9 +300,7 @@ def pipeline_of(
     """
     if model in KNOWN:
         known = KNOWN[model]
-        modules = {}
-        for name, (class_name, config) in known.modules.items():
-            modules[name] = _module(class_name, config, dtype, device)
+        modules = {name: module_of(model, name, dtype, device) for name in known.modules}
         tokenizers = {name: _tokenizer(tokens) for name, tokens in known.tokenizers.items()}
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)  # its values do not matter to shapes
         return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
@@ -325,6 +323,12 @@ def pipeline_of(
             config = part_class.config_class.from_pretrained(folder / name)
         modules[name] = _module(class_name, config, dtype, device)
     return DiffusionPipeline.from_pretrained(folder, **modules)
+
+
+def module_of(model: str, name: str, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """One part of a model in ``KNOWN``, with its class's own initial weights."""
+    class_name, config = KNOWN[model].modules[name]
+    return _module(class_name, config, dtype, device)
 
 
 def _module(

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,26 +107,28 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
             f"Known: {', '.join(BENCHMARKS)}"
         )
     public, kind, rewards = BENCHMARKS[name]
-    other_rewards = {*options.train.reward_fn, *options.test.reward_fn}
+    others = {*options.train.reward_fn, *options.test.reward_fn}
     for of_set in options.datasets.values():
-        other_rewards.update(of_set.reward_fn, of_set.test_reward_fn)
+        others.update(of_set.reward_fn, of_set.test_reward_fn)
     for _, _, names in BENCHMARKS.values():
-        other_rewards.update(names)
-    arguments = {}
-    for reward, kwargs in options.test.reward_fn_kwargs.items():
-        # Arguments of a name that no reward has are kept, so that they are refused.
-        if reward in rewards or reward not in other_rewards:
-            arguments[reward] = kwargs
+        others.update(names)
+    others.difference_update(rewards)
+    # Their arguments go with them. Those of a name that no reward has stay, so that it is refused.
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs=arguments,
+        reward_fn_kwargs=_without(options.test.reward_fn_kwargs, others),
         num_images=None,
         save_eval_images=True,
     )
-    return dataclasses.replace(
-        options, dataset=folder or public, datasets={}, prompt_fn=kind, test=test
-    )
+    kwargs = _without(options.train.reward_fn_kwargs, others - options.train.reward_fn.keys())
+    train = dataclasses.replace(options.train, reward_fn_kwargs=kwargs)
+    groups = {"train": train, "test": test, "datasets": {}}
+    return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, **groups)
+
+
+def _without(table: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name not in names}
 
 
 def _adapter(place: str | None, option: str) -> Path | None:

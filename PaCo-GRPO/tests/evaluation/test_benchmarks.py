@@ -1,5 +1,7 @@
 """scripts/evaluate.py on benchmarks and against another adapter: intervals, pairs, refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tiny_run import load_script, write_edits
@@ -70,3 +72,12 @@ def test_a_benchmark_has_its_own_prompts_and_rewards(trained_run):
     assert list(options.test.reward_fn) == ["consistency_for_editing"]
     assert (options.dataset, options.prompt_fn) == ("edits", "geneval_image")
     assert options.test.num_images is None
+
+
+def test_arguments_of_a_guard_go_with_it(trained_run):
+    train = replace(trained_run.options.train, reward_fn_kwargs={"subfig_clipI": {"model": "A"}})
+    guards = {"subfig_clipI": 1.0, "clipscore": 1.0}
+    test = replace(trained_run.options.test, reward_fn=guards, reward_fn_kwargs={"clipscore": {}})
+    options = options_for(replace(trained_run.options, train=train, test=test), "t2is=grids")
+    assert not options.train.reward_fn_kwargs
+    assert not options.test.reward_fn_kwargs
