@@ -1,4 +1,6 @@
-"""Every policy runs an epoch with an objective of either kind, every objective with several."""
+"""Every family runs an epoch; every objective runs in tests/config/test_schema.py."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -15,18 +17,12 @@ BOTH = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction
 
 
 def cases():
-    """Each family with two objectives, of recorded noise and of its own, each in turn."""
-    recorded = [name for name in OBJECTIVES if get_objective(name).needs_noise_steps]
-    own = [name for name in OBJECTIVES if name not in recorded]
-    for number, family in enumerate(FAMILIES):
-        for names in (recorded, own):
-            loss_type = names[number % len(names)]
-            quick = (family, loss_type) in (
-                ("flux", "ppo"),
-                ("flux_kontext", "guard_grpo"),
-                ("qwen_image_edit", "awm"),
-            )
-            yield pytest.param(family, loss_type, marks=() if quick else pytest.mark.long)
+    """Each family with an objective that draws its own noise; recorded noise: test_families.py."""
+    quick = [("flux", "ppo"), ("flux_kontext", "guard_grpo"), ("qwen_image_edit", "awm")]
+    own = [name for name in OBJECTIVES if not get_objective(name).needs_noise_steps]
+    pairs = dict.fromkeys([*quick, *zip(FAMILIES, itertools.cycle(own), strict=False)])
+    for pair in pairs:
+        yield pytest.param(*pair, marks=() if pair in quick else pytest.mark.long)
 
 
 @pytest.mark.parametrize("name,loss_type", cases())
