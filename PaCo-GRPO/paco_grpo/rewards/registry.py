@@ -58,7 +58,7 @@ REWARDS: dict[str, str] = {
     "reference_clipI": "paco_grpo.rewards.clip:reference_clipI",
     "subfig_clipI": "paco_grpo.rewards.clip:subfig_clipI",
     "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
-    "subfig_dreamsim": "paco_grpo.rewards.dreamsim:subfig_dreamsim",
+    "subfig_dreamsim": "paco_grpo.rewards.subfigures:subfig_dreamsim",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
 _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
