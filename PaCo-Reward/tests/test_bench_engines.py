@@ -75,6 +75,7 @@ def test_three_engines_agree(judge, bench, tmp_path, server):
         (file,) = folder.glob("*.jsonl")
         scores[name] = np.concatenate([row["scores"] for row in read_lines(file)])
         assert scores[name] == pytest.approx(scores["transformers"], abs=tolerance), name
-    assert (
-        scores["server"].shape == (14,) and np.ptp(scores["server"]) > 0.1
-    )  # otherwise any engine would agree
+        # Rounding moves the scores of a small judge by a third of their spread, an exchange of
+        # answers by all of it.
+        assert np.corrcoef(scores[name], scores["transformers"])[0, 1] > 0.9, (name, scores)
+    assert scores["server"].shape == (14,)

@@ -1,10 +1,9 @@
-"""Each benchmark from its files to its table, through a server and through transformers.
+"""Each benchmark from its files to its table through a server, and one through transformers.
 
 Items, images, sizes, texts, labels and answers all differ. What is expected comes from the files.
 """
 
 import re
-from functools import cache
 
 import numpy as np
 import pytest
@@ -19,41 +18,33 @@ from paco_judge.questions import Pair, shipped
 from paco_judge.scorer import JudgeScorer
 
 
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    """A judge that answers all of the questions below."""
-    root = tmp_path_factory.mktemp("judges")
-    random = save_new_judge(root / "random", "qwen3_vl")
-    return save_answering(random, root / "judge")
+@pytest.fixture
+def server():
+    """(options, ``p_yes(question, image files, …)`` as the judge answers)."""
+
+    def respond(number, asked):
+        return 200, fake_judge.answer(p_yes_of(*fake_judge.request_content(asked))), {}
+
+    def p_yes(question, *files):
+        return p_yes_of([Image.open(file) for file in files], question)
+
+    with fake_judge.FakeJudge(respond, models=["judge"]) as judge:
+        yield ["--server", judge.url, "--model", "judge"], p_yes
 
 
-@pytest.fixture(scope="module")
-def scorer(judge):
-    return JudgeScorer.from_pretrained(judge)
+@pytest.fixture
+def transformers(tmp_path):
+    """As ``server``, with a judge in this process."""
+    random = save_new_judge(tmp_path / "random", "qwen3_vl")
+    judge = save_answering(random, tmp_path / "judge")
+    scorer = JudgeScorer.from_pretrained(judge)
 
-
-@pytest.fixture(params=["server", "transformers"])
-def engine(request, scorer, judge):
-    """(options, ``p_yes(question, image files, …)`` as the engine must find it)."""
-    if request.param == "server":
-
-        def respond(number, asked):
-            return 200, fake_judge.answer(p_yes_of(*fake_judge.request_content(asked))), {}
-
-        def p_yes(question, *files):
-            return p_yes_of([Image.open(file) for file in files], question)
-
-        with fake_judge.FakeJudge(respond, models=["judge"]) as server:
-            yield ["--server", server.url, "--model", "judge"], p_yes
-        return
-
-    @cache
-    def score(question, *files):
-        first, second, *more = (Image.open(file) for file in files)
-        (verdict,) = scorer.score([Pair(first, second, question, tuple(more))])
+    def p_yes(question, *files):
+        first, second = (Image.open(file) for file in files)
+        (verdict,) = scorer.score([Pair(first, second, question)])
         return verdict.p_yes
 
-    yield ["--engine", "transformers", "--model", judge], score
+    return ["--engine", "transformers", "--model", judge], p_yes
 
 
 def about(p_yes):
@@ -64,8 +55,9 @@ def about(p_yes):
 QUESTIONS = {"prompt_following": "editing_instruction", "consistency": "editing_consistency"}
 
 
-def test_rank(engine, rank, tmp_path):
-    options, p_yes = engine
+@pytest.mark.parametrize("engine", ["server", "transformers"])
+def test_rank(engine, rank, tmp_path, request):
+    options, p_yes = request.getfixturevalue(engine)
     question = tmp_path / "mine.txt"
     question.write_text("{theme} Is it so: {criterion}")
     assert rank.main(*options, "--question", question) == 0
@@ -101,8 +93,8 @@ def test_rank(engine, rank, tmp_path):
         assert f"{np.mean(values):.4f} ± {np.std(values):.4f}" in table.read_text()
 
 
-def test_edits(engine, edits, tmp_path, capsys):
-    options, p_yes = engine
+def test_edits(server, edits, tmp_path, capsys):
+    options, p_yes = server
     assert edits.main(*options, "--batch_size", "5") == 0
     right = {}
     for row, item in zip(edits.rows, read_lines(edits.data), strict=True):
@@ -127,17 +119,15 @@ def test_edits(engine, edits, tmp_path, capsys):
         (line,) = re.findall(f".* {dimension} +strict .*", text)
         assert line.split()[-3] == f"{np.mean(tasks):.4f}"
 
-    edits.file.with_name("second_judge.jsonl").write_text(edits.file.read_text())
     command = ["--result_dir", str(edits.file.parent), "--output", str(tmp_path / "v1.5")]
-    assert edit.tables_main([*command, "--backbone", "X-GenGroup/second_judge"]) == 0
-    table = (tmp_path / "v1.5.txt").read_text()
-    assert capsys.readouterr().out == table and table.count(" judge ") == 0
-    assert r"second\_judge & prompt\_following & lenient" in (tmp_path / "v1.5.tex").read_text()
+    assert edit.tables_main([*command, "--backbone", "some/judge"]) == 0
+    assert (tmp_path / "v1.5.txt").read_text() == text
+    assert r"prompt\_following & lenient" in (tmp_path / "v1.5.tex").read_text()
 
 
 @pytest.mark.parametrize("compares", [False, True])
-def test_choices(engine, choices, tmp_path, compares):
-    options, p_yes = engine
+def test_choices(server, choices, tmp_path, compares):
+    options, p_yes = server
     question = tmp_path / "mine.txt"
     question.write_text("Edit: {instruction}. Is the first edit better?")
     template = shipped()["editing_consistency"]

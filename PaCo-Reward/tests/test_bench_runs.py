@@ -70,14 +70,6 @@ def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path,
     assert rank.file.read_bytes().startswith(before)
 
 
-def test_weights_that_are_downloaded_after_the_first_rows_continue(rank, monkeypatch):
-    assert rank(ContentJudge(stop_after=1)) == STOPPED
-    before = rank.file.read_bytes()
-    monkeypatch.setattr("paco_eval.benchmark.fingerprint", lambda place: "sha256:0")
-    assert rank(ContentJudge()) == 0
-    assert rank.file.read_bytes().startswith(before)
-
-
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):
     class Refusing(ContentJudge):
         def __call__(self, pairs):
@@ -89,21 +81,6 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
     assert rank(Refusing(), "--batch_size", "16") == 1
     assert "item 2 0019 r2.png: " in capsys.readouterr().err
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--engine vllm", "--engine transformers"),
-        ("--server http://127.0.0.1:9", "http://127.0.0.1:9"),
-        ("--adapter a", "--adapter"),
-    ],
-)
-def test_unavailable_engines(arguments, named, rank, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert rank.main("--model", "some/judge", *arguments.split()) == 1
-    assert not rank.file.exists()
-    assert named in capsys.readouterr().err
 
 
 def test_only_tokens_that_a_server_would_report_count(judge_dir, tiny):

@@ -8,7 +8,6 @@ from paco_eval.benchmark import as_text
 from paco_eval.edit import (
     GROUPS,
     EditReward,
-    command_line,
     group_table,
     parse_row,
     task_table,
@@ -95,14 +94,12 @@ def test_every_format_holds_the_same(examples, edits, tmp_path, monkeypatch):
     whole = datasets.Dataset.from_list(examples)
     whole.save_to_disk(tmp_path / "saved")
     first = whole.select(range(9))
-    last = whole.select(range(9, 20))
-    datasets.DatasetDict({"train": whole, "other": first}).save_to_disk(tmp_path / "train")
-    datasets.DatasetDict({"first": first, "last": last}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": whole, "other": first}).save_to_disk(tmp_path / "splits")
     (tmp_path / "parquet" / "data").mkdir(parents=True)
-    for part, rows in enumerate((first, last)):
+    for part, rows in enumerate((first, whole.select(range(9, 20)))):
         rows.to_parquet(tmp_path / "parquet" / "data" / f"train-0000{part}-of-00002.parquet")
     expected = contents(edits.data)
-    for name in ("saved", "train", "splits", "parquet"):
+    for name in ("saved", "splits", "parquet"):
         assert contents(tmp_path / name) == expected, name
 
 
@@ -113,11 +110,3 @@ def test_unusable_data_sets(edits, tmp_path, capsys):
     assert edits.main("--dataset", tmp_path / "nowhere") == 1
     assert "hf download" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
-
-
-def test_command_line_defaults():
-    assert command_line([]).model == "X-GenGroup/PaCo-Reward-7B"
-    assert command_line(["--server", "http://h:1"]).model == "PaCo-Reward-7B"
-    published = command_line(["--benchmark_dir", "b", "--result_dir", "r", "--backbone", "m"])
-    assert (published.dataset, published.results_dir, published.model) == ("b", "r", "m")
-    assert command_line(["--port", "8001"]).server == "http://127.0.0.1:8001"

@@ -55,19 +55,18 @@ def pairs(images) -> list[dict]:
     return lines
 
 
-def test_json_lines_json_and_csv_make_the_same_data_set(pairs, tmp_path):
+def test_json_lines_and_csv_make_the_same_data_set(pairs, tmp_path):
     """Also with a byte order mark, and names of columns in capitals."""
     write_lines(tmp_path / "pairs.jsonl", pairs)
-    (tmp_path / "pairs.json").write_text("\ufeff" + json.dumps(pairs))
     with (tmp_path / "pairs.csv").open("w", encoding="utf-8-sig", newline="") as file:
         table = csv.writer(file)
         table.writerow(name.capitalize() for name in pairs[0])
         table.writerows(line.values() for line in pairs)
     built = {}
-    for suffix in ("jsonl", "json", "csv"):
+    for suffix in ("jsonl", "csv"):
         stats = own(tmp_path / f"pairs.{suffix}", tmp_path / suffix)
         built[suffix] = all_bytes(tmp_path / suffix)
-    assert built["jsonl"] == built["json"] == built["csv"]
+    assert built["jsonl"] == built["csv"]
     assert stats["counts"] == {"pairs": COUNT}
     yes = {name: numbers["yes"] for name, numbers in stats["datasets"].items()}
     assert yes == {TRAIN: 6, "consistency_reward_test": 4}
@@ -146,11 +145,8 @@ def test_repeated_pairs_count_once_and_contradicting_ones_not_at_all(pairs, tmp_
     [
         ({"image2": "none.png"}, "none.png"),
         ({"image2": "side.png"}, "image2"),
-        ({"image2": "pairs.jsonl"}, "PNG"),
         ({"label": "maybe"}, "label"),
-        ({"label": ""}, "score"),
         ({"score": 0.3}, "score"),
-        ({"label": None, "score": float("nan")}, "score"),
         ({"theme": "an <image> of a cat"}, "theme"),
         ({"reason": "yes: both show it."}, "reason"),
     ],
@@ -166,34 +162,6 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     message = problem(write_lines(tmp_path / "pairs.jsonl", pairs), tmp_path / "out")
     assert "pairs.jsonl row 2: " in message and "1 more rows" in message
     assert named in message
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("pairs.jsonl", "", "pairs.jsonl"),
-        ("pairs.json", "{}", "pairs.json"),
-        ("pairs.csv", "image1;image2;label\na.png;b.png;Yes\n", "image1;image2;label"),
-        ("pairs.csv", "image1,image2,label,theme\na,b,Yes,a fox, red\n", "row 1"),
-        ("pairs.xlsx", "x", ".csv"),
-    ],
-)
-def test_problems_of_a_file(tmp_path, name, content, named):
-    (tmp_path / name).write_text(content)
-    assert named in problem(tmp_path / name, tmp_path / "out")
-
-
-def test_labels_that_are_all_alike_and_other_inputs_are_refused(pairs, tmp_path):
-    file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    (tmp_path / "theme.txt").write_text("About {theme}?")
-    for options, named in (
-        ({"editing": file}, "--editing"),
-        ({"server": "http://127.0.0.1:9"}, "--reasons"),
-        ({"question": tmp_path / "theme.txt"}, "theme.txt"),
-    ):
-        assert named in problem(file, tmp_path / "out", **options)
-    write_lines(file, pairs[::2])
-    assert "pairs.jsonl" in problem(file, tmp_path / "out")
 
 
 def test_a_model_writes_the_reasons_that_are_missing(pairs, tmp_path):

@@ -1,24 +1,21 @@
-"""A repeated training resumes; a killed one leaves no process; its adapter loads as on the card."""
+"""A repeated training resumes, and its adapter loads as on the card."""
 
 import json
 import logging
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
 from peft import PeftModel
 from qwen_vl_utils import process_vision_info
-from training_tools import adapter, environment_of, losses, run_processes, train_config
+from training_tools import adapter, losses, run_processes, train_config
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from paco_judge.errors import UserError
+from paco_judge.files import locked
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward.launch import run, with_resume
@@ -62,71 +59,19 @@ def test_a_checkpoint_that_was_cut_off_is_not_resumed(resumable, tmp_path, caplo
     assert with_resume(resumable) == resumable | {"overwrite_output_dir": True}
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"overwrite_output_dir": True},
-        {"resume_from_checkpoint": "mine"},
-        {"output_dir": "nowhere"},
-    ],
-)
-def test_what_the_user_chose_is_kept(resumable, choice, caplog):
-    assert with_resume(resumable | choice) == resumable | choice
-    assert not caplog.messages
-
-
 def test_finished_weights_are_not_overwritten(tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(UserError, match="overwrite_output_dir"):
         with_resume({"output_dir": str(tmp_path), "do_train": True})
 
 
-def start(config: dict, file: Path) -> psutil.Popen:
-    """``paco-reward train`` in its own session, in two processes."""
-    file.write_text(yaml.safe_dump(config))
-    environment = environment_of(file.parent) | {"NPROC_PER_NODE": "2"}
-    command = [sys.executable, "-m", "paco_reward.cli", "train", str(file)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return psutil.Popen(command, env=environment, start_new_session=True, **options)
-
-
-def wait_for(condition, process: psutil.Popen) -> None:
-    while not condition():
-        assert process.poll() is None, process.stdout.read()[-3000:]
-        time.sleep(0.1)
-
-
-def kill(process: psutil.Popen, least: int) -> None:
-    """kill -9 of the command alone; its ``least`` descendants and more end, too."""
-    descendants = process.children(recursive=True)
-    assert len(descendants) >= least
-    process.kill()
-    _, alive = psutil.wait_procs([process, *descendants], timeout=20)
-    assert not alive
-
-
-@pytest.mark.slow
-def test_a_killed_training_leaves_no_process(judge_dir, data_dir, tmp_path):
-    """Amid two processes. While it runs, no other one writes into its folder."""
-    changes = {"max_steps": 4000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+def test_two_trainings_do_not_write_into_one_folder(judge_dir, data_dir, tmp_path):
     output = tmp_path / "out"
-    training = start(train_config(judge_dir, data_dir, output, **changes), tmp_path / "a.yaml")
-    wait_for(lambda: list(output.glob("checkpoint-*/trainer_state.json")), training)
-    with pytest.raises(UserError, match=str(output)):
-        run(str(tmp_path / "a.yaml"), [], {})
-    kill(training, 2)
-
-
-@pytest.mark.slow
-def test_helpers_of_tokenization_end_with_a_killed_training(judge_dir, data_dir, tmp_path):
-    """They are forked by `datasets`, and would keep their memory for ever."""
-    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
-    rows = json.loads((data / "pairs.json").read_text())
-    (data / "pairs.json").write_text(json.dumps(rows * 300))  # seconds of tokenization
-    config = train_config(judge_dir, data, tmp_path / "out", preprocessing_num_workers=3)
-    training = start(config, tmp_path / "a.yaml")
-    wait_for(lambda: len(training.children(recursive=True)) >= 2 + 3, training)
-    kill(training, 5)
+    output.mkdir()
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml.safe_dump(train_config(judge_dir, data_dir, output)))
+    with locked(output), pytest.raises(UserError, match=str(output)):
+        run(str(file), [], {})
 
 
 CHANGES = {

@@ -1,8 +1,8 @@
-"""From images to the loss: pairing, split, training file and training, with nothing twice.
+"""From images to the training file: pairing and split, with nothing twice.
 
 Every prompt, theme, image, edit, instruction and answer of the judge is another one, except two
 prompts that share a theme, and images that must stay on one side of the split. So whatever is
-exchanged, repeated or left out changes a label, a side or the loss.
+exchanged, repeated or left out changes a label or a side.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from fakes import fake_judge
 from pairing_tools import (
     SIDE,
@@ -25,11 +24,8 @@ from pairing_tools import (
     write_lines,
 )
 from PIL import Image
-from training_tools import losses, train_config
 
-from paco_judge.questions import Pair, theme_question
-from paco_judge.scorer import JudgeScorer
-from paco_reward import launch
+from paco_judge.questions import theme_question
 from paco_reward.datasets import labeled_pairs
 
 
@@ -196,58 +192,3 @@ def test_near_duplicates_are_on_one_side(option, name, tmp_path):
             for row in rows(output, f"{name}_{part}"):
                 sides[part] |= {family_of.get(image) for image in shown(output, row)} - {None}
         assert sides["train"] and sides["test"] and not sides["train"] & sides["test"]
-
-
-# --- the loss -------------------------------------------------------------------------------------
-
-
-def cross_entropies(judge_dir: Path, output: Path, row: dict) -> np.ndarray:
-    """Of the tokens of a row's answer under the untrained judge, by transformers alone."""
-    scorer = JudgeScorer.from_pretrained(judge_dir)
-    images = [Image.open(output / image).convert("RGB") for image in row["images"]]
-    question, answer = (message["content"] for message in row["messages"])
-    chat = scorer.chat(Pair(*images, question.removeprefix("<image><image>")))
-    inputs = scorer.inputs([chat])
-    encode = scorer.processor.tokenizer.encode
-    tokens = torch.tensor(encode(f"{answer}<|im_end|>\n", add_special_tokens=False))
-    inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens[None]], dim=1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if "mm_token_type_ids" in inputs:
-        padding = torch.zeros_like(tokens[None])
-        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], padding], dim=1)
-    with torch.no_grad():
-        logits = scorer.model(**inputs).logits[0, -len(tokens) - 1 : -1].double()
-    return torch.nn.functional.cross_entropy(logits, tokens, reduction="none").numpy()
-
-
-def sequence(answers: list[np.ndarray], weight: float) -> float:
-    return np.mean([weight * answer[0] + (1 - weight) * answer[1:].mean() for answer in answers])
-
-
-def released(answers: list[np.ndarray], weight: float) -> float:
-    total = 0.0
-    for answer in answers:
-        n = len(answer)
-        total += weight * answer[0] + n * (1 - weight) / (n - 1) * answer[1:].sum()
-    return total / sum(map(len, answers))
-
-
-@pytest.mark.parametrize(("scheme", "weight"), [("sequence", 0.35), ("released", 0.8)])
-def test_the_first_loss_is_that_of_the_data_set_with_the_weight_that_was_set(
-    built, judge_dir, tmp_path, scheme, weight
-):
-    config = train_config(judge_dir, built, tmp_path / "out", max_steps=1)
-    config |= {"dataset": "consistency_reward_cot_train", "cutoff_len": 1024}
-    config |= {"first_token_weight": weight, "first_token_scheme": scheme}
-    config |= {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    launch.train(config)
-    step = [
-        cross_entropies(judge_dir, built, row)
-        for row in rows(built, "consistency_reward_cot_train")[:6]
-    ]
-    assert len({len(answer) for answer in step}) > 2
-    expected = sequence(step, weight)
-    if scheme == "released":
-        expected = np.mean([released(step[:3], weight), released(step[3:], weight)])
-    (loss,) = losses(tmp_path / "out")
-    assert loss == pytest.approx(expected, rel=2e-5)

@@ -56,10 +56,8 @@ def test_adapters_load_under_old_and_new_names(judge_dir, adapter_dir, tmp_path)
 def test_an_adapter_says_how_much_of_the_model_it_changes(judge_dir, adapter_dir, tmp_path, caplog):
     caplog.set_level("INFO", "paco_judge")
     load_adapter(base(judge_dir), adapter_dir)
-    tensors = len(load_file(adapter_dir / ADAPTER))
-    layers = tensors // 2
-    said = f"{layers} of {layers} layers, {tensors} tensors, rank 4, scale 2"
-    assert said in caplog.text and "changes nothing" not in caplog.text
+    layers = len(load_file(adapter_dir / ADAPTER)) // 2
+    assert f"{layers} of {layers} layers" in caplog.text and "changes nothing" not in caplog.text
     zero = changed(
         adapter_dir, tmp_path / "zero", lambda name, value: {name: value * (".lora_B" not in name)}
     )
@@ -74,8 +72,6 @@ def test_an_adapter_says_how_much_of_the_model_it_changes(judge_dir, adapter_dir
     ("model", "trained_on", "is_other"),
     [
         ("merged", "judge", True),  # a merged judge with its own adapter: each change counts twice
-        ("judge", "Qwen/Qwen3-VL-8B-Instruct", True),
-        ("judge", "/elsewhere/judge/", False),
         ("judge", "Org/JUDGE", False),
         ("judge", "", False),  # unknown
     ],
@@ -106,8 +102,6 @@ CHANGES = {
     ("part", "change"),
     [
         ("model", "missing"),
-        ("model", "shape"),
-        ("adapter", "missing"),
         ("adapter", "shape"),
         ("adapter", "elsewhere"),
     ],

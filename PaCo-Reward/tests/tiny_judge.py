@@ -1,6 +1,6 @@
 """Judges of random weights with a small tokenizer, and a small pair data set.
 
-Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5, and two of other makers.
+Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5, and LLaVA.
 """
 
 import json
@@ -12,10 +12,6 @@ from PIL import Image
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -151,35 +147,22 @@ _OTHER_CHAT = (
 )
 
 
-def save_other_judge(folder: Path, family: str, seed: int = 0) -> Path:
-    """A model folder of another maker's architecture: ``llava`` or ``idefics3``, 28 px images."""
+def save_other_judge(folder: Path, seed: int = 0) -> Path:
+    """A model folder of another maker's architecture, LLaVA, with 28 px images."""
     tokenizer = make_processor().tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    if family == "llava":
-        pixels = {"height": 28, "width": 28}
-        images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=pixels)
-        processor = LlavaProcessor(
-            images,
-            tokenizer,
-            patch_size=14,
-            vision_feature_select_strategy="default",
-            chat_template=_OTHER_CHAT,
-            num_additional_image_tokens=1,
-        )
-        kind = LlavaForConditionalGeneration
-        config = LlavaConfig
-        vision = {"vision_config": CLIPVisionConfig(**vision)}
-    else:
-        pixels = {"longest_edge": 28}
-        images = Idefics3ImageProcessor(
-            size=pixels, max_image_size=pixels, do_image_splitting=False
-        )
-        processor = Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=_OTHER_CHAT)
-        kind = Idefics3ForConditionalGeneration
-        config = Idefics3Config
-        vision = {"vision_config": vision, "scale_factor": 2}
+    pixels = {"height": 28, "width": 28}
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=pixels)
+    processor = LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=_OTHER_CHAT,
+        num_additional_image_tokens=1,
+    )
     text = LlamaConfig(
         vocab_size=len(processor.tokenizer),
         hidden_size=64,
@@ -193,8 +176,10 @@ def save_other_judge(folder: Path, family: str, seed: int = 0) -> Path:
     )
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
     torch.manual_seed(seed)
-    model = kind(config(text_config=text, image_token_id=image_id, **vision)).eval()
-    model.save_pretrained(folder)
+    config = LlavaConfig(
+        text_config=text, image_token_id=image_id, vision_config=CLIPVisionConfig(**vision)
+    )
+    LlavaForConditionalGeneration(config).eval().save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 

@@ -12,10 +12,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxPipeline
-from panels import draw_grids, encode_quadrants, latent_grids, random_views
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training import Losses, fit, flow_errors, for_seconds, for_steps, pack
+from training import (
+    Losses,
+    draw_grids,
+    encode_quadrants,
+    fit,
+    flow_errors,
+    for_seconds,
+    for_steps,
+    latent_grids,
+    pack,
+    random_views,
+)
 from transformers import PreTrainedTokenizerFast
 
 from paco_toy import world

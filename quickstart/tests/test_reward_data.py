@@ -118,10 +118,3 @@ def test_weak_pairs_show_broken_panels_that_are_not_trained_on(built):
     trained = {image for row in rows(built, TRAIN) for image in row["images"]}
     tested = {image for row in rows(built, *TESTS) for image in row["images"]}
     assert trained.isdisjoint(tested)
-
-
-def test_the_same_seed_draws_the_same(tmp_path):
-    for name in ("a", "b"):
-        build_world.draw(tmp_path / name, seed=5, prompts={"train": 2})
-    for file in sorted(p for p in (tmp_path / "a").rglob("*") if p.is_file()):
-        assert file.read_bytes() == (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes()

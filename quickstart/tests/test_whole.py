@@ -4,57 +4,30 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
-def run_in_clone(folder: Path, *command: str) -> tuple[Path, str, int]:
-    """(quickstart/out, output, peak memory in bytes) of a command.
-
-    A developer's own quickstart/out is left alone.
-    """
+def run_in_clone(folder: Path, *command: str) -> tuple[Path, str]:
+    """quickstart/out and output of a command. A developer's own quickstart/out is left alone."""
     clone = folder / "clone"
-    printed = folder / "printed"
-    peak = 0
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{REPO}", str(clone)], check=True)
     unset = ("PYTHON", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    env = {k: v for k, v in os.environ.items() if k not in unset} | {"MEASURED": str(folder)}
-    with open(printed, "w") as file:
-        process = subprocess.Popen(
-            ["bash", *command],
-            cwd=clone,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
-    while process.poll() is None:
-        memory = 0
-        for candidate in psutil.process_iter(["environ", "memory_full_info"]):
-            environ = candidate.info["environ"] or {}
-            if environ.get("MEASURED") == str(folder) and candidate.info["memory_full_info"]:
-                memory += candidate.info["memory_full_info"].pss
-        peak = max(peak, memory)
-        time.sleep(5)
-    out = clone / "quickstart" / "out"
-    tails = [
-        f"\n--- {p.name}\n{p.read_text(errors='replace')[-1500:]}"
-        for p in sorted(out.rglob("logs/*.log"))
-    ]
-    assert process.returncode == 0, printed.read_text()[-3000:] + "".join(tails)
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["bash", *command], cwd=clone, env=env, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout[-5000:]
     shutil.rmtree(clone / ".venv")  # gigabytes
-    return out, printed.read_text(), peak
+    return clone / "quickstart" / "out", done.stdout
 
 
 @pytest.mark.alone
 def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
-    out, printed, peak = run_in_clone(tmp_path, "quickstart/run.sh")
+    out, printed = run_in_clone(tmp_path, "quickstart/run.sh")
     summary = json.loads((out / "summary.json").read_text())
     base, lora = summary["judge"]["base"], summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
@@ -72,7 +45,6 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
     assert policy["after"]["choice"] >= 0.75 * policy["before"]["choice"]
     assert policy["change"]["reward"]["mean"] > 0
     assert all(policy["change"][name]["mean"] >= -0.05 for name in ("valid", "distinct"))
-    assert peak <= 6 * 2**30
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl"}
     assert (
         summary["minutes"] <= 20
@@ -92,7 +64,7 @@ def test_a_short_run_of_the_editor(tmp_path):
         "sample.num_images_per_prompt": 4,
     }
     options = [f"--config.{name}={value}" for name, value in sizes.items()]
-    out, printed, _ = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
+    out, printed = run_in_clone(tmp_path, "quickstart/editing.sh", "--minutes", "0.2", *options)
     policy = json.loads((out / "editing" / "summary.json").read_text())["policy"]
     assert policy["num_images"] == 8 and (
         policy["train_resolution"],

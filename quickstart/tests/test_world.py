@@ -136,9 +136,8 @@ def test_between_images_counts_what_other_images_of_the_prompt_show():
     # Of the panels' pairs, half are equal; an image alone is like no other.
     assert score(images, items) == pytest.approx([1 - 0.5 / 2, 1 - 0.5 / 2, 1.0, 1.0])
     assert score([images[0]] * 2, [Item(0, full_prompt)] * 2).tolist() == [1.0, 1.0]
-    assert score([images[3]] * 2, [Item(0, open_prompt)] * 2).tolist() == [0.0, 0.0]
-    gray = Image.new("RGB", (64, 64), (128,) * 3)  # panels that show no character are like no other
-    assert score([gray] * 2, [Item(0, open_prompt)] * 2).tolist() == [1.0, 1.0]
+    # Panels that show no character are like no other.
+    assert score([Image.new("RGB", (64, 64), "gray")] * 2, items[:2]).tolist() == [1.0, 1.0]
 
 
 def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
@@ -149,19 +148,10 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
     assert evenness(reading_of(reds, reds).choices([STAR] * 2, "colour")) == 0.0
     assert evenness(reading_of(reds, blues).choices([STAR] * 2, "colour")) == pytest.approx(bit)
     assert evenness(reading_of(tie).choices([STAR], "colour")) == pytest.approx(bit)
-    all_colors = reading_of(*[stars(*[colour] * 4) for colour in ATTRIBUTES["colour"]])
-    assert evenness(all_colors.choices([STAR] * 7, "colour")) == pytest.approx(1.0)
     # An image of a full prompt, and one without an answer, do not count.
     full = Character("striped", "blue", "star")
     assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
     assert np.isnan(evenness(reading_of(reds).choices([STAR], "shape")))
-
-
-@pytest.mark.parametrize("level", [255, 128, 0])
-def test_empty_or_flat_panels_are_invalid(level):
-    reading = read_grids([Image.new("RGB", (64, 64), (level,) * 3)])
-    assert not reading.valid.any()
-    assert reading.consistency()[0] == 0.0
 
 
 @settings(max_examples=25, deadline=None)
@@ -189,9 +179,8 @@ def test_edits_are_judged_exactly_on_clean_renderings(seed, side):
 
 
 def test_the_data_set_of_edits_and_their_rewards(tmp_path):
-    for folder in ("a", "b"):
-        build_edits(tmp_path / folder, seed=3, train=3, test=4)
-    items = load_prompts(tmp_path / "a", "test", "geneval_image")
+    build_edits(tmp_path, seed=3, train=3, test=4)
+    items = load_prompts(tmp_path, "test", "geneval_image")
     categories = [item.metadata["category"] for item in items]
     assert categories == ["training character", "held-out character"] * 2
     edits = read_edits(items)
@@ -203,5 +192,3 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     perfect = [to_image(render_grid(edit.edited(), edit.views, 32)) for edit in edits]
     assert oracle_edit()(perfect, items).tolist() == [1] * 4
     assert oracle_edit()(references, items).tolist() == [0] * 4
-    for file in ("train_metadata.jsonl", "test_metadata.jsonl", "images/test_0001.png"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()

@@ -34,7 +34,6 @@ def test_launch_status_stop(shell):
     assert (status, row["state"], row["label"], row["name"]) == (0, "healthy", "test", "Judge")
     (record,) = shell.records()
     assert all(map(psutil.pid_exists, record["pids"]))  # it outlives the shell that started it
-    assert "VLLM_LABEL" in shell.failed_launch(VLLM_PORT=str(free_port()))
     server, child = record["pids"]
     os.kill(server, signal.SIGKILL)  # its child outlives it, and may hold a GPU's memory
     assert f"pid {child}" in shell.failed_launch()
@@ -45,9 +44,8 @@ def test_launch_status_stop(shell):
     assert "ended" in output
     shell.launch()  # the label of a dead launch is replaced
     (record,) = shell.records()
-    assert "ended" in shell.run("stop.sh")[1]
-    all_ended(record["pids"])
     assert shell.run("stop.sh")[0] == 0
+    all_ended(record["pids"])
     assert shell.states() == []
 
 
@@ -64,14 +62,10 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
 
 
 def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
-    errors = shell.failed_launch(FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
-    assert "VLLM_START_TIMEOUT" in errors
-    assert "Loading a model" in errors
-    errors = shell.failed_launch(FAKE_VLLM="refuses")
-    assert "two images" in errors
+    assert "VLLM_START_TIMEOUT" in shell.failed_launch(FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
+    assert "two images" in shell.failed_launch(FAKE_VLLM="refuses")
     pids = [pid for record in shell.records(2) for pid in record["pids"]]
     errors = shell.failed_launch(**two, FAKE_VLLM="Other")
-    assert "the server of Other ended with status 1" in errors
     assert "no room for the key-value cache" in errors  # the end of its log
     pids += [pid for record in shell.records() for pid in record["pids"]]
     launch = shell.start("launch.sh", FAKE_VLLM="hangs")

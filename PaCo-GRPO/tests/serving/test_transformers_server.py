@@ -83,13 +83,10 @@ def says(text: str, **fields) -> dict:
 REFUSED = [
     ({"model": "other"}, 404, "model", "model_not_found"),
     ({"temperature": 0.7}, 400, "temperature", None),
-    ({"max_token": 2}, 400, "max_token", None),
     (shows("http://example.test/a.png"), 400, "messages", None),
     (shows(data_url(Image.new("RGB", (1, 300)))), 400, "messages", None),
-    (shows("data:image/png;base64,A"), 400, "messages", None),
     (shows(HALF), 400, "messages", "invalid_image"),
     (says("<|image_pad|>"), 400, "messages", None),
-    (says("a b c " * 2000), 400, "messages", "context_length_exceeded"),
     (says("hello", max_tokens=1023), 400, "messages", "context_length_exceeded"),
 ]
 

@@ -26,8 +26,15 @@ from pathlib import Path
 
 import pandas as pd
 
-from paco_eval.benchmark import Item, Row, exit_status, read_results, run_judge, write_tables
-from paco_eval.data import EditRows
+from paco_eval.benchmark import (
+    EditRows,
+    Item,
+    Row,
+    exit_status,
+    read_results,
+    run_judge,
+    write_tables,
+)
 from paco_eval.engines import new_parser, parse
 from paco_judge.errors import UserError, run_command
 from paco_judge.questions import EDITING, Pair, Question, editing_texts, load_editing_questions

@@ -32,7 +32,6 @@ import pandas as pd
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
-from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.benchmark import (
     Item,
     Row,
@@ -43,7 +42,7 @@ from paco_eval.benchmark import (
     run,
     run_judge,
 )
-from paco_eval.engines import new_parser, parse
+from paco_eval.engines import BASELINES, make_baseline, new_parser, parse
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt

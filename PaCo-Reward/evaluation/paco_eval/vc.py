@@ -22,8 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paco_eval.benchmark import Item, Row, exit_status, read_results, run_judge, write_tables
-from paco_eval.data import EditRows
+from paco_eval.benchmark import (
+    EditRows,
+    Item,
+    Row,
+    exit_status,
+    read_results,
+    run_judge,
+    write_tables,
+)
 from paco_eval.engines import new_parser, parse
 from paco_judge.questions import Pair, Question, load_question
 

@@ -99,13 +99,19 @@ def test_a_fingerprint_sees_one_changed_byte(tmp_path, name, at):
     assert fingerprint(tmp_path) != before
 
 
-def test_a_fingerprint_sees_names_and_lengths(tmp_path):
-    seen = {fingerprint(_model(tmp_path))}
-    (tmp_path / "half.bin").rename(tmp_path / "whole.bin")
-    seen.add(fingerprint(tmp_path))
-    (tmp_path / "weights.safetensors").write_bytes(bytes(3 * 2**20 + 1))
-    seen.add(fingerprint(tmp_path))
-    assert len(seen) == 3
+PARENT = """
+import subprocess, sys
+child = "from paco_judge.errors import *; end_with_parent(); print(1, flush=True); input()"
+subprocess.Popen([sys.executable, "-c", child], stdin=0).wait()
+"""
+
+
+def test_a_process_ends_with_its_killed_parent():
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"1\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # whose other end the child had, too
 
 
 def test_how_a_command_ends(capsys):

@@ -31,18 +31,14 @@ ends = st.sampled_from([".", '."', '"', "!", "?", "…", ".'"])
         ("a cat", (1, 1)),
         ("a 1 x 7 grid", (1, 7)),
         ("a 2⨉4 grid then a 3x3 grid", (2, 4)),
-        ("a 3×2 grid", (3, 2)),  # the multiplication sign
-        ("a 2X3 grid layout", (2, 3)),
-        ("A 1024x1024 image with a 2x2 grid layout", (2, 2)),
-        ("768 × 512, a 1×3 grid", (1, 3)),
-        ("a 64x64 px icon, a 2x1-grid", (2, 1)),
+        ("A 1024x1024 image with a 2X3 grid layout", (2, 3)),
+        ("768 × 512, a 1×3 grid", (1, 3)),  # the multiplication sign
         ("a 4x4 truck in a 2x3 grid layout", (2, 3)),
         ("a 2*3 grid, a 2 by 2 grid", (2, 3)),
         ("a grid of 2 by 3 photos", (2, 3)),
         ("2x1 of a fox in a 4x4 truck. [TOP]: a. [BOTTOM]: b.", (2, 1)),
         ("a red 4x4 truck in mud", (1, 1)),
         ("a 2 by 4 plank", (1, 1)),
-        ("a 64x64-pixel icon", (1, 1)),
         ("12.5x10.5 cm", (1, 1)),
         ("a 32 x 32 pixels icon", (1, 1)),
     ],
@@ -90,8 +86,3 @@ def test_cells_are_equal_and_row_major(spare):
     cells = split_image(Image.fromarray(pixels), 3, 2)
     expected = [pixels[top : top + 4, left : left + 5] for top in (0, 4, 8) for left in (0, 5)]
     np.testing.assert_array_equal([np.asarray(cell) for cell in cells], expected)
-
-
-def test_an_image_smaller_than_its_grid_is_an_error():
-    with pytest.raises(ValueError, match="3x1"):
-        split_image(Image.new("RGB", (3, 1)), 2, 2)

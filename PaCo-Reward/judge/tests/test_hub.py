@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from paco_judge.errors import UserError
 from paco_judge.scorer import JudgeScorer
-from paco_judge.weights import explain_missing, from_pretrained_strict, local_folder
+from paco_judge.weights import from_pretrained_strict, local_folder
 
 
 @pytest.fixture
@@ -74,18 +74,3 @@ def test_what_the_hub_refuses_is_one_message_with_all_remedies(hub, code, reason
 def test_a_path_that_is_no_folder_is_not_taken_for_a_name(hub, load):
     with pytest.raises(UserError, match="neither an existing folder nor a name"):
         load("runs/judge/adapter")
-
-
-def test_an_absent_hub_and_offline_mode(hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE|cannot be reached"):
-        load_files("org/judge")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    set_endpoint(monkeypatch, "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="cannot be reached"):
-        load_files("org/judge")
-
-
-def test_errors_about_a_folder_that_exists_stay(tmp_path):
-    with pytest.raises(OSError, match="chat.json"), explain_missing(tmp_path):
-        (tmp_path / "chat.json").read_text()

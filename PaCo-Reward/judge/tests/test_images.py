@@ -95,10 +95,3 @@ TRANSPARENT = {
 def test_transparent_places_are_white_whatever_color_they_hide(kind):
     for image in decoded(TRANSPARENT[kind]):
         assert image.mode == "RGB" and image.getpixel((0, 0)) == (255, 255, 255)
-
-
-def test_half_transparent_places_are_mixed_with_white_and_opaque_ones_stay_exact():
-    image = NOISE.convert("RGBA")
-    np.testing.assert_array_equal(np.asarray(read_image(encoded(image))), np.asarray(NOISE))
-    image.putpixel((0, 0), (0, 0, 0, 128))
-    assert read_image(encoded(image)).getpixel((0, 0)) == (127, 127, 127)

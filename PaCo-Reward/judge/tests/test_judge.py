@@ -67,14 +67,6 @@ def respond(number, request):
     return 200, fake_judge.answer(0.9 if asks_about_cats else 0.4), {}
 
 
-def test_what_cannot_be_scored_is_none_and_said(files, caplog):
-    with fake_judge.FakeJudge(lambda number, request: (400, {}, {})) as server:
-        judge = Judge(server.url)
-        assert judge.score_edit(*files[:2], "to fail") is None
-        assert judge.explain(*files[:2]) is None
-    assert caplog.text.count("HTTP 400") == 3
-
-
 def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
     cut_off = tmp_path / "half.png"
     cut_off.write_bytes(files[0].read_bytes()[:60])
@@ -89,11 +81,6 @@ def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
         assert judge.explain([tmp_path / "none.png", files[0]], files[1]) == [None, "Yes. Both."]
         with pytest.raises(UnreadableImage, match="half.png"):
             judge.score(files[0], cut_off)
-
-
-def test_lists_of_different_lengths_are_an_error(files):
-    with pytest.raises(ValueError, match="one length"):
-        Judge().score(files, files[:2])
 
 
 def test_importing_the_package_loads_neither_torch_nor_the_client():

@@ -80,8 +80,7 @@ def test_editing_dimensions_ask_the_editing_questions():
 
 def test_a_single_editing_question_has_its_own_name_and_decides_every_dimension(template):
     mine = template("Is it {instruction}?")
-    names = {"editing_instruction": "prompt_following", "editing_consistency": "consistency"}
-    for name, about in (names | {mine: "mine"}).items():
+    for name, about in (("editing_consistency", "consistency"), (mine, "mine")):
         alone = load_editing_questions(name)
         for dimension in EDIT_DIMENSIONS:
             expected = {about: alone[0].text(instruction="red")}

@@ -13,10 +13,8 @@ from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer, answer_ids
 from paco_judge.verdict import ANSWER_TOKENS
 
-OTHERS = ["llava", "idefics3"]
 
-
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", *OTHERS])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava"])
 def family(request):
     return request.param
 
@@ -24,8 +22,8 @@ def family(request):
 @pytest.fixture(scope="module")
 def folder(family, tmp_path_factory):
     folder = tmp_path_factory.mktemp("judges") / family
-    if family in OTHERS:
-        return tiny_judge.save_other_judge(folder, family)
+    if family == "llava":
+        return tiny_judge.save_other_judge(folder)
     if family == "qwen2_5_vl":
         return tiny_judge.save_judge(folder)
     return tiny_judge.save_new_judge(folder, family)
@@ -40,7 +38,7 @@ def scorer(folder):
 def pairs():
     """Questions and images of different lengths and sizes, so that a batch needs padding."""
     pairs = []
-    for seed, theme in enumerate([*tiny_judge.THEMES, "x", "a paper boat " * 12]):
+    for seed, theme in enumerate([*tiny_judge.THEMES, "a paper boat " * 12]):
         first = tiny_judge.picture(seed, 40 + 9 * seed)
         pairs.append(Pair(first, tiny_judge.picture(seed + 50), theme_question(theme)))
     return pairs
@@ -63,29 +61,22 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     assert np.ptp(expected) > 1e-2  # the judge distinguishes them
     np.testing.assert_allclose(p_yes(scorer, pairs), expected, atol=1e-5)
     np.testing.assert_allclose(p_yes(scorer, pairs[::-1])[::-1], expected, atol=1e-5)
-    assert all(answer.text for answer in scorer.reasons(pairs[:2], 5))
-    chats = [scorer.chat(pair) for pair in pairs]
-    _, logits = scorer.generate(chats, 3)
+    chats = [scorer.chat(pair) for pair in pairs[:3]]
+    _, logits = scorer.generate(chats, 2)
     np.testing.assert_allclose(logits, scorer.first_token_logits(chats), atol=1e-5)
 
 
-def test_the_length_of_a_prompt_is_that_of_the_model_inputs(scorer, pairs):
-    """Qwen's processors know it from the sizes of the images, which a server has before it decodes them."""
-    for pair in pairs[:2]:
-        chat = scorer.chat(pair)
-        assert scorer.length(chat) == scorer.inputs([chat])["input_ids"].shape[1]
-
-
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"], indirect=True)
 def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(family, scorer, pairs):
     image = pairs[0].image_a
-    token = "<image>" if family in OTHERS else "<|image_pad|>"
+    token = "<image>" if family == "llava" else "<|image_pad|>"
     bad = [Pair(image, image, f"{token}?")]
-    if family not in OTHERS:  # which cut an image to a square
+    if family != "llava":  # which cuts an image to a square
         bad.append(Pair(Image.new("RGB", (1, 300)), image, "same?"))
     asked = [pairs[0], *bad, pairs[1]]
     first, *errors, last = scorer.score(asked)
     assert token in errors[0].error
-    assert family in OTHERS or "aspect ratio" in errors[1].error
+    assert family == "llava" or "aspect ratio" in errors[1].error
     expected = p_yes(scorer, pairs[:2])
     np.testing.assert_allclose([first.p_yes, last.p_yes], expected, atol=1e-5)
     first, *others, last = scorer.reasons(asked, 5)
@@ -105,11 +96,8 @@ def test_only_words_of_one_token_are_answers():
 
 
 @pytest.mark.parametrize(("has_gpu", "dtype"), [(True, "auto"), (False, torch.float32)])
-def test_weights_are_loaded_as_stored_on_a_gpu_and_in_float32_on_a_cpu(
-    tmp_path_factory, monkeypatch, has_gpu, dtype
-):
+def test_weights_are_loaded_as_stored_on_a_gpu_and_in_float32_on_a_cpu(monkeypatch, has_gpu, dtype):
     """A 7B judge in float32 takes twice the memory of a GPU, and no score shows it."""
-    folder = tiny_judge.save_judge(tmp_path_factory.mktemp("judge") / "judge")
 
     def load(model_class, path, **options):
         assert options["dtype"] == dtype
@@ -118,4 +106,4 @@ def test_weights_are_loaded_as_stored_on_a_gpu_and_in_float32_on_a_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr("paco_judge.scorer.from_pretrained_strict", load)
     with pytest.raises(InterruptedError):
-        JudgeScorer.from_pretrained(folder)
+        JudgeScorer.from_pretrained(tiny_judge.TOY_JUDGE)

@@ -12,8 +12,8 @@ from paco_judge.errors import UserError
 from paco_judge.grid import split_image
 from paco_judge.images import load_image
 from paco_judge.judge import Judge
-from paco_reward.asking import ask, questions_about, sheet
 from paco_reward.options import add_asking_options, judge_of
+from paco_reward.score import ask, questions_about, sheet
 
 MOST_IMAGES = 16  # 120 pairs
 LARGEST_FILE = "32mb"

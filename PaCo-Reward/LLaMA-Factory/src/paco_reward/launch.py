@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +108,6 @@ def train(config: dict[str, Any]) -> int:
     """Train in this process: the only one, or one of torchrun's. Returns exit status 0."""
     from llamafactory.train.tuner import run_exp
 
-    # What `datasets` forks to tokenize would outlive a killed training.
-    os.register_at_fork(after_in_child=partial(end_with_parent, signal.SIGKILL))
     overlay.install()
     # The backward pass of cuDNN's attention, PyTorch's choice on H100 and newer, can return NaN for
     # padded batches (pytorch#196678).

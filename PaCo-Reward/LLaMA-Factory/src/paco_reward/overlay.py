@@ -261,26 +261,15 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
             """LLaMA-Factory's own, before each optimizer step, which needs it to be finite."""
             grad_norm = super()._get_grad_norm(*args, **kwargs)
-            if grad_norm is not None and not self.args.fp16:  # which skips such steps itself
-                self._require_finite(math.isfinite(grad_norm), "gradient norm")
-            return grad_norm
-
-        def save_model(self, *args: Any, **kwargs: Any) -> None:
-            """LLaMA-Factory's own, of finite weights."""
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    self._require_finite(bool(parameter.isfinite().all()), name)
-            super().save_model(*args, **kwargs)
-
-        def _require_finite(self, is_finite: bool, what: str) -> None:
-            if is_finite:
-                return
+            # fp16 skips such steps itself.
+            if grad_norm is None or self.args.fp16 or math.isfinite(grad_norm):
+                return grad_norm
             saved = get_last_checkpoint(self.args.output_dir)
             checkpoint = f"the last good checkpoint is {saved}" if saved else "nothing is saved yet"
             raise UserError(
-                f"training stopped at step {self.state.global_step}: {what} is not finite; "
-                f"{checkpoint}. Lower learning_rate, or look for damaged pairs, and repeat the "
-                "command"
+                f"training stopped at step {self.state.global_step}: the gradient norm is not "
+                f"finite; {checkpoint}. Lower learning_rate, or look for damaged pairs, and repeat "
+                "the command"
             )
 
     return FirstTokenTrainer
