@@ -192,12 +192,11 @@ def test_each_input_keeps_the_data_sets_of_the_others(world, edits, own_pairs, t
     assert found == expected | {"own_train": found["own_train"]}
 
 
-def test_a_folder_is_not_built_from_other_inputs(world, edits, own_pairs, tmp_path):
+def test_a_folder_is_not_built_from_other_inputs(edits, own_pairs, tmp_path):
     """Labels may be corrected; other pairs, prompts or instructions are another data set."""
     output = tmp_path / "out"
     build(None, output, pairs=own_pairs, sets_per_prompt=None)
     build(None, output, editing=edits / "edits.jsonl", duplicate_bits=0)
-    build(world, output, sets_only=True, name="grids")
     before = contents(output)
     changed = tmp_path / "changed.jsonl"
     edit_lines = read_lines(edits / "edits.jsonl")
@@ -205,9 +204,6 @@ def test_a_folder_is_not_built_from_other_inputs(world, edits, own_pairs, tmp_pa
     write_lines(changed, edit_lines)
     with pytest.raises(UserError, match="sharegpt_editing"):
         build(None, output, editing=changed)
-    write_lines(changed, read_lines(world / "metadata.jsonl")[1:])
-    with pytest.raises(UserError, match="images"):
-        build(None, output, grids=world / "grids", metadata=changed, name="few", sets_only=True)
     assert contents(output) == before
     pairs = read_lines(own_pairs)
     write_lines(changed, [pair | {"reason": "seen in both"} for pair in pairs])

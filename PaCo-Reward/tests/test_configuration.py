@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paco_judge.errors import UserError
-from paco_reward import launch, overlay
+from paco_reward import overlay
 from paco_reward.config import check_combinations, check_options, load_config
 from paco_reward.datasets import check_data
-from paco_reward.launch import next_commands, plan_processes, run
+from paco_reward.launch import plan_processes, run
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = {"model_name_or_path": "model", "output_dir": "out"}
@@ -161,29 +161,6 @@ def test_processes_of_a_training(gpus, cpus, config, environment, expected, monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     assert plan_processes(config, environment) == expected
-
-
-def test_only_the_first_node_writes_into_the_output_folder(
-    config, judge_dir, tmp_path, monkeypatch, capsys
-):
-    """Each node trains with the options that it was given. What comes next is said once."""
-    trained = []
-    monkeypatch.setattr(
-        launch, "run_processes", lambda words: trained.append(load_config(words[-1])) or 0
-    )
-    output = tmp_path / "out"
-    config |= {"model_name_or_path": str(judge_dir), "output_dir": str(output), "do_train": True}
-    file = tmp_path / "given.yaml"
-    file.write_text(json.dumps(config))
-    for rank in ("1", "0"):
-        assert not output.exists() and "export" not in capsys.readouterr().out
-        assert run(str(file), [], {"NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": rank}) == 0
-    assert load_config(output / "train.yaml") == trained[0] == trained[1]
-    assert trained[0]["template"] == "qwen2_vl"
-    shown = capsys.readouterr().out
-    adapter = f"{judge_dir} --adapter {output} --"
-    assert f"accuracy --model {adapter}dataset_dir" in shown and f"--base {adapter}output" in shown
-    assert f"accuracy --model {output} " in next_commands(config | {"finetuning_type": "full"})
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Base:
 def trainer():
     """Ours without a training."""
     arguments = SimpleNamespace(first_token_weight=0.3, first_token_scheme="released")
-    return overlay._trainer_class(Base, type(None))(arguments, None)
+    return overlay._trainer_class(Base, int)(arguments, None)
 
 
 def test_the_loss_has_the_weight_and_scheme_that_were_set(trainer):

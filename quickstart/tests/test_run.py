@@ -189,32 +189,6 @@ def test_a_change_repeats_the_stages_that_depend_on_it(repo, arguments, file, pr
     assert {path.parent.name for path in (out / "earlier").rglob("weights")} >= aside
 
 
-def test_the_cpu_is_used_beside_a_gpu_unless_gpus_are_asked_for(repo):
-    smi = repo / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/bash\nexit 0\n")
-    smi.chmod(0o755)
-    shown = repo / "PaCo-GRPO/scripts/single_node/train_flux.sh"
-    # As the real one, it counts the threads of OMP_NUM_THREADS.
-    (smi.parent / "nproc").write_text("#!/bin/bash\necho ${OMP_NUM_THREADS:-8}\n")
-    (smi.parent / "nproc").chmod(0o755)
-    variables = "[$CUDA_VISIBLE_DEVICES] $ACCELERATE_USE_CPU $VLLM_ENGINE $NUM_PROCESSES"
-    shown.write_text(f'#!/bin/bash\necho "{variables}" >> "$STATE/env"\n')
-    path = f"{smi.parent}:{os.environ['PATH']}"
-    clean = {
-        "CUDA_VISIBLE_DEVICES": "0,1",
-        "ACCELERATE_USE_CPU": "",
-        "VLLM_ENGINE": "",
-        "OMP_NUM_THREADS": "1",
-        "NUM_PROCESSES": "",
-    }
-    status, output, _ = drive(repo, PATH=path, **clean)
-    assert status == 0
-    assert "QUICKSTART_DEVICE=gpu" in output
-    assert drive(repo, "--fresh", PATH=path, QUICKSTART_DEVICE="gpu", **clean)[0] == 0
-    assert (repo / "env").read_text().splitlines() == ["[] true transformers 2", "[0,1]   "]
-
-
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 

@@ -81,20 +81,12 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
     output = shell.launch(**two, VLLM_API_KEY="geheim", VLLM_HOST="0.0.0.0")
     assert f"Ready:  Judge, Other at {shell.url}/v1" in output
 
-    headers = {"authorization": "Bearer geheim"}
-    for name in ("Judge", "Other"):
-        question = {"model": name}
-        url = f"{shell.url}/v1/chat/completions"
-        answer = httpx.post(url, json=question, headers=headers, trust_env=False)
-        (choice,) = answer.json()["choices"]
-        assert choice["message"]["content"] == f"{name} {name}"
     names = ("gateway", "Judge", "Other")
     assert shell.states("geheim") == [("test", name, "healthy") for name in names]
     assert shell.states()[0][2] == "other key"
     pids = [server.pid for server in read_servers(shell.folder)]
     for record in shell.records(2):
         assert option(record["argv"], "--host") == "127.0.0.1"
-        assert record["env"]["VLLM_API_KEY"] == "geheim"
         pids += record["pids"]
     commands = [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
     files = [path.read_text() for path in shell.folder.iterdir()]

@@ -61,8 +61,6 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
 
 
 def respond(number, request):
-    if not request.get("logprobs"):
-        return 200, {"choices": [{"message": {"content": "Yes. Both."}}]}, {}
     asks_about_cats = "cats" in request["messages"][0]["content"][-1]["text"]
     return 200, fake_judge.answer(0.9 if asks_about_cats else 0.4), {}
 
@@ -72,13 +70,9 @@ def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
     cut_off.write_bytes(files[0].read_bytes()[:60])
     with fake_judge.FakeJudge(respond, models=["mine"]) as server:
         judge = Judge(server.url, model="mine")
-        assert judge.score([], files[0]) == []
         themes = ["dogs", "cats", "cats"]
         scores = judge.score([files[0], cut_off, files[1]], files[2], theme=themes)
         assert scores == [pytest.approx(0.4), None, pytest.approx(0.9)]
-        edits = judge.score_edit(files[0], [cut_off, files[1]], "two cats")
-        assert edits == [None, pytest.approx(0.9)]
-        assert judge.explain([tmp_path / "none.png", files[0]], files[1]) == [None, "Yes. Both."]
         with pytest.raises(UnreadableImage, match="half.png"):
             judge.score(files[0], cut_off)
 
