@@ -54,7 +54,6 @@ def problem(config, row: dict | None = None) -> str:
     [
         ({"images": ["nowhere.png"] * 2}, "nowhere.png"),
         ({"messages": [QUESTION]}, "assistant"),
-        ({"messages": [QUESTION, {"role": "assistant"}]}, "content"),
         ({"messages": [QUESTION | {"content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
         ({"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],

@@ -81,12 +81,3 @@ def test_the_sheet_escapes_what_it_shows():
         assert text not in shown
     assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
     assert "0.250" in shown and "1.000" in shown and report.missing == 1
-
-
-def test_a_score_that_follows_from_answers_is_no_answer():
-    questions = questions_about(instruction="make it blue")
-    report = ask(SaysOnly(0.25, 1.0, 0.81, None), IMAGES, list("abc"), questions)
-    overall = [row.verdict.p_yes for row in report.rows if row.dimension == "overall"]
-    assert overall == [0.5, None]
-    assert report.missing == 1 and len(report.answers) == 4
-    assert "0.500" in sheet(report)

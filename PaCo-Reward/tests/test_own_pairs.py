@@ -126,14 +126,6 @@ def test_a_large_group_of_connected_images_does_not_become_the_test_set(
     assert ("no pairs for testing" in caplog.text) == (tested is None)
 
 
-def test_repeated_pairs_count_once_and_contradicting_ones_not_at_all(pairs, tmp_path):
-    lines = [*pairs[:8], pairs[0], pairs[1], pairs[2] | {"label": "No", "reason": ""}]
-    lines.append(pairs[3] | {"label": "Yes"})
-    stats = own(write_lines(tmp_path / "pairs.jsonl", lines), tmp_path / "out", test_share=0.0)
-    assert stats["counts"] == {"pairs": 12, "repeated": 2, "repeated_disputed": 4}
-    assert stats["datasets"][TRAIN]["pairs"] == 6
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -25,7 +25,6 @@ def problem(*arguments, **options) -> str:
     ("number", "change", "named"),
     [
         (1, {"idx": "p0"}, "idx p0"),
-        (0, {"idx": "../up"}, "idx"),
         (0, {"image": "nowhere.png"}, "nowhere.png"),
         (0, {"prompt": "an <image> of a cat"}, "<image>"),
     ],

@@ -50,10 +50,7 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(tmp_path):
         summary["minutes"] <= 20
     )  # 13 are promised; a machine that is busy otherwise gets some air
     assert printed.strip().endswith(str(out / "report.html"))
-    text = (out / "report.html").read_text()
-    assert text.count("<figure>") == 2 * 8  # before and after
-    for heading in ("Largest gain", "Largest loss", "The judge", "The reward against the oracle"):
-        assert heading in text
+    assert (out / "report.html").read_text().count("<figure>") == 2 * 8  # before and after
 
 
 def test_a_short_run_of_the_editor(tmp_path):

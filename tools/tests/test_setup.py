@@ -177,7 +177,6 @@ def clone(tmp_path) -> Path:
         ("VIRTUAL_ENV=CLONE/active", "ours", "active"),
         ("VIRTUAL_ENV=CLONE/active PYTHON=CLONE/.venv/bin/python", "ours", ".venv"),
         ("VIRTUAL_ENV=CLONE/active", "theirs", ""),
-        ("PYTHON=CLONE/.venv/bin/python", "theirs", ""),
     ],
 )
 def test_the_activated_environment_comes_before_the_repositorys(clone, variables, module, chosen):
