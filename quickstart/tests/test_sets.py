@@ -16,7 +16,10 @@ ORACLE = "paco_toy.oracle:oracle_"
 
 
 def epoch_of(tmp_path, monkeypatch, datasets, **changes):
-    """A short epoch of toy_t2is_sets: its row of metrics, advantages, scores and items by image."""
+    """A short epoch of toy_t2is_sets: its row of metrics, advantages, scores and items by image.
+
+    One image has no score by the first reward.
+    """
     folder = tmp_path / "prompts"
     build_prompts(folder, seed=1, train=16, test=4)
     small = {
@@ -33,6 +36,7 @@ def epoch_of(tmp_path, monkeypatch, datasets, **changes):
         "run_name": "run",
         "logging_platform": "none",
         "health.probe_images": 0,
+        "train.max_missing_reward_fraction": 0.2,
     }
     overrides = small | changes
     source = f"{REPO / 'PaCo-GRPO' / 'config' / 'grpo.py'}:toy_t2is_sets"
@@ -46,6 +50,8 @@ def epoch_of(tmp_path, monkeypatch, datasets, **changes):
         scores = gathered(queue, *arguments)
         # The toy model draws little with 2 steps, so that many images would score alike.
         noise = np.random.default_rng(3).uniform(0.1, 1, scores.shape)
+        lost = np.flatnonzero(~np.isnan(scores[:, 0]))[0]
+        noise[lost, 0] = np.nan
         scores = np.where(np.isnan(scores), np.nan, noise)
         seen["scores"] = dict(zip(queue.rewards, scores.T, strict=True))
         return scores
@@ -69,9 +75,9 @@ def expected_advantages(seen, totals, global_std=False):
     item_ids = np.array([item.item_id for item in seen["items"]])
     expected = np.zeros(len(item_ids))
     for number, total in totals.items():
-        of_set = datasets == number
+        of_set = (datasets == number) & ~np.isnan(total)
         for item_id in np.unique(item_ids[of_set]):
-            group = item_ids == item_id
+            group = of_set & (item_ids == item_id)
             std = total[of_set].std() if global_std else total[group].std()
             expected[group] = (total[group] - total[group].mean()) / std
     return expected
@@ -94,12 +100,15 @@ def test_only_open_prompts_are_asked_for_variety(tmp_path, monkeypatch):
     assert is_open.sum() == 16 and len(is_open) == 24
     consistency = seen["scores"]["oracle_consistency"]
     between = seen["scores"]["oracle_between_images"]
-    assert (np.isnan(between) == ~is_open).all() and not np.isnan(consistency).any()
+    assert (np.isnan(between) == ~is_open).all() and np.isnan(consistency).sum() == 1
     expected = expected_advantages(seen, {0: consistency, 1: consistency * between**8})
     np.testing.assert_allclose(seen["advantages"], expected)
     assert row["set/open/oracle_between_images_mean"] == pytest.approx(between[is_open].mean())
     assert "set/full/oracle_between_images_mean" not in row
-    assert row["reward/missing_share"] == 0
+    lost_is_open = is_open[np.isnan(consistency)][0]
+    shares = [row[f"advantage/{name}/missing_share"] for name in ("full", "open")]
+    assert shares == ([0, 1 / 16] if lost_is_open else [1 / 8, 0])
+    assert row["reward/missing_share"] == pytest.approx(1 / 24)
 
 
 def test_consistency_beside_prompts_that_keep_alignment(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ The sets differ in everything: size, share, prompts, rewards, weights, arguments
 import json
 import re
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,6 @@ from PIL import Image
 from reward_factories import checked
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.advantages.aggregation import weighted_sum
-from paco_grpo.advantages.groups import SetRewards, advantages_of_sets, compute_advantages
 from paco_grpo.commands.compare import results
 from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.data.sets import divide, items_in_turn, join, load_items, prompt_sets
@@ -253,36 +250,6 @@ def test_a_reward_is_asked_about_images_of_its_sets_alone():
         asked_of[name] += ids
     assert asked_of["own 0"] == [20, 20] and asked_of["own 2"] == [22, 22, 22]
     assert asked_of["compared"] == [22, 22, 22]
-
-
-def test_advantages_of_a_set_are_as_if_it_were_alone():
-    """With its own weights, standard deviation and missing scores."""
-    rng = np.random.default_rng(0)
-    items = join([[Item(i, f"a{i}") for i in range(3)], [Item(i, f"b{i}") for i in range(2)]])
-    item_ids = rng.permutation(np.repeat(np.arange(5), 4))
-    is_second = item_ids >= 3
-    spread = np.where(is_second, 9.0, 2.0)
-    scores = {"x": spread * rng.normal(size=20), "y": rng.normal(size=20)}
-    scores["y"][~is_second] = np.nan  # absent in the first set
-    scores["x"][np.flatnonzero(is_second)[1]] = np.nan  # missing
-    weights = [{"x": 0.5}, {"x": 2.0, "y": 30.0}]
-    options = make_options({"sample": {"global_std": True}})
-    sets = []
-    for name, of_set in zip("ab", weights, strict=True):
-        sets.append(SetRewards(name, of_set, partial(weighted_sum, of_set)))
-    result = advantages_of_sets(scores, item_ids, items, sets, options)
-    for number, of_set in enumerate(sets):
-        members = is_second == bool(number)
-        trained = {name: scores[name][members] for name in of_set.weights}
-        prompts = [items[i].prompt for i in item_ids[members]]
-        alone = compute_advantages(
-            trained, item_ids[members], prompts, of_set.aggregate_fn, options
-        )
-        np.testing.assert_array_equal(result.advantages[members], alone.advantages)
-        np.testing.assert_array_equal(result.kept[members], alone.kept)
-        assert alone.kept.sum() == [12, 7][number]
-    assert result.stats["missing_share"] == 1 / 20
-    assert result.stats["a/missing_share"] == 0 and result.stats["b/missing_share"] == 1 / 8
 
 
 # --- whole runs ----------------------------------------------------------------------------------
