@@ -111,11 +111,14 @@ def test_which_steps_have_noise_and_which_are_trained(changes, recorded, trained
         assert [noise_step.index for noise_step in step.rollout.noise_steps] == recorded
 
 
-def test_images_of_a_prompt_that_start_from_the_same_noise(make):
+def test_images_of_a_prompt_start_from_its_own_noises(make):
     shared = {"sample__same_latent": True, "sample__latents_per_prompt": 2}
-    steps = trained_steps(make(sample__noise_steps="0", **shared))
-    latents = torch.cat([step.noise.latents for step in steps])
-    assert len(latents) == 8 and len(latents.unique(dim=0)) == 4
+    starts = {}
+    for step in trained_steps(make(sample__noise_steps="0", **shared)):
+        for item_id, latents in zip(step.rollout.item_ids, step.noise.latents, strict=True):
+            starts.setdefault(item_id.item(), set()).add(latents.numpy().tobytes())
+    assert [len(of_item) for of_item in starts.values()] == [2, 2]
+    assert len(set.union(*starts.values())) == 4
 
 
 def test_what_the_transformer_gets(make):
