@@ -114,13 +114,6 @@ def test_an_epoch_of_a_tiny_flux(tiny_flux):
     assert tiny_flux.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
 
 
-def test_text_encoders_stay_where_half_of_the_memory_is_left(tiny_flux_dir, tiny_flux):
-    assert "text encoders" in tiny_flux.resident
-    assert tiny_flux.adds["encode"]["weights"] == 0
-    small = generator.estimate(tiny(tiny_flux_dir), "tiny", 1, 2 * GIB)
-    assert small.adds["encode"]["weights"] == tiny_flux.resident["text encoders"]
-
-
 def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
     options = tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft")
     resident = generator.estimate(options, "qwen", 1, 80 * GIB).resident

@@ -13,9 +13,7 @@ from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import draw
 from tiny_run import as_arguments, load_script, overrides_for, rows_of
 
-from paco_grpo.advantages import compute_advantages
-from paco_grpo.advantages.aggregation import get_aggregate_fn
-from paco_grpo.options import OPTIONS, RunOptions, read_options
+from paco_grpo.options import OPTIONS, read_options
 from paco_grpo.policies import POLICIES, PolicySettings, load_policy
 from paco_grpo.rewards.registry import build_rewards, short_name
 from paco_grpo.types import Item
@@ -84,27 +82,10 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
     assert {f"reward/{reward}_mean" for reward in measured} <= set(row)
 
 
-def test_reward(recipes):
-    reward = build_rewards(
-        {"my_rewards:brightness": 1.0}, {"my_rewards:brightness": {"scale": 2.0}}
-    )["brightness"]
-    images = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white")]
-    assert reward(images, [Item(i, "x") for i in range(2)]).tolist() == [0.0, 2.0]
-
-
 def test_reward_that_compares_images(recipes):
     reward = build_rewards({"my_comparisons:own_color": 1})["own_color"]
     images = [Image.new("RGB", (8, 8), color) for color in ("black", "white", "white")]
     assert reward(images, [Item(0, "a"), Item(0, "a"), Item(1, "b")]).tolist() == [0.5, 0.5, 0.0]
-
-
-def test_aggregation(recipes):
-    rewards = {"a": np.array([0.1, 0.9, 0.4, 0.6]), "b": np.array([0.8, 0.2, 0.5, 0.7])}
-    weights = {"a": 1.0, "b": 1.0}
-    worst = get_aggregate_fn("my_aggregations:worst", weights)
-    prompts = ["p", "p", "q", "q"]
-    result = compute_advantages(rewards, [0, 0, 1, 1], prompts, worst, RunOptions())
-    assert np.sign(result.advantages).tolist() == [-1, 1, -1, 1]
 
 
 def test_generator(recipes, monkeypatch, tiny_flux_dir):

@@ -102,13 +102,6 @@ def test_arrow_editing(tmp_path, suffix):
         assert list(pool.map(lambda item: item.image.tobytes(), items * 100)) == expected * 100
 
 
-def test_turned_photographs_are_upright(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
-    write(tmp_path / "train.parquet", prompt=["x"], image=[encoded("red", "JPEG", exif=exif)])
-    assert load_prompts(tmp_path, "train", "arrow_editing")[0].image.size == (8, 12)
-
-
 @pytest.mark.parametrize(
     ("columns", "named"),
     [
