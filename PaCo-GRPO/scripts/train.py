@@ -54,14 +54,12 @@ def main(arguments: list[str]) -> int:
 
 def train(options: RunOptions, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
+    from paco_grpo.training.build import USER_ERRORS, build_run
+    from paco_grpo.training.checks import require_promised_gpu
+    from paco_grpo.training.stopping import TrainingStopped
+    from paco_grpo.training.trainer import Trainer
+
     trainer = None
-    try:
-        from paco_grpo.training.build import USER_ERRORS, build_run
-        from paco_grpo.training.checks import require_promised_gpu
-        from paco_grpo.training.stopping import TrainingStopped
-        from paco_grpo.training.trainer import Trainer
-    except KeyboardInterrupt:
-        return interrupted(None)
     try:
         require_promised_gpu(os.environ)
         trainer = Trainer(build_run(options, name))
