@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
+from reward_factories import checked
 from tiny_policies import disturb, draw, load
 from tiny_run import brightness, load_script, rows_of, tiny_options, train
 
@@ -186,8 +187,12 @@ def test_summary_against_numpy():
 
 def test_a_reward_that_compares_images_owes_a_single_one_nothing():
     images = [SimpleNamespace(item=Item(number, "x")) for number in (0, 1, 1)]
-    comparing = {"a": False, "b": True}
-    rewards = {name: SimpleNamespace(compares_images=is_so) for name, is_so in comparing.items()}
+
+    def comparing(images, items):
+        return None
+
+    comparing.compares_images = True
+    rewards = {"a": checked(brightness()), "b": checked(comparing)}
     missing = evaluate.missing_scores(np.full((3, 2), np.nan), rewards, images)
     assert missing.tolist() == [[True, False], [True, True], [True, True]]
 
