@@ -18,7 +18,13 @@ from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
 
-MODELS = ("PaCo-Reward-7B", "Qwen2.5-VL-7B-Instruct", "EditScore-7B")
+MODELS = (
+    "PaCo-Reward-7B",
+    "Qwen2.5-VL-7B-Instruct",
+    "EditScore-7B",
+    "UnifiedReward-2.0-qwen-7b",
+    "Qwen3-VL-8B-Instruct",
+)
 # theme, layout, quoted word, height, width
 ROWS = [
     ("a cat", (1, 2), "CHIMNEY", 24, 64),
@@ -37,7 +43,8 @@ def _item(number: int) -> Item:
     prompt = f'A {rows}x{cols} grid layout of {theme} with "{word}". {" ".join(panels)}'
     criteria = {"style": {"line": f"line {number}"}, "identity": {"a": theme, "b": word}}
     reference = Image.new("RGB", (40 + 8 * number, 32), (30 * number, 90, 200))
-    metadata = {"open": True, "criteria": criteria, "idx": f"idx {number}"}
+    questions = [["Is it a cat?", "Yes"], [f"Is it number {number}?", "No"]]
+    metadata = {"open": True, "criteria": criteria, "idx": f"idx {number}", "vqa_list": questions}
     return Item(number, prompt, height, width, metadata, (reference,))
 
 
@@ -79,7 +86,11 @@ def shown_to_judge(request: dict) -> tuple:
 
 
 def respond(number: int, request: dict) -> tuple:
-    """P(Yes), or two scores for EditScore, whose passes differ by their seed."""
+    """P(Yes), two scores for EditScore, whose passes differ by their seed, or UnifiedReward's."""
+    if request["model"] == "UnifiedReward-2.0-qwen-7b":
+        grade = 1 + 4 * share_of(shown_to_judge(request))
+        message = {"role": "assistant", "content": f"Final Score: {grade:.12f}"}
+        return 200, {"choices": [{"index": 0, "message": message}]}, {}
     if request["model"] != "EditScore-7B":
         return 200, fake_judge.answer(share_of(shown_to_judge(request))), {}
     scores = edit_scores(shown_to_judge(request), request["seed"])

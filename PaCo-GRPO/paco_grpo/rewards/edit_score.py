@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.judge import ServerReward, check_references, plain_images
+from paco_grpo.rewards.judge import ServerReward, check_one_reference, plain_images
 from paco_judge.questions import Pair, RequestForm
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,7 @@ class EditScore(ServerReward):
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item does not have exactly one reference image."""
-        check_references(item, "edit_score")
-        if item.num_references > 1:
-            raise ValueError(
-                "edit_score takes one reference image, "
-                f"but item {item.item_id} has {item.num_references}"
-            )
+        check_one_reference(item, "edit_score")
 
     def prove(self, items: Sequence[Item]) -> None:
         """As in ``ServerReward``; the model must write its scores."""

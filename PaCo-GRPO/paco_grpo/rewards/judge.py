@@ -406,3 +406,12 @@ def check_references(item: Item, reward: str) -> None:
             f"{reward}: item {item.item_id} has no reference image; "
             "config.prompt_fn must be an editing kind"
         )
+
+
+def check_one_reference(item: Item, reward: str) -> None:
+    """Raises ValueError: The item does not have exactly one reference image."""
+    check_references(item, reward)
+    if item.num_references > 1:
+        raise ValueError(
+            f"{reward} takes one reference image, but item {item.item_id} has {item.num_references}"
+        )

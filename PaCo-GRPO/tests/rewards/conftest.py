@@ -24,7 +24,7 @@ def tiny_open_clip(tmp_path_factory):
 
 @pytest.fixture
 def packages(monkeypatch):
-    """What ``dreamsim``, ``ImageReward`` and ``editscore`` offer, with the arguments of each load."""
+    """What packages of rewards offer, with the arguments of each load."""
     loaded = []
 
     def preprocess(image):
@@ -44,6 +44,22 @@ def packages(monkeypatch):
         model.eval = lambda: model
         return model
 
+    class HPSv3RewardInferencer:
+        def __init__(self, **arguments):
+            loaded.append(arguments)
+
+        def reward(self, image_paths, prompts):
+            return torch.tensor([[share(*pair), 9.0] for pair in zip(prompts, image_paths)])
+
+    class EditRewardInferencer(HPSv3RewardInferencer):
+        def reward(self, prompts, image_src, image_paths):
+            edits = zip(prompts, image_src, image_paths, strict=True)
+            return torch.tensor([[share(*edit), 9.0] for edit in edits])
+
+    def share(prompt, *images):
+        is_noise = images[-1].size == (448, 448) and images[-1].getcolors(1000) is None
+        return -1.0 if is_noise else share_of(prompt, *(image.tobytes() for image in images))
+
     prompts = {
         "_context_no_delimit_reasoning_first": "context",
         "_prompts_0shot_two_image_edit_rule": "rules",
@@ -54,6 +70,10 @@ def packages(monkeypatch):
     modules = {
         "dreamsim": SimpleNamespace(dreamsim=dreamsim),
         "ImageReward": SimpleNamespace(load=load),
+        "hpsv3": SimpleNamespace(HPSv3RewardInferencer=HPSv3RewardInferencer),
+        "EditReward": SimpleNamespace(EditRewardInferencer=EditRewardInferencer),
+        "dlib": SimpleNamespace(),
+        "face_recognition_models": SimpleNamespace(),
         "editscore": SimpleNamespace(vie_prompts=SimpleNamespace(**prompts), json_parser=parser),
         "editscore.json_parser": parser,
     }

@@ -18,6 +18,7 @@ from wired import (
     read_text,
     respond,
     scores_on,
+    share_of,
     shown_to_judge,
     submit_in_parts,
 )
@@ -48,6 +49,14 @@ def kwargs(judge, clip_folder, tiny_open_clip, packages, tmp_path, monkeypatch):
     arguments |= dict.fromkeys(of_open_clip, open_clip)
     arguments |= {"subfig_dreamsim": {"cache_dir": str(tmp_path)}, "imagereward": {}}
     arguments |= {"jpeg_compressibility": {}, "jpeg_incompressibility": {}}
+    question = tmp_path / "unified.txt"
+    question.write_text("Caption: {prompt}")
+    arguments["unified_reward"] = {"base_url": judge.url, "question": str(question)}
+    arguments["geneval2"] = {"base_url": judge.url}
+    arguments |= {"hpsv3": {}, "edit_reward": {"checkpoint": "a", "config": "b"}}
+    faces = lambda image: np.array([[share_of(image.tobytes())]])  # of one number
+    monkeypatch.setattr("paco_grpo.rewards.identity._finder", lambda: faces)
+    arguments |= {"face_likeness": {}, "kept_pixels": {"tolerance": 70}}
     assert set(arguments) == set(REWARDS)
     return arguments
 

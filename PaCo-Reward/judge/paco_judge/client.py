@@ -132,6 +132,21 @@ class JudgeClient:
         choices = self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s)
         return list(map(self._verdict, choices))
 
+    def first_tokens(self, pairs: Sequence[Pair]) -> list[dict[str, float] | None]:
+        """{token: log-probability} of the likeliest first tokens of each answer, in order.
+
+        None, with a line in the log, if there are none. Raises UserError.
+        """
+        tokens: list[dict[str, float] | None] = []
+        for choice in self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s):
+            try:
+                top = choice["logprobs"]["content"][0]["top_logprobs"]
+                tokens.append({entry["token"]: float(entry["logprob"]) for entry in top})
+            except (ValueError, LookupError, TypeError):
+                logger.warning("no tokens: %.500s", choice)
+                tokens.append(None)
+        return tokens
+
     def generate(self, pairs: Sequence[Pair], max_tokens: int, **sampling: float) -> list[Answer]:
         """The whole answer to each pair, in order. Raises UserError.
 

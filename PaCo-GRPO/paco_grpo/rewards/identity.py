@@ -1,0 +1,120 @@
+"""Identity in editing: face_likeness and kept_pixels. Look at both.
+
+An unchanged copy of the reference has the best likeness and the most kept pixels, so a copy gets 0
+from both. dlib finds and compares faces; its weights are in the package ``face_recognition_models``.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from paco_grpo.item import Item
+from paco_grpo.rewards.judge import check_references
+from paco_grpo.rewards.registry import Reward
+
+Faces = Callable[[Image.Image], np.ndarray]
+
+TOLERANCE = 16.0  # of 255: a VAE changes pixels that an edit keeps
+MIN_CHANGED = 0.005
+
+
+def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> Reward:
+    """Share of pixels outside the edit that are as in the first reference image, in [0, 1].
+
+    Where the edit is, an item's row may say: ``"edit_box": [left, top, right, bottom]`` in shares
+    of width and height. Else all pixels count.
+
+    Args:
+        tolerance: Mean difference over RGB, of 255, up to which a pixel is kept.
+        min_changed: A smaller share of changed pixels, of all, is a copy and gets 0.
+    """
+
+    def share(image: Image.Image, item: Item) -> float:
+        changed = _changed(image, item, tolerance)
+        if changed.mean() < min_changed:
+            return 0.0
+        outside = np.ones_like(changed)
+        box = item.metadata.get("edit_box")
+        if box:
+            height, width = changed.shape
+            left, top, right, bottom = np.array(box) * (width, height, width, height)
+            outside[round(top) : round(bottom), round(left) : round(right)] = False
+        return 1 - changed[outside].mean() if outside.any() else math.nan
+
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        return np.array([share(*pair) for pair in zip(images, items, strict=True)])
+
+    return score
+
+
+def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> Reward:
+    """1 − distance of the largest face of each reference to the nearest one in the edit, in [0, 1].
+
+    Mean over references with a face; without any, the score is missing. 0 if the edit has no face.
+    dlib's threshold for one person is a likeness of 0.4. It computes on the CPU.
+
+    Args:
+        tolerance, min_changed: As of ``kept_pixels``: a copy gets 0.
+    """
+    import dlib  # noqa: F401
+    import face_recognition_models  # noqa: F401
+
+    def likeness(image: Image.Image, item: Item) -> float:
+        if _changed(image, item, tolerance).mean() < min_changed:
+            return 0.0
+        find = _finder()
+        found = find(image)
+        likenesses = []
+        for reference in item.images:
+            faces = find(reference)
+            if len(faces):
+                distances = np.linalg.norm(found - faces[0], axis=1)
+                likenesses.append(max(0.0, 1 - distances.min(initial=1.0)))
+        return float(np.mean(likenesses)) if likenesses else math.nan
+
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        return np.array([likeness(*pair) for pair in zip(images, items, strict=True)])
+
+    return score
+
+
+kept_pixels.check_item = lambda item, kwargs: check_references(item, "kept_pixels")
+face_likeness.check_item = lambda item, kwargs: check_references(item, "face_likeness")
+
+
+def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:
+    """(height, width) bool: where the image differs from its first reference, resized to it."""
+    reference = item.image.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+    before, after = (
+        np.asarray(picture, dtype=np.float32) for picture in (reference, image.convert("RGB"))
+    )
+    return np.abs(after - before).mean(axis=2) > tolerance
+
+
+@cache
+def _finder() -> Faces:
+    """An image → features (n, 128) of its faces, the largest first."""
+    import dlib
+
+    (package,) = importlib.util.find_spec("face_recognition_models").submodule_search_locations
+    models = Path(package) / "models"
+    detect = dlib.get_frontal_face_detector()
+    predict = dlib.shape_predictor(str(models / "shape_predictor_5_face_landmarks.dat"))
+    network = dlib.face_recognition_model_v1(
+        str(models / "dlib_face_recognition_resnet_model_v1.dat")
+    )
+
+    def find(image: Image.Image) -> np.ndarray:
+        pixels = np.ascontiguousarray(image.convert("RGB"))
+        boxes = sorted(detect(pixels, 1), key=lambda box: -box.area())
+        features = []
+        for box in boxes:
+            features.append(network.compute_face_descriptor(pixels, predict(pixels, box)))
+        return np.array(features).reshape(-1, 128)
+
+    return find
