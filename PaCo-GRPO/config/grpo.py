@@ -179,6 +179,39 @@ def z_image_turbo_t2is() -> ConfigDict:
     return config
 
 
+def krea_t2is() -> ConfigDict:
+    """Krea 2 Raw, with true CFG; its adapter is meant for Turbo (docs/real-weights.md)."""
+    config = t2is()
+    config.pretrained.model = "krea/Krea-2-Raw"
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
+    config.test.num_steps = 28
+    return config
+
+
+def krea_t2is_24gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 24 GB."""
+    config = krea_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def qwen21_t2is() -> ConfigDict:
+    """Qwen-Image-2.1, which is meant to be used without guidance."""
+    config = t2is()
+    qwen21(config)
+    return config
+
+
+def qwen21_t2is_24gb() -> ConfigDict:
+    """``qwen21_t2is`` on a GPU of 24 GB."""
+    config = qwen21_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
 def longcat_t2is() -> ConfigDict:
     """LongCat-Image, with true CFG."""
     config = t2is()
@@ -291,6 +324,13 @@ def flux2_editing() -> ConfigDict:
     """FLUX.2-dev, in 4 bits."""
     config = editing()
     flux2(config)
+    return config
+
+
+def qwen21_editing() -> ConfigDict:
+    """Qwen-Image-2.1, which takes several reference images (``images`` of a row)."""
+    config = editing()
+    qwen21(config)
     return config
 
 
@@ -459,6 +499,13 @@ def flux2(config: ConfigDict) -> None:
     config.pretrained.model = "black-forest-labs/FLUX.2-dev"
     config.sample.guidance_scale = 4.0
     config.test.num_steps = 28
+
+
+def qwen21(config: ConfigDict) -> None:
+    """Qwen-Image-2.1 with the recommended number of steps."""
+    config.pretrained.model = "Qwen/Qwen-Image-2.1"
+    config.sample.guidance_scale = 1.0
+    config.test.num_steps = 40
 
 
 def longcat(config: ConfigDict) -> None:

@@ -39,7 +39,7 @@ class Tokens:
     template: str = "$A"  # special tokens around the text
     length: int = 131072
     chat_template: str = ""
-    processor: str = ""  # what is built around it: "qwen2_vl" or "pixtral"
+    processor: str = ""  # what is built around it: "qwen2_vl", "qwen3_vl" or "pixtral"
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ _QWEN_CHAT = Tokens(
     _QWEN_SPECIAL,
     chat_template="{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>"
     "{% endfor %}<|im_start|>",
+)
+_QWEN3_VL_TOKENS = Tokens(
+    _QWEN_SPECIAL,
+    chat_template="{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content[0].text }}<|im_end|>\n{% endfor %}",
+    processor="qwen3_vl",
 )
 _MISTRAL_TOKENS = Tokens(
     (*_SPECIAL, "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
@@ -108,14 +114,17 @@ _T5_XXL = (
         "decoder_start_token_id": 0,
     },
 )
-# The ids of special tokens are places in _QWEN_SPECIAL.
+# Places in _QWEN_SPECIAL.
+_VISION_IDS = {
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "image_token_id": 6,
+    "video_token_id": 7,
+}
 _QWEN2_5_VL_7B = (
     "Qwen2_5_VLForConditionalGeneration",
-    {
-        "vision_start_token_id": 3,
-        "vision_end_token_id": 4,
-        "image_token_id": 6,
-        "video_token_id": 7,
+    _VISION_IDS
+    | {
         "text_config": {
             "hidden_size": 3584,
             "intermediate_size": 18944,
@@ -144,6 +153,21 @@ _QWEN3_4B = {
     "pad_token_id": 0,
 }
 _QWEN3_8B = _QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+_ROPE = {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20]}
+_QWEN3_VL_4B = _VISION_IDS | {
+    "text_config": _QWEN3_4B | {"rope_parameters": _ROPE},
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
+_QWEN3_VL_8B = _VISION_IDS | {
+    "text_config": _QWEN3_8B | {"rope_parameters": _ROPE},
+    "vision_config": {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+}
 # Also of Stable Diffusion 3.5, except for the scaling.
 _FLUX_VAE = (
     "AutoencoderKL",
@@ -257,6 +281,24 @@ _Z_IMAGE = Architecture(
     },
     {"tokenizer": _QWEN_CHAT},
 )
+_KREA_2 = Architecture(
+    "Krea2Pipeline",
+    {
+        "transformer": ("Krea2Transformer2DModel", {}),
+        "text_encoder": ("Qwen3VLModel", _QWEN3_VL_4B),
+        "vae": ("AutoencoderKLQwenImage", {}),
+    },
+    {"tokenizer": _QWEN_TOKENS},
+)
+_QWEN_IMAGE_21 = Architecture(
+    "QwenImage21Pipeline",
+    {
+        "transformer": ("QwenImage21Transformer2DModel", {}),
+        "text_encoder": ("Qwen3VLForConditionalGeneration", _QWEN3_VL_8B),
+        "vae": ("AutoencoderKLQwenImage21", {}),
+    },
+    {"processor": _QWEN3_VL_TOKENS},
+)
 
 
 # Generators: hub name -> architecture.
@@ -268,6 +310,9 @@ KNOWN = {
     "Qwen/Qwen-Image-Edit": _qwen_image("QwenImageEditPipeline"),
     "Qwen/Qwen-Image-Edit-2509": _qwen_image("QwenImageEditPlusPipeline"),
     "Qwen/Qwen-Image-Edit-2511": _qwen_image("QwenImageEditPlusPipeline", zero_cond_t=True),
+    "Qwen/Qwen-Image-2.1": _QWEN_IMAGE_21,
+    "krea/Krea-2-Raw": _KREA_2,
+    "krea/Krea-2-Turbo": _KREA_2,
     "meituan-longcat/LongCat-Image": _longcat("LongCatImagePipeline"),
     "meituan-longcat/LongCat-Image-Edit": _longcat("LongCatImageEditPipeline"),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(24, 384, 13),
@@ -377,6 +422,12 @@ def _tokenizer(tokens: Tokens) -> Any:
         images = transformers.Qwen2VLImageProcessor()
         videos = transformers.Qwen2VLVideoProcessor()
         return transformers.Qwen2VLProcessor(images, fast_tokenizer, videos, chat_template="")
+    if tokens.processor == "qwen3_vl":
+        images = transformers.Qwen2VLImageProcessor(patch_size=16)
+        videos = transformers.Qwen3VLVideoProcessor()
+        return transformers.Qwen3VLProcessor(
+            images, fast_tokenizer, videos, chat_template=tokens.chat_template
+        )
     return fast_tokenizer
 
 

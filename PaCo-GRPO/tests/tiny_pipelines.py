@@ -43,6 +43,7 @@ Z_IMAGE_CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+QWEN_21_CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
 MISTRAL_CHAT = (
     "<s>{% for message in messages %}{% set text = message.content[0].text %}"
     "{% if message.role == 'user' %}[INST]{{ text }}[/INST]{% else %}{{ text }}{% endif %}"
@@ -301,26 +302,40 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
     return diffusers.Flux2Pipeline(text_encoder=encoder, tokenizer=processor, **parts)
 
 
-def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
-    """Its processor, with the tokenizer, and the model."""
-    tokens = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")}
-    tokens |= {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+VISION_SIZES = {
+    "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64},
+    "min_pixels": 8 * 8,
+    "max_pixels": 64 * 64,
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+VISION_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+
+
+def vision_tokenizer() -> transformers.Qwen2Tokenizer:
     # A token each: then 34 tokens come before a prompt, as many as QwenImagePipeline drops.
     words = " the image by detailing color shape size texture quantity text spatial"
     words += " relationships of objects and background"
     special = "<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
     whole_words = [f" {word}" for word in words.split()]
-    tokenizer = qwen_tokenizer(*special.split(), "system", "Describe", "user", *whole_words)
-    sizes = {
-        "size": {"shortest_edge": 8 * 8, "longest_edge": 64 * 64},
-        "min_pixels": 8 * 8,
-        "max_pixels": 64 * 64,
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-    images = transformers.Qwen2VLImageProcessor(**sizes)
-    videos = transformers.Qwen2VLVideoProcessor(**sizes)
+    return qwen_tokenizer(*special.split(), "system", "Describe", "user", *whole_words)
+
+
+def vision_ids(tokenizer: transformers.Qwen2Tokenizer) -> dict[str, int]:
+    return {name: tokenizer.convert_tokens_to_ids(text) for name, text in VISION_TOKENS.items()}
+
+
+def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
+    """Its processor, with the tokenizer, and the model."""
+    tokenizer = vision_tokenizer()
+    images = transformers.Qwen2VLImageProcessor(**VISION_SIZES)
+    videos = transformers.Qwen2VLVideoProcessor(**VISION_SIZES)
     processor = transformers.Qwen2VLProcessor(images, tokenizer, videos, chat_template="")
     text = {
         "vocab_size": len(tokenizer),
@@ -352,20 +367,115 @@ def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
         "fullatt_block_indexes": [0],
         "initializer_range": 0.2,
     }
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, initializer_range=0.2, **ids
+        text_config=text, vision_config=vision, initializer_range=0.2, **vision_ids(tokenizer)
     )
     return processor, transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def build_tiny_qwen(
-    *,
-    pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline,
-    zero_cond_t: bool = False,
-) -> DiffusionPipeline:
+def qwen3_vl_config(tokenizer: transformers.Qwen2Tokenizer) -> transformers.Qwen3VLConfig:
+    text = QWEN3 | {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        },
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 1,
+        "out_hidden_size": QWEN3["hidden_size"],
+        "patch_size": 16,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+        "initializer_range": 0.2,
+    }
+    return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, **vision_ids(tokenizer)
+    )
+
+
+def build_tiny_krea2(*, is_distilled: bool = False) -> DiffusionPipeline:
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKLQwenImage(
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        timestep_embed_dim=32,
+        text_hidden_dim=QWEN3["hidden_size"],
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=40,
+        axes_dims_rope=(4, 6, 6),
+    )
+    tokenizer = vision_tokenizer()
+    return diffusers.Krea2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=qwen_vae(),
+        text_encoder=transformers.Qwen3VLModel(qwen3_vl_config(tokenizer)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2, 3),
+        is_distilled=is_distilled,
+    )
+
+
+def build_tiny_qwen_21(sample_sigmas: list[float] | None = None) -> DiffusionPipeline:
+    torch.manual_seed(0)
+    transformer = diffusers.QwenImage21Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=QWEN3["hidden_size"],
+        axes_dims_rope=(4, 6, 6),
+    )
+    vae = diffusers.AutoencoderKLQwenImage21(
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[0.3, -0.2, 0.1, -0.1],
+        latents_std=[1.2, 0.9, 1.1, 0.7],
+    )
+    tokenizer = vision_tokenizer()
+    # Also in the real encoder, a token of the prompt stands for 32x32 pixels, as in the VAE 2x2.
+    sizes = VISION_SIZES | {
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
+        "min_pixels": 32 * 32,
+        "max_pixels": 256 * 256,
+        "patch_size": 16,
+    }
+    processor = transformers.Qwen3VLProcessor(
+        transformers.Qwen2VLImageProcessor(**sizes),
+        tokenizer,
+        transformers.Qwen3VLVideoProcessor(patch_size=16),
+        chat_template=QWEN_21_CHAT,
+    )
+    return diffusers.QwenImage21Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=transformers.Qwen3VLForConditionalGeneration(qwen3_vl_config(tokenizer)),
+        processor=processor,
+        transformer=transformer,
+        sample_sigmas=sample_sigmas,
+    )
+
+
+def qwen_vae() -> diffusers.AutoencoderKLQwenImage:
+    return diffusers.AutoencoderKLQwenImage(
         base_dim=4,
         z_dim=4,
         dim_mult=[1, 2, 2],
@@ -374,6 +484,15 @@ def build_tiny_qwen(
         latents_mean=[-0.3, 0.2, 0.1, -0.1],
         latents_std=[0.9, 1.1, 1.3, 0.8],
     )
+
+
+def build_tiny_qwen(
+    *,
+    pipeline_class: type[DiffusionPipeline] = diffusers.QwenImageEditPipeline,
+    zero_cond_t: bool = False,
+) -> DiffusionPipeline:
+    torch.manual_seed(0)
+    vae = qwen_vae()
     transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,

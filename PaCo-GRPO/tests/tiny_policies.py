@@ -18,12 +18,15 @@ from diffusers import (
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 from tiny_pipelines import (
     build_tiny_flux,
     build_tiny_flux2,
+    build_tiny_krea2,
     build_tiny_longcat,
     build_tiny_qwen,
+    build_tiny_qwen_21,
     build_tiny_sd3,
     build_tiny_z_image,
 )
@@ -94,6 +97,17 @@ def _qwen_edit_plus(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     }
 
 
+def _qwen_21(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
+    # The pipeline always resizes references to a megapixel.
+    sizes = {i.width / i.height: policy.reference_size(i, item)[::-1] for i in item.images}
+    monkeypatch.setattr(
+        pipeline_qwenimage21, "calculate_dimensions", lambda area, ratio: (*sizes[ratio], None)
+    )
+    arguments = _qwen(policy, item, monkeypatch)
+    del arguments["max_sequence_length"]
+    return arguments | {"image": [image.convert("RGB") for image in item.images] or None}
+
+
 def _own_cfg(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
     return _flux(policy, item, monkeypatch) | {"negative_prompt": policy.negative_prompt}
 
@@ -127,6 +141,8 @@ _PLUS = Family(
     discarded=_QWEN_UNUSED,
 )
 
+_QWEN_21 = Family(build_tiny_qwen_21, _qwen_21, _TRUE_CFG, references=2)
+
 FAMILIES = {
     "flux": Family(build_tiny_flux, _flux),
     "flux_kontext": Family(
@@ -134,6 +150,7 @@ FAMILIES = {
     ),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
+    "krea2": Family(build_tiny_krea2, _own_cfg, {"guidance_scale": 3.5, "negative_prompt": ""}),
     "longcat_image": Family(
         build_tiny_longcat, _longcat, {"guidance_scale": 4.5, "negative_prompt": ""}
     ),
@@ -152,6 +169,7 @@ FAMILIES = {
         _TRUE_CFG,
         discarded=_QWEN_UNUSED,
     ),
+    "qwen_image_21": _QWEN_21,
     "stable_diffusion_3": Family(
         build_tiny_sd3,
         _own_cfg,
@@ -177,7 +195,13 @@ VARIANTS = {
     ),
     "flux2 without references": replace(_FLUX2, references=0),
     "flux2_klein without references": replace(_KLEIN, references=0),
+    "qwen_image_21 turbo without references": Family(
+        partial(build_tiny_qwen_21, sample_sigmas=[1.0, 0.7, 0.2]), _qwen_21
+    ),
     "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
+    "krea2 turbo": Family(
+        partial(build_tiny_krea2, is_distilled=True), _own_cfg, {"guidance_scale": 0.0}
+    ),
     "qwen_image_edit without guidance": replace(FAMILIES["qwen_image_edit"], options={}),
 }
 EDITORS = ("flux_kontext", "qwen_image_edit")

@@ -133,7 +133,13 @@ def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Imag
             num_inference_steps=num_steps,
             latents=policy.pipeline_latents(noise, item),
         )
-    return result.images[0]
+    return on_white(result.images[0])
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """``image`` as RGB, over white where it is transparent: as policies decode it."""
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _mean_difference(a: Image.Image, b: Image.Image) -> float:

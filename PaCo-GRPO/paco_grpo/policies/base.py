@@ -129,6 +129,14 @@ class Policy(ABC):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def keeping_prefix(self) -> AbstractContextManager[None]:
+        """Around forwards of the same weights and conditioning, without gradient.
+
+        A policy may keep what it computed of text and references for later forwards: the results
+        are equal up to rounding.
+        """
+        return nullcontext()
+
     @classmethod
     def in_template(cls, tokenizer: Any, prompt: str) -> str:
         """``prompt`` with what the pipeline puts around it.

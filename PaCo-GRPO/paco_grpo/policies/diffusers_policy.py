@@ -300,11 +300,15 @@ class DiffusersPolicy(Policy):
             )
         linear = {}
         if self.linear_sigmas:
-            linear = {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps)}
+            linear = {"sigmas": self._unshifted_sigmas(num_steps)}
         retrieve_timesteps(
             self._scheduler, num_steps, mu=self._mu(rows * columns, num_steps), **linear
         )
         return self._scheduler.sigmas.to("cpu", torch.float32)
+
+    def _unshifted_sigmas(self, num_steps: int) -> np.ndarray:
+        """What the pipeline shifts, (num_steps,)."""
+        return np.linspace(1.0, 1 / num_steps, num_steps)
 
     def _mu(self, tokens: int, num_steps: int) -> float:
         """Shift of a dynamic schedule; for FLUX.1 it is linear in the generated tokens."""
@@ -499,7 +503,14 @@ def _load_model(
 
 
 def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move, and cast where needed, since diffusers warns at each cast."""
-    if any(parameter.dtype != dtype for parameter in module.parameters()):
-        nn.Module.to(module, dtype=dtype)
+    """Move, and cast where needed, since diffusers warns at each cast.
+
+    A transformer may keep layers in float32, as Krea 2 its norms.
+    """
+    is_transformer = isinstance(module, diffusers.ModelMixin)
+    kept = (module._keep_in_fp32_modules if is_transformer else None) or ()
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != dtype and not any(part in kept for part in name.split(".")):
+            nn.Module.to(module, dtype=dtype)
+            break
     module.to(device)

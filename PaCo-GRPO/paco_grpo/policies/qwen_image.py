@@ -17,26 +17,8 @@ from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import to_device
 
 
-class QwenImagePolicy(TrueCfgPolicy):
-    """Qwen-Image, Qwen-Image-2512 and everything saved as a ``QwenImagePipeline``.
-
-    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is
-    rescaled to the norm of the conditional one at every token, as in the pipeline.
-    """
-
-    pipeline_class = QwenImagePipeline
-    family = "Qwen-Image"
-    text_limit = 1024
-    lora_targets = lora_targets_with("img_mlp", "txt_mlp")
-
-    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
-        if pipeline.transformer.config.guidance_embeds:
-            raise PolicyLoadError(
-                "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use "
-                "Qwen/Qwen-Image-2512 or "
-                "Qwen/Qwen-Image-Edit-2511"
-            )
-        super().__init__(pipeline, settings)
+class QwenParts(TrueCfgPolicy):
+    """What the other Qwen-Image models and Krea 2 share: text encoder and template, and the VAE."""
 
     @classmethod
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
@@ -54,8 +36,37 @@ class QwenImagePolicy(TrueCfgPolicy):
         return f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
     def text_encoders(self) -> Sequence[nn.Module]:
-        """Qwen2.5-VL."""
+        """Qwen2.5-VL; in Krea 2, Qwen3-VL."""
         return (self.pipeline.text_encoder,)
+
+    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """Pixels of standardized latents (B, C, 1, h, w) of a one-frame video."""
+        vae = self.pipeline.vae
+        mean = unpacked.new_tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+        std = unpacked.new_tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
+        return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+
+
+class QwenImagePolicy(QwenParts):
+    """Qwen-Image, Qwen-Image-2512 and everything saved as a ``QwenImagePipeline``.
+
+    True CFG is on if ``negative_prompt`` is set and ``guidance_scale`` > 1. The guided velocity is
+    rescaled to the norm of the conditional one at every token, as in the pipeline.
+    """
+
+    pipeline_class = QwenImagePipeline
+    family = "Qwen-Image"
+    text_limit = 1024
+    lora_targets = lora_targets_with("img_mlp", "txt_mlp")
+
+    def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        if pipeline.transformer.config.get("guidance_embeds"):
+            raise PolicyLoadError(
+                "diffusers cannot compute a guidance-distilled transformer (guidance_embeds): use "
+                "Qwen/Qwen-Image-2512 or "
+                "Qwen/Qwen-Image-Edit-2511"
+            )
+        super().__init__(pipeline, settings)
 
     def guidance_arguments(self) -> dict[str, Any]:
         """As in ``DiffusersPolicy``."""
@@ -79,10 +90,3 @@ class QwenImagePolicy(TrueCfgPolicy):
         norm = conditional.norm(dim=-1, keepdim=True)
         combined_norm = combined.norm(dim=-1, keepdim=True)
         return combined * (norm / combined_norm)
-
-    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        """Pixels of standardized latents (B, C, 1, h, w) of a one-frame video."""
-        vae = self.pipeline.vae
-        mean = unpacked.new_tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
-        std = unpacked.new_tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
-        return vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]

@@ -3,6 +3,7 @@
 import logging
 from typing import Any, ClassVar
 
+import torch
 from diffusers import DiffusionPipeline
 
 from paco_grpo.policies.base import PolicySettings
@@ -39,3 +40,17 @@ class TrueCfgPolicy(DiffusersPolicy):
     def guidance_arguments(self) -> dict[str, Any]:
         """As in ``DiffusersPolicy``."""
         return {"guidance_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
+
+
+class ScaleFromZero(TrueCfgPolicy):
+    """A policy whose pipeline counts the scale from 0: c + scale·(c − u), if it is positive.
+
+    u is for an empty prompt unless ``negative_prompt`` says otherwise. This is the others' guidance
+    with scale + 1; a distilled model is meant for scale 0.
+    """
+
+    default_negative = ""
+    least_scale = 0.0
+
+    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        return conditional + self.guidance_scale * (conditional - negative)

@@ -8,20 +8,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs
-from paco_grpo.policies.true_cfg import TrueCfgPolicy
+from paco_grpo.policies.true_cfg import ScaleFromZero
 
 
-class ZImagePolicy(FlatLatents, TrueCfgPolicy):
-    """Z-Image, Z-Image-Turbo and everything saved as a ``ZImagePipeline``.
-
-    True CFG is on if ``guidance_scale`` > 0, as in the pipeline: c + scale·(c − u), against an
-    empty prompt unless ``negative_prompt`` says otherwise. Turbo is meant for scale 0.
-    """
+class ZImagePolicy(FlatLatents, ScaleFromZero):
+    """Z-Image, Z-Image-Turbo and everything saved as a ``ZImagePipeline``."""
 
     pipeline_class = ZImagePipeline
     family = "Z-Image"
-    default_negative = ""
-    least_scale = 0.0
     lora_targets = (
         "attention.to_q",
         "attention.to_k",
@@ -68,7 +62,3 @@ class ZImagePolicy(FlatLatents, TrueCfgPolicy):
             return_dict=False,
         )[0]
         return -self._pack(torch.stack(clean)[:, :, 0])  # it predicts x_0 − noise
-
-    def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-        """c + scale·(c − u): the same as the others' with scale + 1."""
-        return conditional + self.guidance_scale * (conditional - negative)

@@ -151,7 +151,8 @@ def _denoise(
     def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         return policy.velocity(x, sigma, record.conditioning, record.height, record.width)
 
-    with merged(policy) if sampling.merge_lora else nullcontext():
+    weights = merged(policy) if sampling.merge_lora else nullcontext()
+    with weights, policy.keeping_prefix():
         return integrate(velocity, latents, sigmas, second_order)
 
 

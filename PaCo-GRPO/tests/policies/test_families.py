@@ -28,6 +28,13 @@ STEPS = 3
 BY_NAME = pytest.mark.parametrize("name", FAMILIES)
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 
+ONE_LENGTH = ("one blue star", "two red suns!", "six old boats")
+
+
+def prompts_of(name):
+    """Texts of different lengths, where a model can have them in a batch."""
+    return ONE_LENGTH if name == "qwen_image_21" else PROMPTS
+
 
 def sample(policy, chosen, seeds, **options):
     """Latents of ``chosen`` in their order, and the batch size of each transformer forward."""
@@ -69,13 +76,14 @@ def stock_image(pipe, policy, name, item, seed, monkeypatch):
     """diffusers' image as ``pixels``."""
     arguments = policy.length_arguments(item.height, item.width)
     arguments |= (FAMILIES | VARIANTS)[name].stock(policy, item, monkeypatch)
-    return pipe(
+    image = pipe(
         prompt=item.prompt,
         num_inference_steps=STEPS,
         output_type="pt",
         generator=[torch.Generator().manual_seed(seed)],
         **arguments,
     ).images[0]
+    return image if len(image) == 3 else image[:3] * image[3:] + 1 - image[3:]  # over white
 
 
 def mixed_items(name):
@@ -114,6 +122,8 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     groups = [2, 1] + [1] * (len(chosen) - 3)  # one forward each per step, two with true CFG
     if name == "longcat_image_edit":  # references of any shape get the size of the image
         groups = [3, 1]
+    elif name.startswith("qwen_image_21"):  # texts of different lengths
+        groups = [1] * len(chosen)
     assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.guided else 1))
     pipe = load_pipeline(policy, tiny_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
@@ -175,7 +185,7 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
 )
 def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     policy = trained(name, tiny_folder(name))
-    conditioning = policy.encode(items(name, *PROMPTS))
+    conditioning = policy.encode(items(name, *prompts_of(name)))
     draws = Draws(range(3), range(4, 7), 32, 32)
     sampling = Sampling(3, (0, 1), noise_level=0.7, cps=cps)
     result = rollout(policy, conditioning, draws, sampling)
@@ -202,7 +212,7 @@ def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
 def test_every_adapter_weight_gets_a_gradient(tiny_folder, name):
     """But those whose output the model discards; with true CFG in both forwards."""
     policy = trained(name, tiny_folder(name))
-    velocity_of(policy, name, *PROMPTS[:2]).square().mean().backward()
+    velocity_of(policy, name, *prompts_of(name)[:2]).square().mean().backward()
     silent = set()
     layers = set()
     for parameter_name, parameter in policy.transformer.named_parameters():
@@ -213,3 +223,27 @@ def test_every_adapter_weight_gets_a_gradient(tiny_folder, name):
                 silent.add(layer)
     assert silent == {layer for layer in layers if re.fullmatch(FAMILIES[name].discarded, layer)}
     assert len(silent) < len(layers)
+
+
+def test_a_kept_prefix_gives_the_same_velocity(tiny_folder):
+    """At other σ, and for the negative prompt; but the noise steps of a rollout are as in training,
+    where gradients pass through it.
+    """
+    name = "qwen_image_21"
+    policy = trained(name, tiny_folder(name))
+    (item,) = items(name, "make the star blue")
+    arguments = policy.encode([item]), 32, 32
+    latents = policy.initial_latents([3], 32, 32)
+    sigmas = (torch.tensor([0.9]), torch.tensor([0.3]))
+    with torch.no_grad():
+        whole = [policy.velocity(latents, sigma, *arguments) for sigma in sigmas]
+        forwards = []
+        hook = policy.transformer.proj_out.register_forward_hook(
+            lambda _, args, output: forwards.append(output.shape[1])
+        )
+        with policy.keeping_prefix():
+            kept = [policy.velocity(latents, sigma, *arguments) for sigma in sigmas]
+        again = policy.velocity(latents, sigmas[0], *arguments)
+        hook.remove()
+    torch.testing.assert_close(kept, whole, rtol=0, atol=1e-5)
+    assert torch.equal(again, whole[0]) and forwards[2:4] == [4, 4] and min(forwards[4:]) > 4
