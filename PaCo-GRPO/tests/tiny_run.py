@@ -163,7 +163,9 @@ def family_options(name: str, model: Path, folder: Path, **changes: Any) -> RunO
     for key, value in ({} if name in NAMES else family.options).items():
         group = "" if key in RunOptions.__dataclass_fields__ else "sample__"
         guidance[f"{group}{key}"] = value
-    changes = SMALL | guidance | changes
+    # A side of Qwen-Image-2.1 has 32 pixels at least.
+    small = SMALL | ({"train__resolution": 32} if name == "qwen_image_21" else {})
+    changes = small | guidance | changes
     if not family.references:
         return tiny_options(model, folder, **changes)
     return tiny_edit_options(model, folder, family.references, **changes)

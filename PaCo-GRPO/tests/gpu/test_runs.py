@@ -35,7 +35,8 @@ def devices_of_decoding(policy):
     devices = set()
     decoder = policy.pipeline.vae.decoder
     hook = decoder.register_forward_pre_hook(lambda _, args: devices.add(args[0].device.type))
-    policy.decode(policy.initial_latents([0], 16, 16), 16, 16)
+    side = policy.size_multiple
+    policy.decode(policy.initial_latents([0], side, side), side, side)
     hook.remove()
     return devices
 
