@@ -13,7 +13,7 @@ from PIL import Image
 
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy, on_white
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
@@ -134,12 +134,6 @@ def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Imag
             latents=policy.pipeline_latents(noise, item),
         )
     return on_white(result.images[0])
-
-
-def on_white(image: Image.Image) -> Image.Image:
-    """``image`` as RGB, over white where it is transparent: as policies decode it."""
-    white = Image.new("RGBA", image.size, "white")
-    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def _mean_difference(a: Image.Image, b: Image.Image) -> float:

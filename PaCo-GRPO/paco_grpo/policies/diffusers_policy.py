@@ -442,6 +442,12 @@ def image_digest(image: Image.Image) -> tuple[bytes, tuple[int, int]]:
     return hashlib.blake2b(image.tobytes(), digest_size=16).digest(), image.size
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    """``image`` as RGB, over white where it is transparent."""
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
 def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The pipeline's models by name.
 

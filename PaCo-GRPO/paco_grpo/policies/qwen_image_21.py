@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from PIL import Image
 
 from paco_grpo.policies.base import PolicySettings
-from paco_grpo.policies.diffusers_policy import ForwardInputs
+from paco_grpo.policies.diffusers_policy import ForwardInputs, on_white
 from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy
 from paco_grpo.policies.reference_image import Reference
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
@@ -141,7 +141,6 @@ class QwenImage21Policy(QwenImageEditPolicy):
         with_alpha = Reference(reference.image.convert("RGBA"), reference.original)
         return super()._encode_image(with_alpha)
 
-    def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
-        pixels = super()._pixels(unpacked)
-        opacity = pixels[:, 3:].clamp(-1, 1) / 2 + 0.5
-        return (pixels[:, :3].clamp(-1, 1) - 1) * opacity + 1
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
+        """As in ``Policy``; the VAE's are RGBA."""
+        return [on_white(image) for image in super().decode(latents, height, width)]

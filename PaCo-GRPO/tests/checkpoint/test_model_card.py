@@ -5,14 +5,15 @@ import re
 import numpy as np
 import pytest
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
+from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
 
 from paco_grpo.checkpoint.model_card import write_model_card
-from paco_grpo.evaluation.verify import on_white
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import PretrainedOptions, TestOptions
 from paco_grpo.policies import adapters
+from paco_grpo.policies.diffusers_policy import on_white
 from paco_grpo.types import Item
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
@@ -49,9 +50,9 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     save = adapters.save_peft if kind == "adapter" else adapters.save_diffusers
     save(policy, folder)
     write_model_card(folder, options_for(name, tiny_folder(name)), policy, epochs=2)
-    monkeypatch.setattr(  # its pipeline would generate a megapixel
-        pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (SIDE, SIDE)
-    )
+    sizes = {pipeline_longcat_image_edit: (SIDE, SIDE), pipeline_qwenimage21: (SIDE, SIDE, None)}
+    for module, size in sizes.items():  # not a megapixel
+        monkeypatch.setattr(module, "calculate_dimensions", lambda *_, size=size: size)
     photo = picture(5, 2 * SIDE, 2 * SIDE)
     photo.save("photo.png")
 
