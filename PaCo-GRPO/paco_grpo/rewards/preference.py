@@ -1,8 +1,9 @@
-"""hpsv3 (arXiv 2508.03789) and edit_reward (2509.26346): learned preferences of people.
+"""Learned preferences of people: imagereward (arXiv 2304.05977), hpsv3 (2508.03789) and edit_reward
+(2509.26346).
 
-Their packages need an older transformers, so they run in separate environments
-(``bash scripts/reward_service.sh hpsv3``). Both are called with names: the order of their arguments
-differs between releases and from what their callers expect.
+Their packages need older versions of transformers, so they run in separate environments
+(``bash scripts/reward_service.sh hpsv3``). The last two are called with names: the order of their
+arguments differs between releases and from what their callers expect.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +11,69 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.judge import check_one_reference
-from paco_grpo.rewards.known_order import check_order
 from paco_grpo.rewards.registry import Reward
 
 Batch = dict[str, list]  # a package's arguments by name
+
+_QUESTIONS = [["Is there a circle in the image?", "Yes"], ["Is the circle red?", "Yes"]]
+_SIDE = 448
+
+
+def check_order(score: Reward) -> None:
+    """Raises ValueError: ``score`` does not prefer a drawing of its prompt to noise.
+
+    Weights that were not loaded, and arguments in another order, have no other sign. The item has a
+    reference image, for rewards of edits, and the questions of GenEval 2.
+    """
+    before, after = (_circle(color) for color in ("black", "red"))
+    pixels = np.random.default_rng(0).integers(256, size=(_SIDE, _SIDE, 3), dtype=np.uint8)
+    noise = Image.fromarray(pixels)
+    prompt = "Make it a red circle on a white background."
+    item = Item(0, prompt, metadata={"vqa_list": _QUESTIONS}, references=(before,))
+    better, worse = score([after, noise], [item, item])
+    if not better > worse:  # also of NaN
+        raise ValueError(
+            f"a red circle gets {better:.3g} and noise {worse:.3g} for {prompt!r}: "
+            "the weights or the version of its package are wrong"
+        )
+
+
+def _circle(color: str) -> Image.Image:
+    image = Image.new("RGB", (_SIDE, _SIDE), "white")
+    ImageDraw.Draw(image).ellipse((112, 112, 336, 336), fill=color)
+    return image
+
+
+def imagereward(
+    model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu"
+) -> Reward:
+    """The package's score of the whole image with the whole prompt.
+
+    It is about standard normal over real images.
+
+    Args:
+        model: Name or file of the weights, which are loaded at the first image.
+        cache_dir: Where the package downloads to; None = ``~/.cache/ImageReward``.
+    """
+    import ImageReward
+    import torch
+
+    @cache
+    def load() -> torch.nn.Module:
+        return ImageReward.load(model, device=str(device), download_root=cache_dir).eval()
+
+    @torch.no_grad()
+    def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+        scorer = load()
+        pairs = zip(images, items, strict=True)
+        scores = [scorer.score(item.prompt, image.convert("RGB")) for image, item in pairs]
+        return np.array(scores, dtype=np.float64)
+
+    return score
 
 
 def hpsv3(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.judge import ServerReward
-from paco_grpo.rewards.known_order import check_order
+from paco_grpo.rewards.preference import check_order
 from paco_judge.questions import Pair, load_question, record
 
 logger = logging.getLogger(__name__)

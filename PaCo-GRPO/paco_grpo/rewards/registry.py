@@ -54,7 +54,7 @@ REWARDS: dict[str, str] = {
     "geneval2": "paco_grpo.rewards.questions:GenEval2",
     "grid_layout": "paco_grpo.rewards.judge:GridLayout",
     "hpsv3": "paco_grpo.rewards.preference:hpsv3",
-    "imagereward": "paco_grpo.rewards.imagereward:imagereward",
+    "imagereward": "paco_grpo.rewards.preference:imagereward",
     "jpeg_compressibility": "paco_grpo.rewards.jpeg:jpeg_compressibility",
     "jpeg_incompressibility": "paco_grpo.rewards.jpeg:jpeg_incompressibility",
     "kept_pixels": "paco_grpo.rewards.identity:kept_pixels",
