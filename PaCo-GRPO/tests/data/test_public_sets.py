@@ -107,10 +107,6 @@ def test_gedit_is_a_test_split_of_one_language(fetch, source, tmp_path):
     assert found == [("do 0", "color_alter", "k/0"), ("do 2", "ps_human", "k/2")]
     red, _, blue = items[0].image.getpixel((0, 0))
     assert red < 10 and blue > 245  # the raw image, not the resized one
-    assert fetch.run("gedit", "--output", str(tmp_path / "one"), "--limit", "1") == 0
-    assert [item.prompt for item in load_prompts(tmp_path / "one", "test", "geneval_image")] == [
-        "do 0"
-    ]
 
 
 def test_sharegpt_4o_image_reads_files_and_archives(fetch, source, tmp_path):

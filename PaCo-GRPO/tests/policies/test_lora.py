@@ -136,15 +136,14 @@ def test_a_target_without_a_layer_is_an_error(tiny_folder, target):
         add_lora(policy, targets=targets)
 
 
-@BY_FORMAT
-def test_bad_loras_are_refused(tiny_flux_dir, tmp_path, save):
+def test_bad_loras_are_refused(tiny_flux_dir, tmp_path):
     not_finite = trained("flux", tiny_flux_dir)
     with torch.no_grad():
         trainable_parameters(not_finite)[1][0, 0] = float("nan")
-    save(not_finite, tmp_path / "not finite")
+    save_diffusers(not_finite, tmp_path / "not finite")
     build_tiny_flux(width=48).save_pretrained(tmp_path / "other")
-    save(trained("flux", tmp_path / "other"), tmp_path / "of another model")
-    save(trained("flux", tiny_flux_dir), tmp_path / "pickle")
+    save_diffusers(trained("flux", tmp_path / "other"), tmp_path / "of another model")
+    save_diffusers(trained("flux", tiny_flux_dir), tmp_path / "pickle")
     file = next((tmp_path / "pickle").glob("*.safetensors"))
     file.rename(file.with_suffix(".bin"))
     for name in ("nowhere", "not finite", "of another model", "pickle"):
