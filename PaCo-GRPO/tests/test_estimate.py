@@ -123,12 +123,6 @@ def test_an_epoch_of_a_tiny_flux(tiny_flux):
     assert tiny_flux.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
 
 
-def test_an_editor_with_a_copy_of_the_adapter(tiny_folder):
-    options = tiny(tiny_folder("qwen_image_edit"), "qwen_editing_nft")
-    resident = generator.estimate(options, "qwen", 1, 80 * GIB).resident
-    assert resident["old adapter"] == resident["adapter"]
-
-
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
     options = tiny(
         tiny_flux_dir,
