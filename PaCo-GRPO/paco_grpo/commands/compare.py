@@ -122,7 +122,9 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
         save_eval_images=True,
     )
     kwargs = _without(options.train.reward_fn_kwargs, others - options.train.reward_fn.keys())
-    train = dataclasses.replace(options.train, reward_fn_kwargs=kwargs)
+    # Prompt sets may all have had their own rewards, but a run needs some.
+    trained = options.train.reward_fn or test.reward_fn
+    train = dataclasses.replace(options.train, reward_fn=trained, reward_fn_kwargs=kwargs)
     groups = {"train": train, "test": test, "datasets": {}}
     return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, **groups)
 

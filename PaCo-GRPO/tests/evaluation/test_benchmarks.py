@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from named import load
 from tiny_run import load_script, write_edits
 
 from paco_grpo.commands.compare import options_for
+from paco_grpo.data.sets import prompt_sets
 from paco_grpo.evaluation.intervals import interval, intervals, markdown
+from paco_grpo.training.checks import contradictions
 
 
 def rows(*scores: list[float | None]) -> list[dict]:
@@ -72,6 +75,15 @@ def test_a_benchmark_has_its_own_prompts_and_rewards(trained_run):
     assert list(options.test.reward_fn) == ["consistency_for_editing"]
     assert (options.dataset, options.prompt_fn) == ("edits", "geneval_image")
     assert options.test.num_images is None
+
+
+def test_a_benchmark_is_one_set_where_the_run_has_several():
+    options = load("toy_t2is_sets", ("train.reward_fn", ""))
+    options = options_for(options, "t2is=prompts")
+    assert contradictions(options) == []
+    (prompt_set,) = prompt_sets(options)
+    assert prompt_set.folder == "prompts"
+    assert list(prompt_set.test.weights) == ["consistency_score", "subfig_clipT", "pickscore"]
 
 
 def test_arguments_of_a_guard_go_with_it(trained_run):
