@@ -66,20 +66,3 @@ def test_a_value_out_of_range_names_the_option():
 )
 def test_contradictions(overrides, named):
     assert problems_of(*overrides.items()) == ([named] if named else [])
-
-
-def test_all_problems_are_reported_at_once():
-    with pytest.raises(ConfigError) as caught:
-        make_options({"train": {"batch_size": 0, "old_log_prob": "rolout"}, "sead": 1})
-    lines = str(caught.value).splitlines()
-    assert [line.partition("=")[0] for line in lines[:2]] == [
-        "config.train.batch_size",
-        "config.train.old_log_prob",
-    ]
-    assert "'rollout'" in lines[1] and "config.seed" in lines[2]
-    found = contradictions(make_options({}, [("sample.noise_steps", "77")]))
-    assert [line.split(" ")[0] for line in found] == [
-        "dataset",
-        "train.reward_fn",
-        "sample.noise_steps=(77,):",
-    ]

@@ -1,14 +1,11 @@
 """The launch scripts: the arguments they pass to torchrun or accelerate, several machines."""
 
-import json
 import os
 import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
-from fakes import free_port
-from tiny_run import ROOT, as_arguments, overrides_for
+from tiny_run import ROOT
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
@@ -155,39 +152,3 @@ def test_a_configuration_file_is_found_from_where_the_command_is_typed(
     ended, called = launch(*command.format(source).split(), **CPU)
     assert ended.returncode == 0, ended.stderr
     assert dict(pairwise(called))["--config"] == expected.format(tmp_path)
-
-
-@pytest.mark.long
-def test_two_machines_over_loopback_train_together(tiny_flux_dir, tmp_path):
-    """Two launches of one process each on this machine, with gloo in place of nccl."""
-    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path))
-    command = ["bash", str(SCRIPTS / "multi_node" / "train_flux.sh"), "toy_t2is", *options]
-    shared = {
-        "PYTHON": sys.executable,
-        "NNODES": "2",
-        "NUM_PROCESSES": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
-    machines = [
-        subprocess.Popen(
-            command,
-            env=os.environ | shared | {"NODE_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [machine.communicate(timeout=550)[1] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.kill()
-    assert [machine.returncode for machine in machines] == [0, 0], errors
-    run = tmp_path / "runs" / "run"
-    assert json.loads((run / "plan.json").read_text())["num_processes"] == 2
-    epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in epochs if row["phase"] == "train"] == [1, 2]
