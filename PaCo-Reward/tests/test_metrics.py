@@ -82,11 +82,8 @@ def test_answer_statistics():
         right = []
         for position in (labels[row] != -100).nonzero().flatten():
             right.append(float(logits[row, position - 1].argmax() == labels[row, position]))
-        columns = AnswerStatistics(*statistics[row])
-        assert columns.token_accuracy == pytest.approx(np.mean(right))
-        assert columns.first_token_correct == right[0]
-        yes, no = logits[row, start - 1, [5, 6]].exp()
-        torch.testing.assert_close(columns.p_yes, yes / (yes + no))
-        assert columns.is_yes == label
+        yes, no = logits[row, start - 1, [5, 6]].exp().tolist()
+        expected = AnswerStatistics(np.mean(right), right[0], yes / (yes + no), label)
+        assert statistics[row].tolist() == pytest.approx(expected)
     assert statistics[3].isnan().all()
     assert answer_statistics(of_answers[:0], labels[3:], yes_id=5, no_id=6).isnan().all()

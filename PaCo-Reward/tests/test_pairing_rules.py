@@ -4,15 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
-from paco_judge.grid import GridPrompt
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import read_reason, split_verdict
-from paco_reward.pairing.inputs import PromptItem, Ranking, connected
-from paco_reward.pairing.select import LabeledPair, labels_of_ranking, pairs_of_rankings
+from paco_reward.pairing.inputs import Ranking, connected
+from paco_reward.pairing.select import LabeledPair, labels_of_ranking
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
 
@@ -24,25 +21,6 @@ def test_the_best_are_yes_and_the_worst_no():
     one = ranking("ref", list("abcd"), scores=[0.9, 0.6, 0.5, 0.1])
     assert labels_of_ranking(one, 1, 2, 0.4) == [("a", True), ("c", False), ("d", False)]
     assert labels_of_ranking(one, 1, 2, 0.41) is None and labels_of_ranking(one, 3, 2, 0) is None
-
-
-@settings(max_examples=60)
-@given(st.lists(st.permutations("abcde"), min_size=1, max_size=30), st.integers(0, 99))
-def test_each_pair_of_images_is_labeled_once_by_majority(orders, seed):
-    """Reference first, then the candidates, best first: one is Yes, two are No."""
-    item = PromptItem("f", "p", GridPrompt("theme", ("p",), 1, 1), "here", "g", "", {}, [])
-    labeled = []
-    votes = Counter()
-    for reference, *names in orders:
-        one = ranking(reference, names)
-        labeled.append((one, labels_of_ranking(one, 1, 2, 0)))
-        for number, vote in ((0, 1), (-1, -1), (-2, -1)):
-            votes[frozenset((f"images/f/{reference}", f"images/f/{names[number]}"))] += vote
-    counts = Counter()
-    pairs = pairs_of_rankings(labeled, {"f": item}, {"f": "?"}, seed, counts)
-    expected = {key: vote > 0 for key, vote in votes.items() if vote}
-    assert {frozenset((pair.first, pair.second)): pair.label for pair in pairs} == expected
-    assert len(pairs) == len(expected) and counts["pairs_disputed"] == len(votes) - len(expected)
 
 
 def test_groups_are_connected_directly_or_through_others():

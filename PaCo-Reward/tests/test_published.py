@@ -123,4 +123,3 @@ def test_accumulation_gives_the_nearest_global_batch(wanted, processes, batch):
 def test_an_explicit_accumulation_is_obeyed():
     config = {"global_batch_size": 64, "gradient_accumulation_steps": 3}
     assert with_accumulation(config, 2) == {"gradient_accumulation_steps": 3}
-    assert with_accumulation({"learning_rate": 1e-4}, 2) == {"learning_rate": 1e-4}

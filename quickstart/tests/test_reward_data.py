@@ -5,13 +5,12 @@ show.
 """
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from paco_reward.cli import main
 from paco_toy import build_world
 from paco_toy.build_world import TESTS, TRAIN
 from paco_toy.oracle import read_prompt
@@ -25,16 +24,13 @@ PROMPTS = {"train": 40, "test": 10}
 def built(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("world")
     build_world.draw(out, seed=3, prompts=PROMPTS)
-    build = [Path(sys.executable).with_name("paco-reward"), "build-dataset", "--name", "toy_pairs"]
-    build += ["--grids", out / "grids", "--metadata", out / "metadata.jsonl"]
-    build += ["--output", out / "data"]
-    subprocess.run([*build, "--sets_only"], check=True)
+    inputs = ["--grids", f"{out}/grids", "--metadata", f"{out}/metadata.jsonl"]
+    build = ["build-dataset", "--name", "toy_pairs", "--output", f"{out}/data", *inputs]
+    assert main([*build, "--sets_only"]) == 0
     ranked, sets = build_world.annotate(out, out / "data" / "sets.jsonl")
     assert 0.5 * sets < ranked < sets
-    subprocess.run(
-        [*build, "--rankings", out / "rankings.jsonl", "--reasons_file", out / "reasons.jsonl"],
-        check=True,
-    )
+    labels = ["--rankings", f"{out}/rankings.jsonl", "--reasons_file", f"{out}/reasons.jsonl"]
+    assert main([*build, *labels]) == 0
     build_world.finish(out, out / "data", FLUX, seed=3)
     return out
 

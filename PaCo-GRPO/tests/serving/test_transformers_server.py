@@ -125,7 +125,6 @@ async def test_routes_and_key(worker, http):
     assert (await http.get("/health")).status_code == 200
     (row,) = (await http.get("/v1/models")).json()["data"]
     assert (row["id"], row["max_model_len"]) == ("Judge", 1024)
-    assert (await http.post("/v1/chat/completions", content=b"[" * 100_000)).status_code == 400
     guarded = httpx.ASGITransport(build_app(worker, "Judge", api_key="secret"))
     async with httpx.AsyncClient(transport=guarded, base_url="http://e") as keyed:
         assert (await keyed.get("/v1/models")).status_code == 401
