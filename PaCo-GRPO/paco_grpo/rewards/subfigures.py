@@ -5,10 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+import numpy as np  # and no torch: the environment of a service need not have it
 from PIL import Image
-from torch.nn.functional import normalize
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward
@@ -54,7 +52,7 @@ def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any])
 def subfig_dreamsim(
     dreamsim_type: str = "ensemble",
     cache_dir: str = "~/.cache/dreamsim",
-    device: torch.device | str = "cpu",
+    device: Any = "cpu",
     batch_size: int = 16,
 ) -> Reward:
     """1 − DreamSim distance (arXiv 2306.09344), averaged over pairs of sub-figures.
@@ -65,7 +63,9 @@ def subfig_dreamsim(
     ``dreamsim_type``: one of the package's names, such as ``ensemble``, ``dino_vitb16``,
     ``clip_vitb32`` or ``open_clip_vitb32``.
     """
+    import torch
     from dreamsim import dreamsim
+    from torch.nn.functional import normalize
 
     @cache
     def load() -> tuple[Any, Any]:
@@ -76,7 +76,7 @@ def subfig_dreamsim(
         )
 
     @torch.no_grad()
-    def features(images: Sequence[Image.Image]) -> torch.Tensor:
+    def features(images: Sequence[Image.Image]) -> Any:
         """(n, C) float32; 1 − cosine of two rows is the package's distance."""
         model, preprocess = load()
         pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)

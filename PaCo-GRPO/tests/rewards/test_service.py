@@ -63,7 +63,11 @@ def remote(name: str, url: str, **kwargs):
 def test_a_service_scores_as_in_process_and_its_refusals_are_errors(monkeypatch):
     name = "reward_factories:gaps"
     # A service's environment need not have torch.
-    start = "import sys; sys.modules['torch'] = None; from paco_grpo.rewards.remote.service import main; main(sys.argv[1:])"
+    start = (
+        "import sys; sys.modules['torch'] = None; "
+        "import paco_grpo.rewards.edit_score, paco_grpo.rewards.identity; "
+        "from paco_grpo.rewards.remote.service import main; main(sys.argv[1:])"
+    )
     command = [sys.executable, "-c", start, "--reward", name]
     with running(command, free_port(), REWARD_SERVICE_KEY="secret") as url:
         with pytest.raises(UserError, match="401.*REWARD_SERVICE_KEY"):
