@@ -119,6 +119,6 @@ def test_named_options_exist():
         r"\|.* here \|\n(?:\|.*\n)+", lambda table: re.sub(r"\|.*\|(.*)\|", r"\1", table[0]), PAGES
     )
     named = re.findall(r"`(?:config\.)?((?:train|sample|test|health|pretrained|speed)\.\w+)", pages)
-    named += re.findall(r"`config\.(?!yaml`)(\w+)[`=]", pages)
+    named += re.findall(r"`config\.(?!yaml`|json`)(\w+)[`=]", pages)
     groups = {name.partition(".")[0] for name in OPTIONS if "." in name}
     assert len(named) > 20 and [name for name in named if name not in {*OPTIONS, *groups}] == []

@@ -1,10 +1,13 @@
 """The model card of an adapter: its code runs, and gives the trainer's image."""
 
+import functools
 import re
 
 import numpy as np
 import pytest
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
@@ -50,9 +53,14 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     save = adapters.save_peft if kind == "adapter" else adapters.save_diffusers
     save(policy, folder)
     write_model_card(folder, options_for(name, tiny_folder(name)), policy, epochs=2)
-    sizes = {pipeline_longcat_image_edit: (SIDE, SIDE), pipeline_qwenimage21: (SIDE, SIDE, None)}
-    for module, size in sizes.items():  # not a megapixel
+    two = dict.fromkeys((pipeline_longcat_image_edit, pipeline_qwenimage_edit_plus), (SIDE, SIDE))
+    three = dict.fromkeys((pipeline_qwenimage_edit, pipeline_qwenimage21), (SIDE, SIDE, None))
+    for module, size in (two | three).items():  # not a megapixel, which takes half a minute
         monkeypatch.setattr(module, "calculate_dimensions", lambda *_, size=size: size)
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(SIDE, SIDE)])
+    kontext = pipeline_flux_kontext.FluxKontextPipeline
+    small = functools.partialmethod(kontext.__call__, max_area=SIDE**2)
+    monkeypatch.setattr(kontext, "__call__", small)
     photo = picture(5, 2 * SIDE, 2 * SIDE)
     photo.save("photo.png")
 
