@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from named import load
-from tiny_run import ROOT, load_script
+from tiny_run import ROOT, load_script, write_prompts
 from torch import nn
 
 from paco_grpo import architectures
@@ -123,6 +123,17 @@ def test_an_epoch_of_a_tiny_flux(tiny_flux):
     assert tiny_flux.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
 
 
+@pytest.mark.parametrize(("longest", "expected"), [("96", 96), ("0", 64)])
+def test_the_length_of_texts_is_that_of_the_longest_prompt(
+    tiny_flux_dir, tmp_path, longest, expected
+):
+    dataset = str(write_prompts(tmp_path, train=1, test=2))
+    options = tiny(tiny_flux_dir, "t2is_fast", dataset=dataset, max_sequence_length=longest)
+    policy = generator.build_policy(options, FakeDevice(), "cpu")
+    assert policy.max_sequence_length == expected
+    assert generator.training_text(policy, options) == 64
+
+
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
     options = tiny(
         tiny_flux_dir,
@@ -131,9 +142,12 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
         train__ema="false",
         speed__offload_vae="true",
         train__use_8bit_adam="true",
+        train__max_sequence_length="4",
     )
     changed = generator.estimate(options, "tiny", 8, 80 * GIB)
     assert changed.adds["train"]["activations"] < 0.7 * tiny_flux.adds["train"]["activations"]
+    # 24 tokens a text become 4 beside the 64 of an image; attention is quadratic in the sum.
+    assert (68 / 88) ** 2 < changed.epoch["denoise"] / tiny_flux.epoch["denoise"] < 68 / 88
     layers = quantizable(pipeline_of(str(tiny_flux_dir), torch.bfloat16).transformer)
     saved = sum(layer.weight.numel() for _, layer in layers) * (2 - 1 / 2 - 1 / 64 - 1 / 4096)
     expected = tiny_flux.resident["transformer"] - saved

@@ -67,7 +67,7 @@ class ToyPolicy(Policy):
     def autocast(self):
         return nullcontext()  # the toy computes in its own dtype
 
-    def encode(self, items):
+    def encode(self, items, text_tokens=None):
         return ToyConditioning(torch.stack([self._normal(100 + item.item_id) for item in items]))
 
     def sigmas(self, num_steps, height, width):

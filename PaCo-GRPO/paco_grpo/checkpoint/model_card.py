@@ -18,7 +18,8 @@ _CARD = """\
 
 # {name}
 
-A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at {side} px.
+A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epochs at \
+{side} px and {tokens} text tokens.
 
 ```python
 import torch
@@ -82,6 +83,7 @@ def write_model_card(
         model=options.pretrained.model,
         epochs=epochs,
         side=options.train.resolution,
+        tokens=options.train.max_sequence_length or policy.max_sequence_length,
         attach=_ATTACH[folder.name].format(load=load),
         setup=policy.card_setup,
         arguments="".join(f"    {name}={value},\n" for name, value in arguments.items()),

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ from paco_grpo.training.checks import check_items, with_text_length
 from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
 
+logger = logging.getLogger(__name__)
+
 
 def generate(options: RunOptions, command: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
@@ -42,6 +45,12 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     judge = _judge(options, command.judge, items) if command.judge else None
     options = with_text_length(options)
     text_length(options, items)  # warns of prompts that will be truncated
+    in_training = options.train.max_sequence_length
+    logger.info(
+        "texts: %d tokens; in training: %s (config.train.max_sequence_length)",
+        options.max_sequence_length,
+        "the same" if in_training is None else in_training or "what its prompts need",
+    )
     folder = command.output
     folder.mkdir(parents=True, exist_ok=True)
     policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")

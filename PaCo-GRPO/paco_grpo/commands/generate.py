@@ -10,7 +10,8 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the best image of each prompt by its score (2: the best two, …)
     --output DIR         default: generated
-Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}.
+Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}, texts are padded
+to config.max_sequence_length.
 """
 
 import argparse

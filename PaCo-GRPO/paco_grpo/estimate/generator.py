@@ -20,6 +20,7 @@ from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.loading import needed_length
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
@@ -86,7 +87,9 @@ def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch "
         f"({plan.prompts} prompts x {plan.images_per_prompt}), sampled {plan.sample_batch_size} "
-        f"and trained {options.train.batch_size} at a time"
+        f"and trained {options.train.batch_size} at a time; "
+        f"{training_text(pieces.policy, options)} text tokens, in evaluations "
+        f"{pieces.policy.max_sequence_length}"
     )
     resident, adds = memory(options, plan, pieces, gpu_bytes)
     return Estimate(
@@ -110,9 +113,23 @@ def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
         noise = {}
         if num_noise_steps(options):
             noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
-        training = _sample(policy, device, options, train.resolution, plan.sample_batch_size, noise)
+        training = _sample(
+            policy,
+            device,
+            example(policy, options, train.resolution),
+            training_text(policy, options),
+            plan.sample_batch_size,
+            Sampling(num_steps=2, **noise),
+        )
         test = options.test
-        evaluation = _sample(policy, device, options, test.resolution, test.batch_size, {})
+        evaluation = _sample(
+            policy,
+            device,
+            example(policy, options, test.resolution),
+            policy.max_sequence_length,
+            test.batch_size,
+            Sampling(num_steps=2),
+        )
         step = one_step(training.denoise.result, objective, micro_batch_size(options, plan))
         for parameter in policy.transformer.parameters():
             if parameter.requires_grad:  # gradients are counted apart
@@ -127,7 +144,6 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     """The policy with its adapters, before it is placed; its fake weights are ``on`` a device."""
     settings = dataclasses.replace(
         policy_settings(options, "meta"),
-        max_sequence_length=options.max_sequence_length or 512,
         quantize=None,
     )
     pipeline = pipeline_of(options.pretrained.model, settings.dtype)
@@ -141,7 +157,28 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)
+    policy.max_sequence_length = options.max_sequence_length or needed_text(policy, options)
     return policy
+
+
+def needed_text(policy: DiffusersPolicy, options: RunOptions) -> int:
+    """Text tokens that the prompts need, by a tokenizer about as fine as the real one."""
+    tokenizer = getattr(policy.pipeline, policy.tokenizer_folder)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    items = []
+    for prompt_set in prompt_sets(options):
+        items += prompt_set.load("train") + prompt_set.load("test")
+    prompts = {item.prompt for item in items}
+    counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
+    return needed_length(counts, policy.text_limit)
+
+
+def training_text(policy: DiffusersPolicy, options: RunOptions) -> int:
+    """Text tokens in sampling and training."""
+    length = options.train.max_sequence_length
+    if length is None:
+        return policy.max_sequence_length
+    return length or min(needed_text(policy, options), policy.max_sequence_length)
 
 
 def example(policy: DiffusersPolicy, options: RunOptions, side: int) -> Item:
@@ -153,18 +190,17 @@ def example(policy: DiffusersPolicy, options: RunOptions, side: int) -> Item:
 def _sample(
     policy: DiffusersPolicy,
     device: FakeDevice,
-    options: RunOptions,
-    side: int,
+    item: Item,
+    text_tokens: int,
     count: int,
-    noise: dict[str, Any],
+    sampling: Sampling,
 ) -> SampledOnce:
-    """Encode a text, take two steps for ``count`` images of side ``side``, decode them."""
-    item = example(policy, options, side)
-    encode = measured(device, lambda: policy.encode([item]))
+    """Encode a text, take the steps for ``count`` images of ``item``, decode them."""
+    encode = measured(device, lambda: policy.encode([item], text_tokens))
     text = encode.result
     ids = [0] * count
+    side = item.height
     draws = Draws(ids, range(count), side, side)
-    sampling = Sampling(num_steps=2, **noise)
     denoise = measured(device, lambda: rollout(policy, text.select(ids), draws, sampling))
     latents = denoise.result.clean_latents
     decode = measured(device, lambda: policy.decode(latents, side, side))

@@ -94,7 +94,8 @@ class ReferenceProbe:
             for number, item in enumerate(self.items):
                 sized = at_size(item, options.train.resolution, options.item_size, policy)
                 size = sized.height, sized.width
-                velocity = partial(self._velocity, policy.encode([sized]), size)
+                text = policy.encode([sized], options.train.max_sequence_length)
+                velocity = partial(self._velocity, text, size)
                 words = np.random.SeedSequence([Stream.PROBE, options.seed, number])
                 word = words.generate_state(1, np.uint64)[0]
                 sigmas = policy.sigmas(options.sample.num_steps, *size)

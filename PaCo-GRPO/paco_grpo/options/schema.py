@@ -126,6 +126,11 @@ class TrainOptions:
         512, "side in pixels of a square training image; other shapes keep its area"
     )
     batch_size: Amount = option(1, "images per process and forward; does not change the numbers")
+    max_sequence_length: Whole | None = beyond_paper(
+        None,
+        "text tokens of training images; 0 = the longest prompt, up to a multiple of 64; None: "
+        "config.max_sequence_length",
+    )
     loss_type: str = option(
         "ppo",
         "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm, dgpo or "

@@ -29,7 +29,7 @@ class PolicySettings:
     # Computing precision of the transformer and the text encoders; the VAE stays float32.
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
-    max_sequence_length: int = 512  # text tokens, 1 to ``Policy.text_limit``
+    max_sequence_length: int = 512  # text tokens, 1 to ``Policy.text_limit``; see ``encode``
     guidance_scale: float = 3.5  # embedded guidance or scale of true CFG, depending on the model
     negative_prompt: str | None = None  # of true CFG
     quantize: str | None = None  # nf4: the frozen transformer in 4 bits
@@ -67,12 +67,15 @@ class Policy(ABC):
         """Load a diffusers pipeline folder (or hub name), frozen and in evaluation mode."""
 
     @abstractmethod
-    def encode(self, items: Sequence[Item]) -> Conditioning:
+    def encode(self, items: Sequence[Item], text_tokens: int | None = None) -> Conditioning:
         """Conditioning of ``items`` on ``device``, one row each.
 
         A row does not depend on the other items.
 
-        ``height`` and ``width`` of an item are the size of the generated image.
+        Args:
+            items: ``height`` and ``width`` are the size of the generated image.
+            text_tokens: Length to which texts are cut and, in models that attend to padding, padded.
+                None: ``PolicySettings.max_sequence_length``.
         """
 
     @abstractmethod

@@ -184,13 +184,16 @@ class DiffusersPolicy(Policy):
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
 
-    def encode(self, items: Sequence[Item]) -> TextConditioning:
+    def encode(self, items: Sequence[Item], text_tokens: int | None = None) -> TextConditioning:
         """As in ``Policy``."""
-        return TextConditioning(**self._encode_texts(items, [()] * len(items)))
+        return TextConditioning(**self._encode_texts(items, [()] * len(items), text_tokens))
 
     @torch.no_grad()
     def _encode_texts(
-        self, items: Sequence[Item], seen: Sequence[Sequence[Image.Image]]
+        self,
+        items: Sequence[Item],
+        seen: Sequence[Sequence[Image.Image]],
+        text_tokens: int | None,
     ) -> dict[str, torch.Tensor | None]:
         """The fields of ``TextConditioning``; ``seen``: the images that go with each text.
 
@@ -198,13 +201,14 @@ class DiffusersPolicy(Policy):
         on the other texts.
         """
         fields: dict[str, torch.Tensor | None] = {}
+        length = text_tokens or self.max_sequence_length
         digests = [tuple(map(image_digest, images)) for images in seen]
         # One transfer of the encoders for all texts that are not cached
         with ExitStack() as copied:
 
             def compute(text: str, images: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
                 copied.enter_context(self._offloaded_text.on_device())
-                encoded = self._encode_text(text, *images)
+                encoded = self._encode_text(text, length, *images)
                 return tuple(features.to(self.dtype) for features in encoded)
 
             texts_of = {"prompt": [item.prompt for item in items]}
@@ -214,7 +218,7 @@ class DiffusersPolicy(Policy):
                 rows = []
                 for text, digest, images in zip(texts, digests, seen, strict=True):
                     compute_row = partial(compute, text, images)
-                    rows.append(self._texts.get((text, digest), compute_row))
+                    rows.append(self._texts.get((text, digest, length), compute_row))
                 embeds, *pooled = zip(*rows, strict=True)
                 lengths = torch.tensor([len(features) for features in embeds])
                 mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -232,11 +236,16 @@ class DiffusersPolicy(Policy):
             return rows[0].to(self.device).expand(len(rows), *rows[0].shape)
         return pad_sequence(rows, batch_first=True).to(self.device)
 
-    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, ...]:
-        """Features (L, D) of one text and, where the model uses them, pooled ones (P,)."""
+    def _encode_text(
+        self, text: str, length: int, *images: Image.Image
+    ) -> tuple[torch.Tensor, ...]:
+        """Features (L, D) of one text and, where the model uses them, pooled ones (P,).
+
+        L is at most ``length``.
+        """
         seen = {"image": list(images)} if images else {}
         embeds, *_ = self.pipeline.encode_prompt(
-            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length, **seen
+            text, device=self._encoder_device, max_sequence_length=length, **seen
         )
         return (embeds[0],)
 

@@ -21,9 +21,9 @@ class FluxPolicy(DiffusersPolicy):
         """CLIP and T5."""
         return self.pipeline.text_encoder, self.pipeline.text_encoder_2
 
-    def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
+            text, device=self._encoder_device, max_sequence_length=length
         )
         return embeds[0], pooled[0]
 

@@ -28,13 +28,13 @@ class Krea2Policy(ScaleFromZero, QwenParts):
         "ff.down",
     )
 
-    def _encode_text(self, text: str) -> tuple[torch.Tensor]:
+    def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor]:
         """Features (L, layers, D) without the padding between prompt and suffix.
 
         The transformer masks padding, and all text tokens have the same position.
         """
         embeds, mask = self.pipeline.encode_prompt(
-            text, device=self._encoder_device, max_sequence_length=self.max_sequence_length
+            text, device=self._encoder_device, max_sequence_length=length
         )
         return (embeds[mask],)
 

@@ -1,10 +1,12 @@
 """Find the policy class of a model, load it, and count the tokens of its texts."""
 
+import dataclasses
 import importlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -105,37 +107,52 @@ def is_step_distilled(model_path: str | Path) -> bool:
     return bool(index.get("is_distilled")) or any(word in names for word in _DISTILLED)
 
 
-def text_length(options: RunOptions, items: Iterable[Item]) -> int:
-    """Text tokens of the run: ``config.max_sequence_length``, or for 0 what the prompts need.
+def with_text_lengths(options: RunOptions, items: Sequence[Item]) -> RunOptions:
+    """``options`` with the numbers of text tokens in training and evaluations of a run."""
+    options = dataclasses.replace(options, max_sequence_length=text_length(options, items))
+    train = options.train
+    if train.max_sequence_length is not None:
+        length = text_length(options, items, "train.max_sequence_length")
+        train = dataclasses.replace(train, max_sequence_length=length)
+    return dataclasses.replace(options, train=train)
 
-    A warning counts the prompts that will be truncated: two that differ only there are the same to
-    the generator.
+
+def text_length(
+    options: RunOptions, items: Iterable[Item], option: str = "max_sequence_length"
+) -> int:
+    """Text tokens by ``option``, or where it is 0, what the prompts need.
+
+    Training needs at most as many as an evaluation takes. A warning counts the prompts that will be
+    truncated: two that differ only there are the same to the generator.
     """
     model = options.pretrained.model
-    length = options.max_sequence_length
+    length = attrgetter(option)(options)
     policy = policy_class(model)
     if length > policy.text_limit:
         raise ConfigError(
-            f"config.max_sequence_length={length}: {model} supports at most {policy.text_limit}; "
-            "0: as needed"
+            f"config.{option}={length}: {model} supports at most {policy.text_limit}; 0: as needed"
         )
     tokenizer = load_tokenizer(model)
     prompts = {item.prompt for item in items}
-    lengths = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
+    counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
     if length == 0:
-        longest = max(lengths, default=1)
-        rounded = math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE
-        length = min(policy.text_limit, rounded)
-    truncated = sum(tokens > length for tokens in lengths) if policy.cuts_text else 0
+        length = needed_length(counts, options.max_sequence_length or policy.text_limit)
+    truncated = sum(tokens > length for tokens in counts) if policy.cuts_text else 0
     if truncated:
         logger.warning(
-            "%d of %d prompts are longer than config.max_sequence_length=%d tokens and will be "
-            "truncated",
+            "%d of %d prompts are longer than config.%s=%d tokens and will be truncated",
             truncated,
-            len(lengths),
+            len(counts),
+            option,
             length,
         )
     return length
+
+
+def needed_length(counts: Iterable[int], limit: int) -> int:
+    """The tokens of the longest prompt, up to a multiple of 64 but not above ``limit``."""
+    longest = max(counts, default=1)
+    return min(limit, math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
 
 
 def load_tokenizer(model: str) -> Any:

@@ -51,8 +51,9 @@ class LongCatPolicy(TrueCfgPolicy):
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
 
-    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:
-        embeds, _ = self.pipeline.encode_prompt([text], *images)
+    def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
+        with mock.patch.object(self.pipeline, "tokenizer_max_length", length):
+            embeds, _ = self.pipeline.encode_prompt([text], *images)
         return (embeds[0],)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -151,8 +152,8 @@ class LongCatImageEditPolicy(ReferenceImagePolicy, LongCatPolicy):
             for reference in references
         ]
 
-    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor]:
+    def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
         # The pipeline fails at a longer text.
-        while self.count_tokens(self.pipeline.tokenizer, text) > self.max_sequence_length:
+        while self.count_tokens(self.pipeline.tokenizer, text) > length:
             text = text[:-1]
-        return super()._encode_text(text, *images)
+        return super()._encode_text(text, length, *images)

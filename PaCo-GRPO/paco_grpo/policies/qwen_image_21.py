@@ -75,8 +75,14 @@ class QwenImage21Policy(QwenImageEditPolicy):
         arguments = super().pipeline_arguments(item)
         return arguments | {"image": arguments["image"] or None}
 
-    def _encode_text(self, text: str, *images: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features of text and references, and which of them (L,) stand for references."""
+    def _encode_text(
+        self, text: str, length: int, *images: Image.Image
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features of text and references, and which of them (L,) stand for references.
+
+        The pipeline cuts no text.
+        """
+        del length
         embeds, _, slots = self.pipeline.encode_prompt(
             text, image=list(images) or None, device=self._encoder_device
         )

@@ -144,10 +144,12 @@ class ReferenceImagePolicy(DiffusersPolicy):
         return item.height, item.width, *(self.reference_size(image, item) for image in item.images)
 
     @torch.no_grad()
-    def encode(self, items: Sequence[Item]) -> ReferenceConditioning:
+    def encode(
+        self, items: Sequence[Item], text_tokens: int | None = None
+    ) -> ReferenceConditioning:
         """As in ``Policy``."""
         references = [self._read(item) for item in items]
-        texts = self._encode_texts(items, [self._seen(row) for row in references])
+        texts = self._encode_texts(items, [self._seen(row) for row in references], text_tokens)
         return ReferenceConditioning(**texts, **self._encode_references(references))
 
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:

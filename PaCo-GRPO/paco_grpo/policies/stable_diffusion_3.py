@@ -43,7 +43,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
             self.pipeline.text_encoder_3,
         )
 
-    def _encode_text(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """CLIP's 77 tokens before T5's, and both CLIPs' pooled vectors."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             text,
@@ -51,7 +51,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
             None,
             device=self._encoder_device,
             do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
+            max_sequence_length=length,
         )
         return embeds[0], pooled[0]
 

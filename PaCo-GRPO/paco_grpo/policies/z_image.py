@@ -40,13 +40,13 @@ class ZImagePolicy(FlatLatents, ScaleFromZero):
         """Qwen3."""
         return (self.pipeline.text_encoder,)
 
-    def _encode_text(self, text: str) -> tuple[torch.Tensor]:
+    def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor]:
         """Without padding; the pipeline writes into the list that it gets."""
         (embeds,), _ = self.pipeline.encode_prompt(
             [text],
             device=self._encoder_device,
             do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
+            max_sequence_length=length,
         )
         return (embeds,)
 

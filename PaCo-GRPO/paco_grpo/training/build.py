@@ -38,7 +38,7 @@ from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies import Policy, PolicyLoadError, PolicySettings, load_policy
 from paco_grpo.policies.adapters import add_lora, find_lora
-from paco_grpo.policies.loading import text_length
+from paco_grpo.policies.loading import with_text_lengths
 from paco_grpo.policies.lora import START, add_snapshot, lora_parameters
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.rewards.by_set import merge_sets, require_distinct_names
@@ -170,8 +170,7 @@ def _build(
     earlier = main_decides(accelerator, lambda: find_earlier(options, folder))
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
-    num_tokens = text_length(options, [*train_items, *test_items])
-    options = dataclasses.replace(options, max_sequence_length=num_tokens)
+    options = with_text_lengths(options, [*train_items, *test_items])
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
     rewards = _reward_sets(options, accelerator, folder, items_of_sets)
     tracker = None

@@ -36,7 +36,13 @@ _BOUND = (
     "train.use_8bit_adam",
 )
 # Options that may differ without a message; the text length may be derived.
-_UNIMPORTANT = ("resume_from", "resume_changed", "run_name", "max_sequence_length")
+_UNIMPORTANT = (
+    "resume_from",
+    "resume_changed",
+    "run_name",
+    "max_sequence_length",
+    "train.max_sequence_length",
+)
 
 
 @dataclass(frozen=True)

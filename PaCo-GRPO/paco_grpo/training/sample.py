@@ -82,7 +82,8 @@ def sample_epoch(
     resolution = options.train.resolution
     sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
     item_at_size = dict(zip(unique_ids, sized, strict=True))
-    conditioning_of = dict(zip(unique_ids, policy.encode(sized).split(), strict=True))
+    encoded = policy.encode(sized, options.train.max_sequence_length)
+    conditioning_of = dict(zip(unique_ids, encoded.split(), strict=True))
 
     # Samples of one size share a forward.
     keys = [policy.batch_key(item_at_size[i]) for i in item_ids.tolist()]

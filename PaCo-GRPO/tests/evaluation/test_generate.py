@@ -1,6 +1,7 @@
 """scripts/generate.py draws the evaluation's images with every policy; refuses wrong arguments."""
 
 import itertools
+import logging
 
 import numpy as np
 import pytest
@@ -33,8 +34,9 @@ def arguments(name, model, *more):
     return ["--config", f"{ROOT}/config/grpo.py:{CONFIGS[name]}", *options, *map(str, more)]
 
 
-def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, capsys):
+def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, capsys, caplog):
     """Of an editor with true CFG, which the toy configuration does not use."""
+    caplog.set_level(logging.INFO, "paco_grpo")
     name = "qwen_image_edit"
     policy = load(name, tiny_folder(name), guidance_scale=4.0)
     add_lora(policy, rank=2, alpha=4)
@@ -44,6 +46,7 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, cap
     (tmp_path / "prompts.txt").write_text(f"{prompts[1]}\n\n")
     more = ["--prompt", prompts[0], "--prompts_file", tmp_path / "prompts.txt"]
     more += ["--seeds", "0,7", "--adapter", tmp_path / "adapter"]
+    more += ["--config.train.max_sequence_length=8"]  # the images do not depend on it
     items = []
     for number, reference in enumerate((picture(1, 48, 48), picture(2, 40, 90))):
         reference.save(tmp_path / f"{number}.png")
@@ -53,6 +56,7 @@ def test_images_are_those_of_the_evaluation(generate, tiny_folder, tmp_path, cap
     out = tmp_path / "out"
     status = generate.main(arguments(name, tiny_folder(name), *more, "--output", out))
     assert status == 0, capsys.readouterr().err
+    assert "24 tokens; in training: 8" in caplog.text
     files = {path.name for path in out.iterdir()}
     assert files == {"sheet.png", *(f"0000{i}_seed{seed}.png" for i in (0, 1) for seed in (0, 7))}
     for item, seed in itertools.product(items, (0, 7)):

@@ -65,8 +65,30 @@ def test_text_length_of_the_data_set(make, caplog):
     assert run.options.max_sequence_length == 64
     assert run.state.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
     assert not caplog.text
-    build_run(make(max_sequence_length=16))
+    run = build_run(make(max_sequence_length=16, train__max_sequence_length=0))
     assert "7 of 7 prompts are longer than config.max_sequence_length=16 tokens" in caplog.text
+    assert run.options.train.max_sequence_length == 16  # not more than the evaluation takes
+
+
+def test_training_takes_shorter_texts_than_the_evaluation(make):
+    config = make(
+        max_sequence_length=96,
+        train__max_sequence_length=0,
+        num_epochs=1,
+        sample__noise_steps="0,1",
+    )
+    run = build_run(config)
+    trainer = Trainer(run)
+    lengths = set()
+    run.state.policy.pipeline.text_encoder_2.register_forward_pre_hook(
+        lambda _, arguments: lengths.add(arguments[0].shape[1])
+    )
+    trainer.epoch()
+    assert lengths == {64}  # of the health probe, too
+    assert rows_of(config, "train")[0]["train/ratio_deviation"] < 1e-5
+    lengths.clear()
+    trainer.evaluations.evaluate_if_due(finished=True)
+    assert lengths == {96}
 
 
 def test_an_epoch_computes_each_thing_once(make, tmp_path):
