@@ -78,6 +78,7 @@ def set_changes(folder: Path) -> dict:
         "sample__unique_sample_num_per_epoch": 4,
         "sample__num_images_per_prompt": 3,
         "sample__global_std": True,
+        "sample__batch_size": 2,  # divides the 12 images among two processes, too
         "test__num_images": 5,
     }
 
