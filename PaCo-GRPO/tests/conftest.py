@@ -1,6 +1,5 @@
 """Shared by all PaCo-GRPO tests: one thread, and tiny random pipeline folders."""
 
-import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -45,19 +44,3 @@ def trained_run(tiny_flux_dir, tmp_path_factory):
     ).run
     (run.folder / "saved.yaml").write_text(options_to_yaml(run.options))
     return run
-
-
-@pytest.fixture
-def on():
-    """``with on("cpu")`` or ``on("cuda")``, a pretended GPU: accelerate looks for devices again."""
-    from accelerate.state import AcceleratorState
-    from pretend_cuda import pretended_gpu
-
-    @contextlib.contextmanager
-    def machine(device: str):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        with pretended_gpu() if device == "cuda" else contextlib.nullcontext():
-            yield
-
-    yield machine
-    AcceleratorState._reset_state(reset_partial_state=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -122,6 +122,16 @@ def _in_float32(function: Callable) -> Callable:
     return compute
 
 
+_numpy = torch.Tensor.numpy
+
+
+def numpy_of(tensor: torch.Tensor) -> np.ndarray:
+    """``Tensor.numpy``, zeros of a fake tensor."""
+    if isinstance(tensor, FakeTensor):
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return _numpy(tensor)
+
+
 @contextlib.contextmanager
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
     """Inside the block, operations on fake tensors of the CPU compute nothing.
@@ -131,9 +141,7 @@ def fake_cpu(device: FakeDevice) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target in _FLOAT32:
             stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
-        # Of decoded images.
-        zeros = mock.patch("torch.Tensor.numpy", lambda t: np.zeros(t.shape, np.uint8))
-        stack.enter_context(zeros)
+        stack.enter_context(mock.patch("torch.Tensor.numpy", numpy_of))
         stack.enter_context(device)
         yield
 
@@ -141,13 +149,12 @@ def fake_cpu(device: FakeDevice) -> Iterator[None]:
 def place(module: nn.Module, device: FakeDevice, on: str) -> None:
     """Replace the tensors on ``meta`` by fake ones that are not counted.
 
-    Parameters and buffers are on ``on`` then, other tensors on the CPU. It is called outside
-    ``device``'s block.
+    Parameters and buffers are on ``on`` then, other tensors on the CPU.
     """
     fakes: dict[int, Any] = {}  # a tensor may have several names
 
     def fake(tensor: torch.Tensor, where: str) -> torch.Tensor:
-        with device.mode:
+        with _disable_current_modes(), device.mode:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
         device.sizes[empty.untyped_storage()] = [0]
         is_parameter = isinstance(tensor, nn.Parameter)

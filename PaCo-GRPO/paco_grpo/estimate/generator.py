@@ -42,7 +42,7 @@ REWARD_PARAMETERS = {
     "clipscore": ("CLIP ViT-L/14", 427_616_513),
 }
 # Bytes a weight in nf4: 4 bits, 8 bits for 64 weights, a float32 for 256 of these.
-_NF4 = 1 / 2 + 1 / 64 + 1 / 4096
+NF4 = 1 / 2 + 1 / 64 + 1 / 4096
 # CUDA context and libraries, workspaces of cuBLAS and cuDNN, fragmentation.
 RESERVE = 3 * 2**29
 _GPUS_OF_A_MACHINE = 8  # FSDP2 shards inside a machine
@@ -341,7 +341,7 @@ def weight_bytes(
     if options.pretrained.quantize:
         for _, linear in quantizable_layers(policy):
             weight = linear.weight
-            transformer -= int(weight.nbytes - weight.numel() * _NF4)
+            transformer -= int(weight.nbytes - weight.numel() * NF4)
     resident = {
         "transformer": transformer,
         "adapter" if options.use_lora else "trained weights": trained,

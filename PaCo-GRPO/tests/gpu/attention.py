@@ -1,10 +1,8 @@
-"""Which kernels PyTorch chooses for attention on the fake GPU, before and after a run sets it up."""
+"""Which kernels PyTorch chooses for attention, before and after a run sets it up."""
 
-import json
 from unittest.mock import Mock
 
 import torch
-from fake_gpu import finish
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,30 +27,21 @@ class Kernels(TorchDispatchMode):
 def chosen() -> list[str]:
     """For inputs with and without a mask and a gradient."""
     kernels = Kernels()
+    on = {"device": "cuda"}
     with FakeTensorMode():
         for length in (1536, 1216):
+            mask = torch.ones(2, 1, 1, length, dtype=torch.bool, **on)
             for needs_grad in (False, True):
-                query = torch.empty(
-                    2,
-                    24,
-                    length,
-                    128,
-                    dtype=torch.bfloat16,
-                    device="cuda",
-                    requires_grad=needs_grad,
-                )
-                mask = torch.ones(2, 1, 1, length, dtype=torch.bool, device="cuda")
+                query = torch.empty(2, 24, length, 128, dtype=torch.bfloat16, **on)
+                query.requires_grad_(needs_grad)
                 for attn_mask in (None, mask):
                     with kernels:
                         scaled_dot_product_attention(query, query, query, attn_mask=attn_mask)
     return sorted(kernels.names)
 
 
-def main() -> None:
-    """A line of JSON."""
+def main() -> dict[str, list[str]]:
+    """Before and after."""
     before = chosen()
     apply_speed(RunOptions(), Mock())
-    print(json.dumps({"default": before, "run": chosen()}))
-
-
-finish(main)
+    return {"default": before, "run": chosen()}

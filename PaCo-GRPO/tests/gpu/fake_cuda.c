@@ -2,7 +2,7 @@
 
 Loaded before PyTorch (LD_PRELOAD), it answers what PyTorch asks of libcudart. Only fake tensors may
 be used on these devices; memory of the host stands in for the few bytes that PyTorch itself
-allocates. FAKE_GPUS is the number of devices, FAKE_CAPABILITY their compute capability (90: H100). */
+allocates. The one device is an H100. */
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -12,18 +12,13 @@ allocates. FAKE_GPUS is the number of devices, FAKE_CAPABILITY their compute cap
 static const size_t MEMORY = 85ul << 30;
 static __thread int current_device = 0;
 
-static int setting(const char *name, int otherwise) {
-  const char *text = getenv(name);
-  return text ? atoi(text) : otherwise;
-}
-
 static void *new_handle(void) { /* of a stream or an event: never read, but distinct */
   static long last = 0;
   return (void *)(__sync_add_and_fetch(&last, 16) + 4096);
 }
 
 /* Devices */
-EXPORT cudaError_t cudaGetDeviceCount(int *count) { *count = setting("FAKE_GPUS", 1); return cudaSuccess; }
+EXPORT cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
 EXPORT cudaError_t cudaGetDevice(int *device) { *device = current_device; return cudaSuccess; }
 EXPORT cudaError_t cudaSetDevice(int device) { current_device = device; return cudaSuccess; }
 EXPORT cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return cudaSuccess; }
@@ -34,11 +29,9 @@ EXPORT cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 EXPORT cudaError_t cudaMemGetInfo(size_t *left, size_t *total) { *left = *total = MEMORY; return cudaSuccess; }
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr name, int device) { *value = 0; return cudaSuccess; }
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *card, int device) {
-  int capability = setting("FAKE_CAPABILITY", 90);
   memset(card, 0, sizeof *card);
   strcpy(card->name, "Fake GPU");
-  card->major = capability / 10;
-  card->minor = capability % 10;
+  card->major = 9;
   card->totalGlobalMem = MEMORY;
   card->multiProcessorCount = 132;
   card->warpSize = 32;

@@ -1,17 +1,21 @@
 """A GPU of shapes: PyTorch's own CUDA dispatch, autocast, backward, fused AdamW and FSDP2 without a
 GPU.
 
-``run`` starts a program whose PyTorch finds the devices of fake_cuda.c. Inside ``FakeGPU``, tensors
-on them have a shape, a data type and a device, and no values, except for the integers by which
-models decide what they compute.
+``run`` starts a process whose PyTorch finds the devices of fake_cuda.c. Inside ``fake_gpu``,
+tensors on them have a shape, a data type and a device, and no values, except for the integers by
+which models decide what they compute.
+
+    python fake_gpu.py '["MODULE", ARGUMENT, …]' …     # a line of JSON for each
 """
 
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,20 +26,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paco_grpo.estimate.fake_device import FakeDevice, aten
+from paco_grpo.estimate.fake_device import FakeDevice, aten, numpy_of
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parents[1]
 PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO.parent / "PaCo-Reward" / "judge"]
 
 
-def run(folder: Path, program: Path, *arguments: str, **variables: Any) -> list[dict[str, Any]]:
-    """The JSON lines that ``program`` prints on fake GPUs; skips where PyTorch or cc cannot."""
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
-    environment |= {"LD_PRELOAD": str(library(folder)), "OMP_NUM_THREADS": "1"}
+def run(folder: Path, *calls: list[Any]) -> list[dict[str, Any]]:
+    """What ``main`` of modules beside this one returns on fake GPUs, called one after the other.
+
+    A call is the module's name and the arguments. Skips where PyTorch or cc cannot.
+    """
+    environment = os.environ | {"LD_PRELOAD": str(library(folder)), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, PYTHONPATH)), "HF_HUB_OFFLINE": "1"}
     environment.pop("ACCELERATE_USE_CPU", None)
-    command = [sys.executable, str(program), *arguments]
+    command = [sys.executable, __file__, *map(json.dumps, calls)]
     options = {"cwd": GRPO, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(command, timeout=580, check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -59,25 +65,8 @@ def library(folder: Path) -> Path:
     return built
 
 
-def finish(main: Callable[[], None]) -> None:
-    """Run a program to its end; autograd's threads abort at a normal exit without a driver."""
-    status = 0
-    try:
-        main()
-    except BaseException:  # noqa: BLE001 - shown, and told by the status
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 class FakeGPU(FakeDevice):
-    """Counts the bytes of fake tensors on CUDA.
-
-    Operations that create tensors there make fake ones. A copy to the CPU is real: zeros, or the
-    known integers.
-    """
+    """Counts the bytes of fake tensors on CUDA; operations that create tensors there make them."""
 
     kind = "cuda"
 
@@ -91,15 +80,12 @@ class FakeGPU(FakeDevice):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         _check(func, args, kwargs)
-        values = _values(func, tensors, args, kwargs)
         if func is aten._local_scalar_dense.default and _known(args[0]) is not None:
             with unset_fake_temporarily():
                 return _known(args[0]).item()
-        to_cpu = func is aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
-        if to_cpu and fakes[0].fake_device.type == "cuda":
-            with unset_fake_temporarily():
-                zeros = torch.zeros(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype))
-                return zeros if values is None else values
+        values = _values(func, tensors, args, kwargs)
+        if isinstance(values, int):  # a bool, too
+            return values
         if func is aten.index.Tensor:
             args = args[0], [index if _known(index) is None else _known(index) for index in args[1]]
         if values is not None and torch.Tag.dynamic_output_shape in func.tags:
@@ -150,7 +136,8 @@ def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> A
     with unset_fake_temporarily():
         args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
         out = func(*args, **kwargs)
-    return None if any(value.is_floating_point() for value in tree_leaves(out)) else out
+    results = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+    return None if any(value.is_floating_point() for value in results) else out
 
 
 def _resize(gpu: FakeGPU, storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -158,6 +145,22 @@ def _resize(gpu: FakeGPU, storage: torch.UntypedStorage, num_bytes: int) -> None
     torch.UntypedStorage.__base__.resize_(storage, num_bytes)
     if storage in gpu.sizes:
         gpu.resize(gpu.sizes[storage], num_bytes)
+
+
+def _numpy_of_cpu(tensor: torch.Tensor) -> Any:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"numpy() of a tensor on {tensor.device}")
+    return numpy_of(tensor)
+
+
+_tensor = torch.tensor
+
+
+def _tensor_of(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.tensor``, which reads the memory of tensors in a list."""
+    if isinstance(data, list):
+        data = [x.item() if isinstance(x, torch.Tensor) else x for x in data]
+    return _tensor(data, *args, **kwargs)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -172,6 +175,8 @@ def fake_gpu(memory_gb: float) -> Iterator[FakeGPU]:
     total = int(memory_gb * 2**30)
     patches = {
         "torch.cuda.mem_get_info": lambda *_: (total - gpu.live, total),
+        "torch.tensor": _tensor_of,
+        "torch.Tensor.numpy": _numpy_of_cpu,
         "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
         "torch.UntypedStorage.resize_": lambda storage, size: _resize(gpu, storage, size),
         "torch.utils.swap_tensors": _set_data,  # it refuses tensors that have a weak reference
@@ -182,4 +187,26 @@ def fake_gpu(memory_gb: float) -> Iterator[FakeGPU]:
         data = property(torch.Tensor.data.__get__, _set_data)
         stack.enter_context(mock.patch.object(FakeTensor, "data", data, create=True))
         stack.enter_context(gpu)
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device="cuda") is a copy
+        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         yield gpu
+
+
+def main() -> int:
+    """A line for each call; returns the exit status."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    try:
+        for text in sys.argv[1:]:
+            module, *arguments = json.loads(text)
+            print(json.dumps(importlib.import_module(module).main(*arguments)), flush=True)
+    except BaseException:  # noqa: BLE001 - shown, and told by the status
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # autograd's threads abort at a normal exit without a driver

@@ -189,23 +189,39 @@ def test_the_engine_is_the_vllm_built_for_this_machine(monkeypatch, package, gpu
 
 
 _PARSE = """
-import sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
-print(parsed.tensor_parallel_size, parsed.data_parallel_size, parsed.api_server_count,
-      parsed.mm_processor_kwargs, parsed.allowed_media_domains, parsed.generation_config)
+
+parser = make_arg_parser(FlexibleArgumentParser())
+names = ("tensor_parallel_size", "data_parallel_size", "api_server_count", "mm_processor_kwargs",
+         "allowed_media_domains", "generation_config")
+parsed = []
+for words in json.loads(sys.argv[1]):
+    arguments = parser.parse_args(words)
+    validate_parsed_serve_args(arguments)
+    parsed.append([getattr(arguments, name) for name in names])
+print(json.dumps(parsed))
 """
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM environment not installed")
-def test_vllm_understands_the_command_line_of_many_gpus(planned, model):
+def test_vllm_understands_the_command_lines_of_one_gpu_and_of_many(planned, model):
     processor = '{"min_pixels": 3136, "max_pixels": 12845056}'
     (model / "preprocessor_config.json").write_text(processor)
-    (server,) = planned(f"{NODE} VLLM_TP=2 VLLM_EXTRA_ARGS='--api-server-count 9'")
-    # After the interpreter, -m, the program, serve and the model.
-    command = [str(VLLM_PYTHON), "-c", _PARSE, *server.command[5:]]
-    parsed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    expected = "2 4 9 {'max_pixels': 2097152} ['no/remote/media'] vllm"
-    assert parsed.splitlines()[-1] == expected
+    machines = [
+        "CUDA_VISIBLE_DEVICES=0",
+        "CUDA_VISIBLE_DEVICES=0,1,2,3",
+        f"{NODE} VLLM_TP=2 VLLM_EXTRA_ARGS='--api-server-count 9'",
+    ]
+    commands = []
+    for machine in machines:
+        (server,) = planned(f"{machine} cores=16")
+        commands.append(server.command[5:])
+    words = [str(VLLM_PYTHON), "-c", _PARSE, json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rest = [{"max_pixels": 2097152}, ["no/remote/media"], "vllm"]
+    expected = [[1, 1, 2, *rest], [1, 4, 4, *rest], [2, 4, 9, *rest]]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected

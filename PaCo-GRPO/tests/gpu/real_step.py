@@ -1,0 +1,236 @@
+"""An epoch of the trainer itself at the real size on a fake GPU."""
+
+import contextlib
+import dataclasses
+import pkgutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from fake_gpu import FakeGPU, fake_gpu
+from named import CONFIG
+from tiny_run import write_edits
+
+from paco_grpo import architectures
+from paco_grpo.estimate import fake_device
+from paco_grpo.estimate.generator import NF4, RESERVE, estimate, example
+from paco_grpo.options import RunOptions, read_options
+from paco_grpo.policies import POLICIES
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
+from paco_grpo.training.build import Run, build_run
+from paco_grpo.training.trainer import Trainer
+
+GIB = 2**30
+
+
+def distinct():
+    """A reward whose scores are all different."""
+    numbers = iter(range(10**6))
+    return lambda images, items: np.array([float(next(numbers)) for _ in images])
+
+
+def options_of(name: str, folder: Path) -> RunOptions:
+    """The configuration with two micro-batches or more, two denoising steps, one optimizer step."""
+    words = ["--config", f"{CONFIG}/grpo.py:{name}"]
+    options, _ = read_options(words)
+    changes = {
+        "save_dir": folder / "runs",
+        "run_name": "run",
+        "logging_platform": "none",
+        "eval_freq": 0,
+        "health.probe_images": 1,
+        "speed.compile": False,
+        "sample.unique_sample_num_per_epoch": 1,
+        "sample.num_images_per_prompt": max(
+            options.sample.batch_size, 2 * options.train.batch_size
+        ),
+        "sample.num_steps": 2,
+        "sample.noise_steps": "(0,)" if options.sample.noise_level else "()",
+        "sample.num_noise_steps": None,
+        "sample.tail_steps": None,
+        "train.num_sigmas": None,
+        "train.timesteps": None,
+        "train.gradient_step_per_epoch": 1,
+        "train.reward_fn": {"real_step:distinct": 1.0},
+        "train.reward_fn_kwargs": {},
+        "train.aggregate_fn": None,
+        "test.reward_fn": {},
+        "test.reward_fn_kwargs": {},
+    }
+    changes |= {"dataset": "dataset/T2IS", "prompt_fn": "geneval"}
+    if options.prompt_fn == "arrow_editing":
+        write_edits(folder / "edits")
+        changes |= {"dataset": folder / "edits", "prompt_fn": "geneval_image"}
+    return read_options([*words, *(f"--config.{key}={changes[key]}" for key in changes)])[0]
+
+
+@contextlib.contextmanager
+def few_blocks(model: str, count: int) -> Iterator[None]:
+    """The real width with ``count`` blocks, also in encoders of which only the last layer counts."""
+    modules = architectures.KNOWN[model].modules
+    few = {"num_layers": count, "num_hidden_layers": count}
+    shallow = {}
+    for part, (class_name, config) in modules.items():
+        if class_name.startswith(("CLIPText", "T5")):
+            shallow[part] = (class_name, config | few)
+        elif class_name.startswith("Qwen2_5_VL"):
+            vision = config["vision_config"] | {"depth": count, "fullatt_block_indexes": [0]}
+            text = config["text_config"] | few
+            config = config | {"vision_config": vision, "text_config": text}
+            shallow[part] = (class_name, config)
+    with mock.patch.dict(modules, shallow), architectures.with_blocks(model, count):
+        yield
+
+
+class Unpack(torch.autograd.Function):
+    """A product with weights in 4 bits: each pass decodes them."""
+
+    @staticmethod
+    def forward(context, x, shape):
+        context.shape = shape
+        return x @ torch.empty(shape, dtype=x.dtype, device=x.device).T
+
+    @staticmethod
+    def backward(context, gradient):
+        weight = torch.empty(context.shape, dtype=gradient.dtype, device=gradient.device)
+        return gradient @ weight, None
+
+
+class Packed(torch.nn.Linear):
+    """The bytes of bitsandbytes' layer, whose own class of parameters cannot be fake."""
+
+    def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            super().__init__(layer.in_features, layer.out_features)
+        num_bytes = int(layer.weight.numel() * NF4)
+        packed = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0")
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = Unpack.apply(x.to(self.dtype), (self.out_features, self.in_features))
+        return product if self.bias is None else product + self.bias.to(self.dtype)
+
+
+def fake_weights(model: str, gpu: FakeGPU) -> Any:
+    """Inside the context, the policy of ``model`` gets fake weights in main memory."""
+    policy_class = pkgutil.resolve_name(POLICIES[architectures.KNOWN[model].pipeline])
+
+    def from_pretrained(path: Path, settings: Any) -> Any:
+        pipeline = architectures.pipeline_of(model, settings.dtype)
+        for module in pipeline.components.values():
+            if isinstance(module, torch.nn.Module):
+                fake_device.place(module, gpu, "cpu")
+        return policy_class(pipeline, settings)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(policy_class, "from_pretrained", from_pretrained))
+    stack.enter_context(mock.patch("paco_grpo.policies.memory._quantized", Packed))
+    return stack
+
+
+def main(name: str, blocks: int | None, gib: float) -> dict[str, Any]:
+    """What an epoch shows, and the estimate of the same run.
+
+    With ``blocks`` of each kind (None: all), on a card of ``gib``.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        options = options_of(name, folder)
+        model = options.pretrained.model
+        with few_blocks(model, blocks) if blocks else contextlib.nullcontext():
+            estimated = estimate(options, name, 1, gib * GIB)
+            written = str(architectures.write(model, folder / "model"))
+            pretrained = dataclasses.replace(options.pretrained, model=written)
+            options = dataclasses.replace(options, pretrained=pretrained)
+            with fake_gpu(gib - RESERVE / GIB) as gpu, fake_weights(model, gpu):
+                shown = observed(build_run(options), gpu)
+    resident = sum(estimated.resident.values())
+    expected = {}
+    for phase, parts in estimated.adds.items():
+        expected[phase] = (resident + sum(parts.values())) / GIB
+    return shown | {"name": name, "blocks": blocks, "gib": gib, "estimated": expected}
+
+
+def observed(run: Run, gpu: FakeGPU) -> dict[str, Any]:
+    """Data types, devices and peaks of an epoch."""
+    trainer = Trainer(run)
+    state = run.state
+    policy = state.policy
+    peaks: dict[str, float] = {}
+    gradients: Counter[str] = Counter()
+
+    def watched(phase: str, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = gpu.peak
+            gpu.peak = gpu.live
+            result = function(*args, **kwargs)
+            peaks[phase] = max(peaks.get(phase, 0.0), gpu.peak / GIB)
+            gpu.peak = max(before, gpu.peak)
+            return result
+
+        return call
+
+    finish_gradients = state.strategy.finish_gradients
+
+    def counted(parameters: Any, max_norm: float) -> Any:
+        gradients.update(kind(parameter.grad) for parameter in parameters)
+        return finish_gradients(parameters, max_norm)
+
+    state.strategy.finish_gradients = counted
+    trainer._sample = watched("sample", trainer._sample)
+    run.updater.update = watched("train", run.updater.update)
+    for parameter in state.parameters.values():  # as after a first step, which makes the moments
+        parameter.grad = torch.zeros_like(parameter)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    run.probe.prepare()
+    decoded_on: set[str] = set()
+    decoder = policy.pipeline.vae.decoder
+    decoder.register_forward_pre_hook(lambda _, inputs: decoded_on.add(inputs[0].device.type))
+    trainer.epoch()
+    run.close()
+    if state.ema:
+        watched("evaluate", evaluate)(run)
+    parameters = [*policy.transformer.named_parameters(), *policy.pipeline.vae.named_parameters()]
+    kinds: Counter[str] = Counter()
+    for name, parameter in parameters:
+        kinds[f"{'trained' if name in state.parameters else 'frozen'} {kind(parameter)}"] += 1
+    moments: Counter[str] = Counter()
+    for values in state.optimizer.state.values():
+        moments.update(f"{name} {kind(value)}" for name, value in values.items())
+    averages = Counter(kind(tensor) for tensor in state.ema.shadow.values()) if state.ema else {}
+    return {
+        "trained": len(state.parameters),
+        "parameters": kinds,
+        "gradients": gradients,
+        "moments": moments,
+        "averages": averages,
+        "decoded_on": sorted(decoded_on),
+        "peaks": peaks,
+        "steps": state.optimizer_steps,
+    }
+
+
+def evaluate(run: Run) -> None:
+    """Two denoising steps of a batch at the evaluation's size, with the averaged weights."""
+    policy = run.state.policy
+    test = run.options.test
+    side = test.resolution
+    ids = [0] * test.batch_size
+    with run.state.ema.applied():
+        text = policy.encode([example(policy, run.options, side)]).select(ids)
+        draws = Draws(ids, range(len(ids)), side, side)
+        latents = rollout(policy, text, draws, Sampling(num_steps=2)).clean_latents
+        policy.decode(latents, side, side)
+
+
+def kind(tensor: torch.Tensor | None) -> str:
+    """Data type and device."""
+    return "missing" if tensor is None else f"{tensor.dtype} {tensor.device}"
