@@ -187,6 +187,23 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     assert text_length(options, [item]) >= len(counted) > len(item.prompt)
 
 
+@pytest.mark.parametrize("name", ["longcat_image", "longcat_image_edit"])
+def test_longcat_counts_quoted_characters_one_by_one(tiny_folder, name):
+    """And cuts a longer text, at which the editor's pipeline fails."""
+    folder = tiny_folder(name)
+    (item,) = items(name, 'a sign "of the star" on it')
+    counted = policy_class(folder).count_tokens(load_tokenizer(str(folder)), item.prompt)
+    padding = []
+    for limit in (counted + 2, counted - 2):
+        policy = load(name, folder, max_sequence_length=limit, guidance_scale=1.0)
+        policy.pipeline.text_encoder.register_forward_pre_hook(
+            lambda _, args, kwargs: padding.append(int((kwargs["attention_mask"] == 0).sum())),
+            with_kwargs=True,
+        )
+        policy.encode([item])
+    assert padding == [2, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "cps"), [(name, False) for name in FAMILIES] + [("flux", True), ("z_image", True)]
 )
