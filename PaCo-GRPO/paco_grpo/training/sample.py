@@ -78,7 +78,7 @@ def sample_epoch(
     initial_seeds = epoch_samples.initial_seeds[positions]
 
     # Each item is encoded once, however many images it gets, on every process that has one of them:
-    # dividing this would save less than 1 % of an epoch's FLOPs.
+    # dividing this would save about 1 % of an epoch's FLOPs.
     unique_ids = np.unique(item_ids).tolist()
     resolution = options.train.resolution
     sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
