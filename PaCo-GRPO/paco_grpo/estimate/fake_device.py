@@ -167,6 +167,11 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
                     if id(tensor) not in fakes:
                         fakes[id(tensor)] = fake(tensor, where)
                     tensors[name] = fakes[id(tensor)]
+        for values in vars(part).values():
+            if isinstance(values, list):  # Qwen-Image-2.1's tables of positions
+                for i, value in enumerate(values):
+                    if isinstance(value, torch.Tensor) and value.is_meta:
+                        values[i] = fake(value, "cpu")
 
 
 class Measured(NamedTuple):
