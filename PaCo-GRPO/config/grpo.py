@@ -53,9 +53,7 @@ def t2is_48gb() -> ConfigDict:
     """``t2is`` on a GPU of 48 GB; the CLIP rewards in half precision leave room for T5."""
     config = t2is()
     for_48gb(config)
-    config.train.reward_fn_kwargs.subfig_clipT = {"dtype": "float16"}
-    config.train.reward_fn_kwargs.pickscore = {"dtype": "float16"}
-    config.test.reward_fn_kwargs.subfig_clipI = {"dtype": "float16"}  # the model of subfig_clipT
+    clip_in_half(config)
     return config
 
 
@@ -189,6 +187,22 @@ def krea_t2is() -> ConfigDict:
     return config
 
 
+def krea_t2is_80gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 80 GB, which its activations would fill."""
+    config = krea_t2is()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
+    return config
+
+
+def krea_t2is_48gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 48 GB."""
+    config = krea_t2is()
+    for_48gb(config)
+    clip_in_half(config)
+    return config
+
+
 def krea_t2is_24gb() -> ConfigDict:
     """``krea_t2is`` on a GPU of 24 GB."""
     config = krea_t2is()
@@ -201,14 +215,6 @@ def qwen21_t2is() -> ConfigDict:
     """Qwen-Image-2.1, which is meant to be used without guidance."""
     config = t2is()
     qwen21(config)
-    return config
-
-
-def qwen21_t2is_24gb() -> ConfigDict:
-    """``qwen21_t2is`` on a GPU of 24 GB."""
-    config = qwen21_t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
     return config
 
 
@@ -534,6 +540,13 @@ def clip_on_cpu(config: ConfigDict) -> None:
     config.train.reward_fn_kwargs.pickscore = {"device": "cpu"}
 
 
+def clip_in_half(config: ConfigDict) -> None:
+    """The two CLIP models of ``t2is`` in half precision leave room for the text encoder."""
+    config.train.reward_fn_kwargs.subfig_clipT = {"dtype": "float16"}
+    config.train.reward_fn_kwargs.pickscore = {"dtype": "float16"}
+    config.test.reward_fn_kwargs.subfig_clipI = {"dtype": "float16"}  # the model of subfig_clipT
+
+
 def toy(config: ConfigDict) -> None:
     """Small models on a CPU: train at 64 px, evaluate at 128 px."""
     config.item_size = "aspect"
@@ -600,9 +613,20 @@ def for_48gb(config: ConfigDict) -> None:
     """Activations are recomputed; VAE (between uses) and guards are in main memory."""
     config.enable_gradient_checkpointing = True
     config.speed.offload_vae = True
-    for reward in config.test.reward_fn:
-        if reward in CLIP_REWARDS and reward not in config.train.reward_fn:
-            config.test.reward_fn_kwargs[reward] = {"device": "cpu"}
+    guards_on_cpu(config.train.reward_fn, config.test.reward_fn, config.test.reward_fn_kwargs)
+    for of_set in config.datasets.values():
+        trained = of_set.get("reward_fn") or config.train.reward_fn
+        kwargs = dict(of_set.get("reward_fn_kwargs", {}))
+        guards_on_cpu(trained, of_set.get("test_reward_fn", {}), kwargs)
+        if kwargs:
+            of_set["reward_fn_kwargs"] = kwargs
+
+
+def guards_on_cpu(trained: dict, tested: dict, kwargs: dict) -> None:
+    """Guards that are CLIP models are in main memory."""
+    for reward in tested:
+        if reward in CLIP_REWARDS and reward not in trained:
+            kwargs[reward] = {"device": "cpu"}
 
 
 def for_24gb(config: ConfigDict) -> None:
@@ -623,7 +647,8 @@ def for_80gb(config: ConfigDict) -> None:
 def fast(config: ConfigDict) -> None:
     """Fewer steps and text tokens change the training images (docs/scaling.md)."""
     config.sample.tail_steps = 4  # of second order, after the last noise step
-    config.train.max_sequence_length = 0  # no more padding than the longest prompt needs
+    if "LongCat" not in config.pretrained.model:  # its image's positions begin behind the padding
+        config.train.max_sequence_length = 0  # no more padding than the longest prompt needs
 
 
 def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from paco_grpo.data.sets import load_items
+from paco_grpo.data.sets import load_items, reward_arguments
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.evaluation.agreement import measuring
@@ -122,6 +122,9 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
         save_eval_images=True,
     )
     kwargs = _without(options.train.reward_fn_kwargs, others - options.train.reward_fn.keys())
+    for reward in rewards:
+        if arguments := reward_arguments(options, reward):
+            kwargs[reward] = arguments
     # Prompt sets may all have had their own rewards, but a run needs some.
     trained = options.train.reward_fn or test.reward_fn
     train = dataclasses.replace(options.train, reward_fn=trained, reward_fn_kwargs=kwargs)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from paco_grpo.data.prompts import read_reference, text_of
+from paco_grpo.data.sets import reward_arguments
 from paco_grpo.evaluation.evaluate import (
     EvaluationImage,
     evaluation_batches,
@@ -101,7 +102,7 @@ def read_items(prompts: Sequence[str], file: Path | None, images: Sequence[Path]
 def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
     """The configuration's judge for these items, but at ``url``; it has answered."""
     name = "consistency_for_editing" if items[0].num_references else "consistency_score"
-    kwargs = dict(options.train.reward_fn_kwargs.get(name, {}))
+    kwargs = reward_arguments(options, name)
     kwargs |= {"base_url": url, "host": None, "port": None}
     judge = build_rewards({name: 1.0}, {name: kwargs})[name]
     judge.check_items(items)

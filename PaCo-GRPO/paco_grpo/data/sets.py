@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paco_grpo.data.prompts import load_prompts
-from paco_grpo.options import RunOptions
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.files import fingerprint, hash_value
@@ -91,6 +91,20 @@ def prompt_sets(options: RunOptions) -> list[PromptSet]:
         )
         sets.append(prompt_set)
     return sets
+
+
+def reward_arguments(options: RunOptions, name: str) -> dict[str, Any]:
+    """The training arguments of a reward outside of its prompt set.
+
+    Raises ConfigError: Two prompt sets give it others.
+    """
+    tables = [prompt_set.train.kwargs for prompt_set in prompt_sets(options)]
+    arguments = [kwargs[name] for kwargs in tables if name in kwargs]
+    if not arguments:
+        return dict(options.train.reward_fn_kwargs.get(name, {}))
+    if any(other != arguments[0] for other in arguments):
+        raise ConfigError(f"config.datasets have different reward_fn_kwargs of {name}")
+    return dict(arguments[0])
 
 
 def has_references(options: RunOptions) -> bool:

@@ -53,7 +53,7 @@ class FSDP2(Strategy):
         device = self.accelerator.device
         policy.device = device
         transformer = policy.transformer
-        names = set(transformer._no_split_modules or ())
+        names = set(transformer._no_split_modules or transformer._repeated_blocks or ())
         blocks = [module for module in transformer.modules() if type(module).__name__ in names]
         if not blocks:
             raise ConfigError(

@@ -168,7 +168,7 @@ def needed_text(policy: DiffusersPolicy, options: RunOptions) -> int:
     items = []
     for prompt_set in prompt_sets(options):
         items += prompt_set.load("train") + prompt_set.load("test")
-    prompts = {item.prompt for item in items}
+    prompts = {item.prompt for item in items} | {options.sample.negative_prompt or ""}
     counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
     return needed_length(counts, policy.text_limit)
 

@@ -134,6 +134,8 @@ def text_length(
         )
     tokenizer = load_tokenizer(model)
     prompts = {item.prompt for item in items}
+    if options.sample.negative_prompt:
+        prompts.add(options.sample.negative_prompt)
     counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
     if length == 0:
         length = needed_length(counts, options.max_sequence_length or policy.text_limit)

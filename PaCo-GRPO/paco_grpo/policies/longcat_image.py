@@ -1,17 +1,16 @@
 """LongCat-Image and LongCat-Image-Edit: FLUX.1's blocks, Qwen2.5-VL texts, true CFG."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from diffusers import DiffusionPipeline, LongCatImageEditPipeline, LongCatImagePipeline
-from diffusers.pipelines.longcat_image.pipeline_longcat_image import (
-    prepare_pos_ids,
-    split_quotation,
-)
+from diffusers.pipelines.longcat_image import pipeline_longcat_image
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
 from PIL import Image
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,19 @@ from paco_grpo.policies.qwen_image_edit import QwenImageEditPolicy, mark_image_t
 from paco_grpo.policies.reference_image import Reference, ReferenceImagePolicy
 from paco_grpo.policies.true_cfg import TrueCfgPolicy
 from paco_grpo.types import Item
+
+_APOSTROPHE = re.compile(r"(?<=[a-zA-Z])'(?=[a-zA-Z])")
+_split_quotation = pipeline_longcat_image.split_quotation
+
+
+def split_quotation(prompt: str) -> list[tuple[str, bool]]:
+    """The parts of ``prompt``, and whether each is quoted.
+
+    diffusers' own exchanges words with an apostrophe (``fox's``, ``cat's``) in an order that
+    differs between processes.
+    """
+    parts = _split_quotation(_APOSTROPHE.sub("\0", prompt))
+    return [(part.replace("\0", "'"), is_quoted) for part, is_quoted in parts]
 
 
 class LongCatPolicy(TrueCfgPolicy):
@@ -51,14 +63,30 @@ class LongCatPolicy(TrueCfgPolicy):
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
 
+    @contextmanager
+    def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
+        """As in ``DiffusersPolicy``; with our ``split_quotation``."""
+        with self._own_quotations(), super().whole_pipeline(item) as pipeline:
+            yield pipeline
+
+    def _own_quotations(self) -> AbstractContextManager[Any]:
+        module = sys.modules[self.pipeline_class.__module__]
+        return mock.patch.object(module, "split_quotation", split_quotation)
+
     def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
-        with mock.patch.object(self.pipeline, "tokenizer_max_length", length):
+        with (
+            self._own_quotations(),
+            mock.patch.object(self.pipeline, "tokenizer_max_length", length),
+        ):
             embeds, _ = self.pipeline.encode_prompt([text], *images)
         return (embeds[0],)
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
-        embeds, _, _ = inputs.text
+        embeds, mask, _ = inputs.text
+        if mask is not None:  # other shapes have other numbers of vision tokens
+            (length,) = set(mask.sum(dim=1).tolist())
+            embeds = embeds[:, :length]
         text_ids, image_ids = self._ids_for(embeds.shape[1], *grids)
         return self.transformer(
             hidden_states=tokens.to(self.dtype),

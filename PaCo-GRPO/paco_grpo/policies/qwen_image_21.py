@@ -32,6 +32,7 @@ class QwenImage21Policy(QwenImageEditPolicy):
     family = "Qwen-Image-2.1"
     tokenizer_folder = "processor"
     needs_image = False
+    keeps_attention = True
     several_images = True
     shape_from = -1
     card_setup = ""  # the pipeline itself gives image tokens their rows and columns

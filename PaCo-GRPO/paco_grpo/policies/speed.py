@@ -48,8 +48,12 @@ def set_attention(policy: Policy, name: str) -> None:
     """Compute every attention of the transformer with the backend ``name``.
 
     Raises:
-        ConfigError: The backend's package is not installed.
+        ConfigError: The backend's package is not installed, or the model ignores it.
     """
+    if policy.keeps_attention:
+        raise ConfigError(
+            f"config.speed.attention={name!r}: {policy.family} would use it in few steps only"
+        )
     try:
         # diffusers also changes the default of all other models, which the block restores.
         with attention_backend(name):

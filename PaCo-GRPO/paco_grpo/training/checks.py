@@ -83,6 +83,11 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             "sample.num_images_per_prompt=1: "
             "images of different prompts are compared with each other"
         )
+    if sample.tail_steps is not None and not (sample.noise_level and sample.noise_steps):
+        warnings.append(
+            f"sample.tail_steps={sample.tail_steps} changes nothing: "
+            "without noise, no step is the last with noise"
+        )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided

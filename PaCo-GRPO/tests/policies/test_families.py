@@ -15,6 +15,7 @@ from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, tra
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.loading import load_tokenizer, text_length
+from paco_grpo.policies.longcat_image import split_quotation
 from paco_grpo.sampling.denoise import (
     Draws,
     Sampling,
@@ -23,6 +24,7 @@ from paco_grpo.sampling.denoise import (
     with_current_log_probs,
 )
 from paco_grpo.sampling.images import batches_by_key
+from paco_grpo.types import Conditioning
 
 STEPS = 3
 TEXT_TOKENS = 40  # less than the policies are loaded with
@@ -45,14 +47,14 @@ def sample(policy, chosen, seeds, text_tokens=TEXT_TOKENS, **options):
         lambda _, args, kwargs: forwards.append(len([*args, *kwargs.values()][0])), with_kwargs=True
     )
     options = {"noise_level": 0.7} | options
+    conditioning_of = policy.encode(chosen, text_tokens).split()  # all at once, as an epoch does
     for batch in batches_by_key([policy.batch_key(item) for item in chosen], 8):
         group = [chosen[i] for i in batch]
         height = group[0].height
         width = group[0].width
         draws = Draws(batch, [seeds[i] for i in batch], height, width)
-        record = rollout(
-            policy, policy.encode(group, text_tokens), draws, Sampling(STEPS, **options)
-        )
+        conditioning = Conditioning.cat([conditioning_of[i] for i in batch])
+        record = rollout(policy, conditioning, draws, Sampling(STEPS, **options))
         for i, row in zip(batch, record.clean_latents, strict=True):
             latents[i] = row
     hook.remove()
@@ -183,15 +185,21 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
     policy.encode([item])
     mask = seen[0]["attention_mask"][0].bool()
     assert seen[0]["input_ids"][0, mask].tolist() == counted and mask.sum() == len(mask) - 1
-    options = SimpleNamespace(pretrained=SimpleNamespace(model=str(folder)), max_sequence_length=0)
+    options = SimpleNamespace(
+        pretrained=SimpleNamespace(model=str(folder)),
+        sample=SimpleNamespace(negative_prompt=None),
+        max_sequence_length=0,
+    )
     assert text_length(options, [item]) >= len(counted) > len(item.prompt)
+    options.sample.negative_prompt = 70 * "blurred "
+    assert text_length(options, [item]) > 70
 
 
 @pytest.mark.parametrize("name", ["longcat_image", "longcat_image_edit"])
 def test_longcat_counts_quoted_characters_one_by_one(tiny_folder, name):
     """And cuts a longer text, at which the editor's pipeline fails."""
     folder = tiny_folder(name)
-    (item,) = items(name, 'a sign "of the star" on it')
+    (item,) = items(name, "a fox's \"star\" and a cat's don't touch")
     counted = policy_class(folder).count_tokens(load_tokenizer(str(folder)), item.prompt)
     padding = []
     for limit in (counted + 2, counted - 2):
@@ -202,6 +210,9 @@ def test_longcat_counts_quoted_characters_one_by_one(tiny_folder, name):
         )
         policy.encode([item])
     assert padding == [2, 0]
+    parts = split_quotation(item.prompt)
+    assert "".join(part for part, _ in parts) == item.prompt
+    assert [part for part, is_quoted in parts if is_quoted] == ['"star"']
 
 
 @pytest.mark.parametrize(

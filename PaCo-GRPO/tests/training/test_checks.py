@@ -26,6 +26,7 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
     [
         ({}, None),
         ({"sample.num_images_per_prompt": "1"}, "sample.num_images_per_prompt=1"),
+        ({"sample.tail_steps": "3", "sample.noise_level": "0"}, "sample.tail_steps=3"),
         (TURBO, None),
         (TURBO | {"train.loss_type": "nft"}, "train.loss_type='nft'"),
         (TURBO | {"train.loss_type": "dgpo", "test.num_steps": "28"}, None),

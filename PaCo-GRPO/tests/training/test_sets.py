@@ -21,7 +21,14 @@ from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.commands.compare import results
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.data.sets import divide, items_in_turn, join, load_items, prompt_sets
+from paco_grpo.data.sets import (
+    divide,
+    items_in_turn,
+    join,
+    load_items,
+    prompt_sets,
+    reward_arguments,
+)
 from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import ConfigError, RunOptions, load_options, options_to_yaml
 from paco_grpo.options.parse import make_options, options_to_dict
@@ -111,6 +118,9 @@ def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
     assert large.train.kwargs == {ASKED: {"factor": 7}}
     assert large.test.kwargs == {OTHERS: {"begins": "x"}}
     assert small.train.kwargs[ASKED]["factor"] == small.test.kwargs[ASKED]["factor"] == 8
+    with pytest.raises(ConfigError, match=ASKED):
+        reward_arguments(options, ASKED)
+    assert reward_arguments(options, OTHERS) == small.train.kwargs[OTHERS]
     items = load_items(options, "train")
     assert [item.item_id for item in items] == list(range(7))
     assert [item.dataset for item in items] == [0, 0, 0, 0, 0, 1, 1]
@@ -151,8 +161,10 @@ def test_the_example_of_the_page_is_right(tmp_path):
     page = (CONFIG.parents[1] / "docs" / "rewards.md").read_text()
     (code,) = re.findall(r"```python\n(def my_sets.*?)```", page, flags=re.DOTALL)
     (tmp_path / "mine.py").write_text((CONFIG / "grpo.py").read_text() + code)
-    options = load_options(f"{tmp_path / 'mine.py'}:my_sets")
+    options = load_options(f"{tmp_path / 'mine.py'}:my_sets_48gb")
     assert contradictions(options) == []
+    assert options.datasets["keep"].reward_fn_kwargs == {"clipscore": {"device": "cpu"}}
+    assert "reward_fn_kwargs" not in options_to_dict(options)["datasets"]["open"]
     shares = [prompt_set.share for prompt_set in prompt_sets(options)]
     assert divide(8, shares) == [4, 2, 2]  # full, keep, open
 
