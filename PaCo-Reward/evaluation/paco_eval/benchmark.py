@@ -52,9 +52,11 @@ class Benchmark(Protocol):
         """The item's row in the results, without ``fields``, from P(Yes) of each of its pairs."""
 
 
-def exit_status(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
-    """The exit status of a command whose ``run`` returns the number of items without a result."""
-    return run_command(lambda: 1 if run(args) else 0, ValueError, OSError)
+def exit_status(
+    command: Callable[[argparse.Namespace], int | None], args: argparse.Namespace
+) -> int:
+    """The exit status of a command that returns the number of items without a result."""
+    return run_command(lambda: 1 if command(args) else 0, ValueError, OSError)
 
 
 def run_judge(
@@ -64,7 +66,7 @@ def run_judge(
     suffix: str,
     **asked: Any,
 ) -> int:
-    """``run`` with the judge of the options of ``parse``.
+    """``score_benchmark`` with the judge of the options of ``parse``.
 
     Args:
         args: The command line.
@@ -90,10 +92,10 @@ def run_judge(
     def load_engine() -> ScorePairs:
         return ask_once(make_engine(args))  # EditReward-Bench repeats edits
 
-    return run(benchmark, file, stamp, load_engine, args.batch_size)
+    return score_benchmark(benchmark, file, stamp, load_engine, args.batch_size)
 
 
-def run(
+def score_benchmark(
     benchmark: Benchmark,
     file: Path,
     stamp: Row,

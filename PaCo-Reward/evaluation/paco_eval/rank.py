@@ -39,8 +39,8 @@ from paco_eval.benchmark import (
     as_text,
     exit_status,
     read_results,
-    run,
     run_judge,
+    score_benchmark,
 )
 from paco_eval.engines import BASELINES, make_baseline, new_parser, parse
 from paco_judge.errors import UserError
@@ -255,7 +255,9 @@ def evaluate(args: argparse.Namespace) -> int:
     benchmark = ConsistencyRank.load(args.dataset_dir, load_question("pair"))
     file = Path(args.results_dir) / f"{args.scorer}.jsonl"
     load_engine = partial(make_baseline, args.scorer, args.batch_size)
-    return run(benchmark, file, {"model": BASELINES[args.scorer]}, load_engine, args.batch_size)
+    return score_benchmark(
+        benchmark, file, {"model": BASELINES[args.scorer]}, load_engine, args.batch_size
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
