@@ -21,6 +21,8 @@ MORE = [
     "klein_editing",
     "qwen_editing_48gb",
     "sd3_t2is_24gb",
+    "krea_t2is_48gb",
+    "longcat_editing_24gb",
 ]
 ON_GPU = "torch.float32 cuda:0"
 FUSED = ["scaled_dot_product_efficient_attention", "scaled_dot_product_flash_attention"]
