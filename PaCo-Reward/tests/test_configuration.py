@@ -39,7 +39,7 @@ QUESTION = {"role": "user", "content": "<image><image>Same?"}
 
 
 def problem(config, row: dict | None = None) -> str:
-    """What is said about the data set `pairs`, with other values in its third row."""
+    """The error for the data set `pairs` with these values in its third row."""
     file = Path(config["dataset_dir"], "pairs.json")
     rows = json.loads(file.read_text())
     rows[2] |= row or {}

@@ -115,7 +115,7 @@ def test_labels_and_scores(pairs, tmp_path):
 def test_a_large_group_of_connected_images_does_not_become_the_test_set(
     pairs, tmp_path, caplog, connected, tested
 ):
-    """If it is all there is, nothing is tested, and that is said."""
+    """If there is nothing else, there is no test set, and a line says so."""
     for line in pairs[1:connected]:
         line["image1"] = pairs[0]["image1"]
     file = write_lines(tmp_path / "pairs.jsonl", pairs)

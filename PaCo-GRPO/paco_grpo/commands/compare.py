@@ -211,8 +211,12 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
         for reward in rows_of_set[0]["rewards"]:
             missing[reward] = sum(row["rewards"][reward] is None for row in rows_of_set)
         of_set = {"missing": missing, "results": columns}
-        record |= {"datasets": record.get("datasets", {}) | {name: of_set}} if name else of_set
-        tables += f"\n{name}:\n\n{markdown(columns)}" if name else f"\n{markdown(columns)}"
+        if name:
+            record.setdefault("datasets", {})[name] = of_set
+            tables += f"\n{name}:\n"
+        else:
+            record |= of_set
+        tables += f"\n{markdown(columns)}"
     text = json.dumps(record, indent=1, default=dataclasses.asdict)
     write_atomically(folder / "results.json", text)
     write_atomically(folder / "results.md", tables)

@@ -128,7 +128,7 @@ class Tracker:
             package = importlib.import_module(self.name)
             captioned = [package.Image(image, caption=caption) for image, caption in images]
             if self.name == "trackio":  # which takes no lists of images
-                self.log({f"{name}/{number}": one for number, one in enumerate(captioned)}, epoch)
+                self.log({f"{name}/{i}": image for i, image in enumerate(captioned)}, epoch)
             else:
                 self.log({name: captioned}, epoch)
 

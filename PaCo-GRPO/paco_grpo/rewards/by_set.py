@@ -46,8 +46,7 @@ class RewardBySet:
         for number, reward in self.of_sets.items():
             rows = [row for row, item in enumerate(items) if item.dataset == number]
             if rows:
-                of_set = reward([images[row] for row in rows], [items[row] for row in rows])
-                scores[rows] = of_set
+                scores[rows] = reward([images[row] for row in rows], [items[row] for row in rows])
         return scores
 
 

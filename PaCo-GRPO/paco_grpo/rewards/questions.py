@@ -110,8 +110,9 @@ def _probability(answer: str, top: Mapping[str, float] | None) -> float:
     """Of the ``answer``, also as a digit, by the log-probabilities of the first token."""
     if top is None:
         return math.nan
-    words = {answer.strip().lower()}
-    if answer in _NUMBERS:
-        words.add(str(_NUMBERS.index(answer)))
+    word = answer.strip().lower()
+    words = {word}
+    if word in _NUMBERS:
+        words.add(str(_NUMBERS.index(word)))
     right = [logprob for token, logprob in top.items() if token.strip().lower() in words]
     return sum(map(math.exp, right or [min(top.values())]))

@@ -1,6 +1,6 @@
 """Named configurations hold the values of docs/method.md §7 and of recipes.yaml, and have a guard.
 
-``python tests/config/test_named.py`` writes recipes.yaml anew; read what changed in it.
+``python tests/config/test_named.py`` writes recipes.yaml again; read its diff.
 """
 
 import sys

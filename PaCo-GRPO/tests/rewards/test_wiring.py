@@ -115,7 +115,7 @@ def test_processes_exchange_the_images_of_an_item_and_nothing_else(judge):
 
 
 def test_edit_score_averages_passes_that_differ(judge, packages):
-    """Each pass has a seed of its own; of two scores, the lower one counts."""
+    """Each pass has its own seed, and the lower of two scores counts."""
     kwargs = {"base_url": judge.url, "num_pass": 3, "score_range": 25}
     (reward,) = build_rewards({"edit_score": 1.0}, {"edit_score": kwargs}).values()
     scores = reward(IMAGES[:2], ITEMS[:2])
