@@ -187,7 +187,7 @@ def test_example_prompts_are_compared_with_each_other(tmp_path):
 
 def test_rows_of_the_data_page_are_a_prompt_set(tmp_path):
     page = (REPOSITORY / "PaCo-GRPO" / "dataset" / "README.md").read_text()
-    rows = re.search(r"```json\n(.*?)```", page, flags=re.DOTALL).group(1)
+    rows = re.search(r"<<'END'\n(.*?)END\n", page, flags=re.DOTALL).group(1)
     (tmp_path / "train_metadata.jsonl").write_text(rows)
     grid, pair = load_prompts(tmp_path, "train")
     assert len(split_prompt(grid.prompt).panels) == 4
