@@ -3,8 +3,8 @@
 A launch is read in this order:
 
     launch.py        what launch.sh does: plan the servers, start them, wait until they answer
-    settings.py      the environment variables, and the models that they name
-    engines.py       vLLM or transformers, on which GPUs, with which command line
+    engines.py       the environment variables; vLLM or transformers, on which GPUs, with which
+                     command line
     servers.py       the note of what runs; status.sh and stop.sh
 
 What answers is vLLM, or transformers_server.py, which asks ``paco_judge.scorer``; with several

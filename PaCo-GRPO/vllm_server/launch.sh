@@ -14,8 +14,6 @@
 #                          node of eight: 0,1,2,3,4,5,6,7; empty = the CPU
 #   VLLM_TP, VLLM_REPLICAS GPUs per copy (default: 1), and copies of each model (default: as many as
 #                          there are GPUs for in CUDA_VISIBLE_DEVICES)
-#   VLLM_API_SERVERS       processes that read vLLM's requests (default: one per copy, or if that is
-#                          more, one per 8 cores, up to 4)
 #   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
 #                          training); 0 = the model's own
 #   VLLM_MAX_IMAGES        images in one request to vLLM (default: 16)
@@ -30,6 +28,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
-choose_python psutil pydantic fastapi httpx uvicorn filelock
+choose_python psutil pydantic fastapi httpx uvicorn filelock aiohttp
 export PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m vllm_server.launch "$@"

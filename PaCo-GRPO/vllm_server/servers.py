@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import signal
 import sys
 import time
@@ -51,7 +50,7 @@ class Server:
 
     def members(self) -> list[int]:
         """Its processes that run: the first one, and children, which may outlive it."""
-        if self.started < psutil.boot_time() or self._pid_was_reused():
+        if self._pid_was_reused():
             return []
         members = []
         for pid in psutil.pids():
@@ -147,13 +146,8 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
 
 
 def label_folder(environment: Mapping[str, str]) -> Path:
-    """The folder of VLLM_LABEL, for its note and its logs. Raises UserError."""
-    label = environment.get("VLLM_LABEL") or "default"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", label):
-        raise UserError(
-            f"VLLM_LABEL must be 1 to 64 letters, digits, '.', '_' or '-'; got {label!r}"
-        )
-    return runtime_root(environment) / label
+    """The folder of VLLM_LABEL, for its note and its logs."""
+    return runtime_root(environment) / (environment.get("VLLM_LABEL") or "default")
 
 
 def all_servers(root: Path) -> dict[str, list[Server]]:

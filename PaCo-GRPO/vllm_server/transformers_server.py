@@ -11,7 +11,6 @@ import asyncio
 import base64
 import logging
 import os
-import reprlib
 import sys
 import time
 import uuid
@@ -24,13 +23,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
 from paco_judge.errors import run_command
-from paco_judge.images import UnreadableImage, read_image
+from paco_judge.images import read_image
 from paco_judge.scorer import EDGES, Chat, JudgeScorer, set_limits
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class ChatRequest(BaseModel):
 
     model: str
     messages: list[_Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)  # None: until the model ends its answer
+    max_tokens: int = Field(512, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     temperature: float = Field(0, ge=0, le=0)
@@ -98,22 +97,6 @@ class ChatRequest(BaseModel):
         return Chat(messages, images)
 
 
-def parse_request(content: bytes, served: str) -> ChatRequest:
-    """Checks a request's body. Raises ApiError."""
-    try:
-        request = ChatRequest.model_validate_json(content)
-    except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        where = [str(part) for part in first["loc"]] or ["body"]
-        value = reprlib.repr(first["input"])
-        message = f"{'.'.join(where)}: {first['msg']}, got {value}; use vLLM for other requests"
-        raise ApiError(message, param=where[0]) from invalid
-    if request.model != served:
-        message = f"model {request.model[:200]!r} is not served here; served: {served}"
-        raise ApiError(message, 404, param="model", code="model_not_found")
-    return request
-
-
 @dataclass
 class Job:
     """A request in the queue; ``future`` receives ``result``."""
@@ -121,24 +104,21 @@ class Job:
     request: ChatRequest
     future: asyncio.Future
     chat: Chat | None = None
-    num_tokens: int = 0  # of its prompt
-    limit: int = 1  # tokens of its answer
-    result: dict | ApiError | None = None  # choices and usage
+    result: dict | ApiError | None = None  # OpenAI's choice
 
 
 class BatchWorker:
-    """Answers requests in batches. ``max_model_len``: tokens of prompt and answer together."""
+    """Answers requests in batches."""
 
-    def __init__(self, scorer: JudgeScorer, max_model_len: int) -> None:
+    def __init__(self, scorer: JudgeScorer) -> None:
         self.scorer = scorer
-        self.max_model_len = max_model_len
         self._tokenizer = scorer.processor.tokenizer
         eos = scorer.model.generation_config.eos_token_id
         self._eos_ids = {self._tokenizer.eos_token_id, *np.atleast_1d(eos).tolist()} - {None}
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
 
     async def ask(self, request: ChatRequest) -> dict:
-        """Choices and usage, as OpenAI writes them. Raises ApiError."""
+        """A choice, as OpenAI writes it. Raises ApiError."""
         job = Job(request, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(job)
         return await job.future
@@ -163,38 +143,19 @@ class BatchWorker:
         batches = defaultdict(list)  # by the length of the answers
         for job in jobs:
             try:
-                self._open(job)
-                batches[job.limit].append(job)
-            except ApiError as error:
-                job.result = error
+                job.chat = job.request.chat()
+                self.scorer.check(job.chat)
+                batches[job.request.max_tokens].append(job)
+            except ValueError as error:
+                job.result = ApiError(str(error), param="messages")
         for batch in batches.values():
             self._answer(batch)
-
-    def _open(self, job: Job) -> None:
-        """Read a request's images, and measure its prompt. Raises ApiError."""
-        try:
-            job.chat = job.request.chat()
-            job.num_tokens = self.scorer.length(job.chat)
-        except UnreadableImage as error:
-            message = f"an image {error}"
-            raise ApiError(message, param="messages", code="invalid_image") from error
-        except Exception as error:  # a chat template may refuse a conversation in any way
-            raise ApiError(str(error), param="messages") from error
-        room = self.max_model_len - job.num_tokens
-        job.limit = job.request.max_tokens or max(room, 1)
-        if job.limit > room:
-            raise ApiError(
-                f"a prompt of {job.num_tokens} and an answer of {job.limit} tokens are more than "
-                f"{self.max_model_len} (MAX_MODEL_LEN)",
-                param="messages",
-                code="context_length_exceeded",
-            )
 
     def _answer(self, batch: Sequence[Job]) -> None:
         """Generate answers of the same greatest length together."""
         try:
             chats = [job.chat for job in batch]
-            ids, logits = self.scorer.generate(chats, batch[0].limit)
+            ids, logits = self.scorer.generate(chats, batch[0].request.max_tokens)
         except Exception:
             logger.exception("%d requests failed", len(batch))
             if len(batch) == 1:
@@ -215,7 +176,7 @@ class BatchWorker:
         return ids
 
     def _result(self, job: Job, ids: list[int], logits: np.ndarray) -> dict | ApiError:
-        """Choices and usage. ``logits``: of the first token, (V,)."""
+        """A choice. ``logits``: of the first token, (V,)."""
         if np.isnan(logits).any():
             # No 5xx, after which clients would ask again.
             return ApiError("the model's logits are not numbers: its weights are damaged", 422)
@@ -232,12 +193,7 @@ class BatchWorker:
             entries = list(map(self._entry, top.indices.tolist(), top.values.tolist()))
             first = self._entry(ids[0], logprobs[ids[0]].item())
             choice["logprobs"] = {"content": [first | {"top_logprobs": entries}]}
-        usage = {
-            "prompt_tokens": job.num_tokens,
-            "completion_tokens": len(ids),
-            "total_tokens": job.num_tokens + len(ids),
-        }
-        return {"choices": [choice], "usage": usage}
+        return choice
 
     def _entry(self, token: int, logprob: float) -> dict:
         return {"token": self._tokenizer.decode([token]), "logprob": max(logprob, _LOWEST)}
@@ -262,19 +218,22 @@ def build_app(worker: BatchWorker, name: str, api_key: str | None = None) -> Fas
 
     @app.get("/v1/models")
     async def models() -> Response:
-        row = {"id": name, "object": "model", "max_model_len": worker.max_model_len}
-        return JSONResponse({"object": "list", "data": [row | {"owned_by": "paco-rl"}]})
+        row = {"id": name, "object": "model", "owned_by": "paco-rl"}
+        return JSONResponse({"object": "list", "data": [row]})
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        result = await worker.ask(parse_request(await request.body(), name))
-        head = {
+    async def chat(request: ChatRequest) -> Response:
+        if request.model != name:
+            message = f"model {request.model[:200]!r} is not served here; served: {name}"
+            raise ApiError(message, 404, param="model", code="model_not_found")
+        completion = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": name,
+            "choices": [await worker.ask(request)],
         }
-        return JSONResponse(head | result)
+        return JSONResponse(completion)
 
     return app
 
@@ -294,7 +253,6 @@ def serve() -> None:
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument(
         "--max-pixels", type=int, help="shrink larger images to it (default: as the model says)"
     )
@@ -306,11 +264,11 @@ def serve() -> None:
     scorer = JudgeScorer.from_pretrained(arguments.model)
     if arguments.max_pixels:
         limit_images(scorer, arguments.max_pixels)
-    config = scorer.model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", arguments.max_model_len)
-    worker = BatchWorker(scorer, min(arguments.max_model_len, longest))
+    app = build_app(
+        BatchWorker(scorer), arguments.served_model_name, os.environ.get("VLLM_API_KEY")
+    )
     uvicorn.run(
-        build_app(worker, arguments.served_model_name, os.environ.get("VLLM_API_KEY")),
+        app,
         host=arguments.host,
         port=arguments.port,
         timeout_graceful_shutdown=10,

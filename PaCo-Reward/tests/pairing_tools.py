@@ -28,17 +28,17 @@ def noise(*seed: int, width: int = SIDE) -> Image.Image:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> Path:
-    """grids/<idx>_<generation>.png of 1x3 panels, and metadata.jsonl. p0 and p1 share a theme."""
+    """grids/<idx>/<generation>.png of 1x3 panels, and metadata.jsonl. p0 and p1 share a theme."""
     folder = tmp_path_factory.mktemp("world")
-    (folder / "grids").mkdir()
     lines = []
     for number, theme in enumerate(THEMES):
         panels = [f"[{side}]: scene {number} {side}" for side in ("LEFT", "MIDDLE", "RIGHT")]
         prompt = f"a 1x3 grid of {theme}. {'. '.join(panels)}"
         lines.append({"idx": f"p{number}", "prompt": prompt})
+        (folder / "grids" / f"p{number}").mkdir(parents=True)
         for generation in range(GENERATIONS):
             grid = noise(number, generation, width=PANELS * SIDE)
-            grid.save(folder / "grids" / f"p{number}_{generation}.png")
+            grid.save(folder / "grids" / f"p{number}" / f"{generation}.png")
     write_lines(folder / "metadata.jsonl", lines)
     return folder
 

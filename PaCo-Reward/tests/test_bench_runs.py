@@ -9,7 +9,7 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_eval.edit import command_line
-from paco_eval.engines import ServerEngine, make_engine
+from paco_eval.judges import ServerEngine, make_engine
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair, RequestForm
 from paco_judge.scorer import JudgeScorer

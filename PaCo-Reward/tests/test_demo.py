@@ -38,7 +38,7 @@ def page(answering_judge):
 @pytest.mark.slow
 def test_the_page_over_http(page, world, answering_judge):
     client = Client(page, verbose=False)
-    grid = world / "grids" / "p0_0.png"
+    grid = world / "grids" / "p0" / "0.png"
     picture = [{"image": handle_file(str(grid)), "caption": None}]
     shown = client.predict(picture, 2, 2, "a paper boat", "", True, api_name="/ask")
     cells = [float(text) for text in re.findall(r'<td class="score"[^>]*>([\d.]+)</td>', shown)]
@@ -48,7 +48,7 @@ def test_the_page_over_http(page, world, answering_judge):
     pairs = [Pair(panels[i], panels[j], question) for i, j in index_pairs(4)]
     expected = JudgeScorer.from_pretrained(answering_judge).score(pairs, top=20)
     assert cells == pytest.approx([verdict.p_yes for verdict in expected], abs=1e-3)
-    assert shown.count("<dt>") == 6 and "p0_0.png 1 – p0_0.png 2" in shown
+    assert shown.count("<dt>") == 6 and "0.png 1 – 0.png 2" in shown
     with pytest.raises(exceptions.AppError, match="18"):
         client.predict(picture, 6, 3, "", "", False, api_name="/ask")
 

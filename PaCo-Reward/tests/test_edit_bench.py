@@ -44,15 +44,6 @@ def test_tables_by_hand():
     assert tasks["consistency: pairs"].tolist() == [0, 0, 0, 1]
 
 
-def test_repeated_questions_are_asked_once(edits):
-    """20 rows are about 7 times two edits, each asked two questions: overall repeats what the
-    other two ask.
-    """
-    judge = ContentJudge()
-    assert edits(judge) == 0
-    assert len(judge.questions) == 7 * 2 * 2
-
-
 def test_one_question_decides_every_dimension(edits):
     class SizeJudge(ContentJudge):
         def answer(self, pair):

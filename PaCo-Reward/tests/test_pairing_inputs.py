@@ -1,6 +1,5 @@
 """build-dataset: problems are reported before anything is cut or asked; unusual valid inputs."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def problem(*arguments, **options) -> str:
     [
         (1, {"idx": "p0"}, "idx p0"),
         (0, {"image": "nowhere.png"}, "nowhere.png"),
-        (0, {"prompt": "an <image> of a cat"}, "<image>"),
+        (0, {"prompt": "a 1x2 grid of a cat"}, "1x2"),
     ],
 )
 def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, named):
@@ -47,38 +46,6 @@ def test_problems_of_a_ranking(world, tmp_path, change):
     assert "bad.jsonl row 1" in problem(world, tmp_path / "out", rankings=file)
 
 
-@pytest.mark.parametrize(
-    ("idx", "files"),
-    [
-        (("fox", "fox-red"), ["fox.png", "fox_2.png", "fox-red.png", "fox-red_2.png"]),
-        (("cat", "cat-2"), ["cat.png", "cat-2.png"]),  # the second generation, or the second cat
-    ],
-)
-def test_a_name_that_fits_two_prompts_is_refused(world, tmp_path, lines, idx, files):
-    """In folders of their own they are clear."""
-    grids = tmp_path / "grids"
-    grids.mkdir()
-    metadata = [line | {"idx": name} for line, name in zip(lines, idx)]
-    file = write_lines(tmp_path / "lines.jsonl", metadata)
-    for number, name in enumerate(files):
-        shutil.copyfile(world / "grids" / f"p{number % 2}_{number % 3}.png", grids / name)
-    with pytest.raises(UserError, match=rf"\.png .*{idx[0]} .*{idx[1]}"):
-        read_prompts(file, grids, True)
-    for name in idx:
-        (grids / name).mkdir()
-        shutil.copyfile(grids / files[0], grids / name / "1.png")
-    for item, name in zip(read_prompts(file, grids, True), idx, strict=True):
-        assert {source.parent.name for source, _ in item.sources.values()} == {name}
-
-
-def test_an_image_that_two_lines_name_is_refused(world, tmp_path, lines):
-    lines[0]["image"] = ["p0_0.png", "p0_1.png"]
-    lines[1]["file"] = ["p1_0.png", "p0_1.png"]
-    file = write_lines(tmp_path / "lines.jsonl", lines[:2])
-    message = problem(world, tmp_path / "out", metadata=file, sets_only=True)
-    assert "p0_1.png" in message
-
-
 def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"theirs": {}}')
     with pytest.raises(UserError, match=str(tmp_path)):
@@ -88,9 +55,9 @@ def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: one file a line."""
     first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl
-    generations = [first | {"image": None, "file": f"p0_{g}.png", "seed": g} for g in range(3)]
+    generations = [first | {"image": None, "file": f"p0/{g}.png", "seed": g} for g in range(3)]
     file = write_lines(tmp_path / "lines.jsonl", generations)
-    (item,) = read_prompts(file, world / "grids", True)
+    (item,) = read_prompts(file, world / "grids")
     assert item.folder == "7"
     assert [names[2] for names in item.generations] == ["00/2.png", "01/2.png", "02/2.png"]
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from paco_reward.pairing import select
 from paco_reward.pairing.answers import read_reason, split_verdict
-from paco_reward.pairing.inputs import Ranking, connected
+from paco_reward.pairing.inputs import Ranking
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking
 from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
@@ -24,7 +24,11 @@ def test_the_best_are_yes_and_the_worst_no():
 
 
 def test_groups_are_connected_directly_or_through_others():
-    assert connected(["ab", "cd", "ef", "bc", "g", "gg"]) == [0, 0, 2, 0, 4, 4]
+    shown = ["ab", "cd", "ef", "bx", "xd", "gg"]
+    leader = {name: name for name in "abcdefg"} | {"x": "c"}  # a near-duplicate
+    pairs = [LabeledPair(*names, "q", True, "pair", "") for names in shown]
+    groups = [pair.group for pair in select.connected(pairs, leader)]
+    assert groups == ["a", "a", "e", "a", "a", "g"]
 
 
 def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
@@ -93,7 +97,3 @@ def test_verdict_and_reasons_of_a_written_answer(answer, says_yes, reasons):
     if says_yes is not None and len(reasons) >= 12:
         expected = ("Yes" if says_yes else "No", reasons)
     assert read_reason(answer) == expected
-
-
-def test_reasons_that_stand_for_an_image_are_not_learned():
-    assert read_reason("Yes. Look at <|image_pad|> and its colours.") is None

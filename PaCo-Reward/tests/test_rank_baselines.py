@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from tiny_pipelines import save_open_clip
 
-from paco_eval import engines
+from paco_eval import baselines
 from paco_judge.questions import Pair
 
 
@@ -33,7 +33,7 @@ def test_histogram_values(evaluate):
     red = Image.new("RGB", (8, 8), (255, 0, 0))
     mixed = Image.new("RGB", (4, 4), (255, 0, 0))
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
-    (verdict,) = engines.make_baseline("histogram")([Pair(red, mixed, "")])
+    (verdict,) = baselines.make_baseline("histogram")([Pair(red, mixed, "")])
     assert verdict.p_yes == pytest.approx(0.75)
 
 
@@ -41,7 +41,7 @@ def test_clip_i_is_the_cosine_of_image_features(evaluate, bench, tmp_path, monke
     import open_clip
 
     save_open_clip(tmp_path / "clip")
-    monkeypatch.setattr(engines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
+    monkeypatch.setattr(baselines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
     rows = evaluate("clip_i")
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     scores = []

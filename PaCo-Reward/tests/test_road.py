@@ -43,7 +43,7 @@ def clear_rankings(output: Path, world: Path, model: str) -> list[tuple[str, str
         numbers = []
         for name in (candidates["ref_image"], *candidates["comp_images"]):
             generation, number = (int(text) for text in name.removesuffix(".png").split("/"))
-            grid = Image.open(world / "grids" / f"{idx}_{generation}.png")
+            grid = Image.open(world / "grids" / idx / f"{generation}.png")
             panels.append(digest(grid.crop((SIDE * number, 0, SIDE * (number + 1), SIDE))))
             numbers.append(number)
         assert len(set(numbers[1:])) == 1 and numbers[0] != numbers[1]

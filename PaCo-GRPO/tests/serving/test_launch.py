@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import httpx
 import numpy as np
@@ -63,7 +62,7 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
 
 def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     assert "VLLM_START_TIMEOUT" in shell.failed_launch(FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
-    assert "two images" in shell.failed_launch(FAKE_VLLM="refuses")
+    assert "images" in shell.failed_launch(FAKE_VLLM="refuses")
     pids = [pid for record in shell.records(2) for pid in record["pids"]]
     errors = shell.failed_launch(**two, FAKE_VLLM="Other")
     assert "no room for the key-value cache" in errors  # the end of its log
@@ -99,11 +98,10 @@ def test_two_models_behind_one_port_with_a_key_next_to_another_launch(shell, two
 
 
 def test_stop_signals_nothing_but_what_it_started():
-    """A pid may have been given to another process, or stand for one before the last boot."""
+    """A pid may have been given to another process since."""
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    for started in (time.time() - 100, psutil.boot_time() - 100):
-        server = Server("J", "http://127.0.0.1:1", "vllm", ["J"], [], [], "", innocent.pid, started)
-        assert not server.end(1.0)
+    server = Server("J", "http://127.0.0.1:1", "vllm", ["J"], [], [], "", innocent.pid, 100.0)
+    assert not server.end(1.0)
     assert innocent.poll() is None
     innocent.kill()
     innocent.wait()

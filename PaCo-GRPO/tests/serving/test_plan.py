@@ -1,7 +1,6 @@
 """What a launch would start: engine, GPUs, command lines and environments; no process is started."""
 
 import json
-import os
 import shlex
 import subprocess
 
@@ -10,8 +9,7 @@ from serving_tools import VLLM_PYTHON, option
 
 from paco_judge.errors import UserError
 from vllm_server import engines, launch
-from vllm_server.engines import Engine, process_environment
-from vllm_server.settings import LaunchSettings
+from vllm_server.engines import Engine, LaunchSettings, process_environment
 
 COMMON = (
     "--served-model-name Judge --host 127.0.0.1 --port 8123 --max-model-len 2048 "
@@ -27,20 +25,17 @@ PLANS = [
     (
         "VLLM_TP=2 VLLM_REPLICAS=2",
         "0,1,2,3",
-        f"--api-server-count 2 {GPU} 2 --data-parallel-size 2",
+        f"{GPU} 2 --data-parallel-size 2",
     ),
     ("CUDA_VISIBLE_DEVICES=", "", f"--dtype float32 {CPU}"),
-    ("CUDA_VISIBLE_DEVICES=3,2", "3,2", f"--api-server-count 2 {GPU} 1 --data-parallel-size 2"),
+    ("CUDA_VISIBLE_DEVICES=3,2", "3,2", f"{GPU} 1 --data-parallel-size 2"),
     ("CUDA_VISIBLE_DEVICES=MIG-c", "MIG-c", f"{GPU} 1"),
-    (f"{NODE} cores=64", NODE[21:], f"--api-server-count 8 {GPU} 1 --data-parallel-size 8"),
+    (NODE, NODE[21:], f"{GPU} 1 --data-parallel-size 8"),
     (
         f"{NODE} VLLM_TP=2 VLLM_REPLICAS=3",
         "0,1,2,3,4,5",
-        f"--api-server-count 3 {GPU} 2 --data-parallel-size 3",
+        f"{GPU} 2 --data-parallel-size 3",
     ),
-    # One process reads fewer requests than a large GPU answers.
-    ("cores=16", "0", f"--api-server-count 2 {GPU} 1"),
-    ("cores=64 VLLM_API_SERVERS=3", "0", f"--api-server-count 3 {GPU} 1"),
     ("GPU_MEMORY_UTILIZATION=0.5", "0", f"{GPU.replace('0.85', '0.5')} 1"),
     ("VLLM_EXTRA_ARGS='--seed 3'", "0", f"{GPU} 1 --seed 3"),
     # vLLM's CPU build has its linear attention in nothing but bfloat16; it must not think.
@@ -56,11 +51,10 @@ PLANS = [
 def planned(monkeypatch, model, two):
     """``planned("NAME=value …")``: the servers that a launch would start with vLLM.
 
-    They serve one model by default. ``cores``: of this machine; ``family``: of the model.
+    They serve one model by default. ``family``: of the model.
     """
-    for module in (engines, launch):
-        monkeypatch.setattr(module, "count_gpus", lambda: 8)
-    monkeypatch.setattr(launch, "choose_engine", lambda *_: Engine("vllm", "py", "1"))
+    monkeypatch.setattr(engines, "count_gpus", lambda: 8)
+    monkeypatch.setattr(launch, "choose_engine", lambda *_: Engine("vllm", "py"))
     monkeypatch.setattr(launch, "missing_for_compilation", lambda include: None)
     monkeypatch.chdir(model.parent)
 
@@ -68,8 +62,6 @@ def planned(monkeypatch, model, two):
         environment = {"VLLM_MODEL_PATHS": "model", "VLLM_MODEL_NAMES": "Judge"}
         environment |= {"VLLM_PORT": "8123"} | variables
         environment |= dict(word.split("=", 1) for word in shlex.split(words))
-        cores = int(environment.pop("cores", 4))
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
         if family := environment.pop("family", None):
             config = json.loads((model / "config.json").read_text())
             (model / "config.json").write_text(json.dumps(config | {"model_type": family}))
@@ -97,7 +89,7 @@ def test_the_command_line_of_vllm(planned, model, variables, gpus, arguments):
 def test_two_models_behind_a_gateway_share_the_gpus(planned, two, gpus, expected):
     if gpus is not None:
         two["CUDA_VISIBLE_DEVICES"] = gpus
-    gateway, *models = planned("cores=64 VLLM_HOST=0.0.0.0 VLLM_API_KEY=k", **two)
+    gateway, *models = planned("VLLM_HOST=0.0.0.0 VLLM_API_KEY=k", **two)
     assert [server.gpus for server in models] == expected
     assert gateway.names == ["Judge", "Other"]
     assert option(gateway.command, "--host") == "0.0.0.0"
@@ -158,7 +150,7 @@ def test_images_are_at_most_as_large_as_in_the_judges_training(
 ):
     (model / "preprocessor_config.json").write_text(processor)
     (vllm,) = planned(f"VLLM_MAX_PIXELS={variable}")
-    monkeypatch.setattr(launch, "choose_engine", lambda *_: Engine("transformers", "py", "1"))
+    monkeypatch.setattr(launch, "choose_engine", lambda *_: Engine("transformers", "py"))
     (transformers,) = planned(f"VLLM_MAX_PIXELS={variable}")
     if limit is None:
         assert "--mm-processor-kwargs" not in vllm.command
@@ -179,7 +171,7 @@ def test_images_are_at_most_as_large_as_in_the_judges_training(
     ],
 )
 def test_the_engine_is_the_vllm_built_for_this_machine(monkeypatch, package, gpus, engine):
-    monkeypatch.setattr(engines, "_find_vllm", lambda python: (package, "0.32.0", ""))
+    monkeypatch.setattr(engines, "_find_vllm", lambda python: (package, ""))
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "some/judge"})
     if engine is UserError:
         with pytest.raises(UserError, match="own-python"):
@@ -217,11 +209,11 @@ def test_vllm_understands_the_command_lines_of_one_gpu_and_of_many(planned, mode
     ]
     commands = []
     for machine in machines:
-        (server,) = planned(f"{machine} cores=16")
+        (server,) = planned(machine)
         commands.append(server.command[5:])
     words = [str(VLLM_PYTHON), "-c", _PARSE, json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rest = [{"max_pixels": 2097152}, ["no/remote/media"], "vllm"]
-    expected = [[1, 1, 2, *rest], [1, 4, 4, *rest], [2, 4, 9, *rest]]
+    expected = [[1, 1, 1, *rest], [1, 4, 4, *rest], [2, 4, 9, *rest]]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -19,7 +19,7 @@ from vllm_server.transformers_server import BatchWorker, build_app, limit_images
 
 @pytest.fixture
 def worker(scorer):
-    return BatchWorker(scorer, max_model_len=1024)
+    return BatchWorker(scorer)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def test_answers_of_mixed_batches_are_the_scorers(http, scorer, pairs, sco
 def test_an_answer_ends_with_any_token_that_ends_answers(scorer, monkeypatch):
     """The model's settings may name others than the tokenizer's."""
     monkeypatch.setattr(scorer.model.generation_config, "eos_token_id", [1, 7])
-    worker = BatchWorker(scorer, 1024)
+    worker = BatchWorker(scorer)
     for ids, answer in (([5, 7, 7], [5, 7]), ([5, 1, 3], [5, 1]), ([5, 6], [5, 6])):
         assert worker.until_end(ids) == answer
 
@@ -76,27 +76,21 @@ def shows(url: str) -> dict:
     return {"messages": build_messages([url], "same?")}
 
 
-def says(text: str, **fields) -> dict:
-    return {"messages": [{"role": "user", "content": text}]} | fields
-
-
 REFUSED = [
-    ({"model": "other"}, 404, "model", "model_not_found"),
-    ({"temperature": 0.7}, 400, "temperature", None),
-    (shows("http://example.test/a.png"), 400, "messages", None),
-    (shows(data_url(Image.new("RGB", (1, 300)))), 400, "messages", None),
-    (shows(HALF), 400, "messages", "invalid_image"),
-    (says("<|image_pad|>"), 400, "messages", None),
-    (says("hello", max_tokens=1023), 400, "messages", "context_length_exceeded"),
+    ({"model": "other"}, 404),
+    ({"temperature": 0.7}, 422),
+    (shows("http://example.test/a.png"), 422),
+    (shows(data_url(Image.new("RGB", (1, 300)))), 400),
+    (shows(HALF), 400),
+    ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400),
 ]
 
 
 async def test_what_is_refused_costs_the_others_nothing(http, pairs, scores):
-    refused = [body(pairs[0], **fields) for fields, *_ in REFUSED]
+    refused = [body(pairs[0], **fields) for fields, _ in REFUSED]
     answers = await ask(http, *refused, *map(body, pairs))
-    for answer, (fields, status, param, code) in zip(answers, REFUSED, strict=False):
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["code"]) == (status, param, code), fields
+    statuses = [answer.status_code for answer in answers[: len(REFUSED)]]
+    assert statuses == [status for _, status in REFUSED]
     for answer, score in zip(answers[len(REFUSED) :], scores, strict=True):
         assert p_yes_from_top_logprobs(top_logprobs(answer)) == pytest.approx(score, abs=1e-5)
 
@@ -124,7 +118,7 @@ async def test_an_engine_that_fails_on_one_request_answers_the_others(
 async def test_routes_and_key(worker, http):
     assert (await http.get("/health")).status_code == 200
     (row,) = (await http.get("/v1/models")).json()["data"]
-    assert (row["id"], row["max_model_len"]) == ("Judge", 1024)
+    assert row["id"] == "Judge"
     guarded = httpx.ASGITransport(build_app(worker, "Judge", api_key="secret"))
     async with httpx.AsyncClient(transport=guarded, base_url="http://e") as keyed:
         assert (await keyed.get("/v1/models")).status_code == 401
@@ -136,6 +130,6 @@ def test_a_limit_shrinks_large_images_and_raises_no_limit(judge_folder, limit, i
     scorer = JudgeScorer.from_pretrained(judge_folder)
     large = Image.new("RGB", (300, 200))
     chat = scorer.chat(Pair(large, large, "same?"))
-    whole = scorer.length(chat)
+    whole = len(scorer.inputs([chat])["pixel_values"])
     limit_images(scorer, limit)
-    assert (scorer.length(chat) < whole) is is_smaller
+    assert (len(scorer.inputs([chat])["pixel_values"]) < whole) is is_smaller

@@ -5,6 +5,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from paco_eval.start import start
+    from paco_eval import start
 
     sys.exit(start("rank"))

@@ -1,28 +1,34 @@
-"""What a benchmark is, one loop for all (items become pairs, scores, rows of a results file), tables
-of results files, and data sets of edits.
+"""What a benchmark is, its command line, one loop for all (items become pairs, scores, rows of a
+results file), and what tables are made from.
 """
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import pandas as pd
-from PIL import Image
 from tqdm import tqdm
 
-from paco_eval.engines import ScorePairs, ask_once, make_engine
+from paco_eval.judges import ScorePairs, make_engine
+from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import Journal, fingerprint, read_json_lines
-from paco_judge.images import UnreadableImage, read_image
-from paco_judge.questions import Pair, Question, form_of, record
-from paco_judge.verdict import Verdict
+from paco_judge.questions import Pair, Question, add_form_arguments, form_of, record
 
 Row = dict[str, Any]
+
+EPILOG = """\
+The same command continues a run that was stopped. An item that cannot be scored is reported and
+left out. Exit status: 0 all items have a result, 1 some have none or the run could not go on, 130
+stopped by Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,51 @@ class Benchmark(Protocol):
 
     def result(self, item: Item, scores: Sequence[float]) -> Row:
         """The item's row in the results, without ``fields``, from P(Yes) of each of its pairs."""
+
+
+def new_parser(text: str | None) -> argparse.ArgumentParser:
+    """The parser of a command with this ``--help``."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """A benchmark's command line, with the options of its judge."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--model",
+        "--backbone",
+        help="folder, hub name, or served name with --server; default: the published "
+        "PaCo-Reward-7B",
+    )
+    parser.add_argument("--adapter", help="adapter folder (engine transformers)")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
+    parser.add_argument(
+        "--gpu_memory_utilization", type=float, default=0.85, help="share of each GPU (engine vllm)"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=8, help="pairs given to the engine at once"
+    )
+    parser.add_argument(
+        "--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm"
+    )
+    parser.add_argument("--server", metavar="URL", help="ask a running server instead")
+    parser.add_argument(
+        "--port",
+        dest="server",
+        metavar="PORT",
+        type="http://127.0.0.1:{}".format,
+        help="on this machine",
+    )
+    parser.add_argument("--results_dir", "--result_dir", default="results")
+    add_form_arguments(parser)
+    args = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
+    if args.model is None:
+        args.model = DEFAULT_MODEL if args.server else f"X-GenGroup/{DEFAULT_MODEL}"
+    return args
 
 
 def exit_status(
@@ -89,10 +140,7 @@ def run_judge(
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
 
-    def load_engine() -> ScorePairs:
-        return ask_once(make_engine(args))  # EditReward-Bench repeats edits
-
-    return score_benchmark(benchmark, file, stamp, load_engine, args.batch_size)
+    return score_benchmark(benchmark, file, stamp, partial(make_engine, args), args.batch_size)
 
 
 def score_benchmark(
@@ -202,7 +250,7 @@ def _score(
     for _, pairs in batch:
         all_pairs += pairs
     try:
-        verdicts = engine(all_pairs) if all_pairs else []
+        verdicts = iter(engine(all_pairs) if all_pairs else [])
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may refuse one image in any way
@@ -212,19 +260,13 @@ def _score(
             for one in batch:
                 yield from _score(benchmark, [one], engine)
         return
-    start = 0
     for item, pairs in batch:
-        yield item, _row(benchmark, item, verdicts[start : start + len(pairs)])
-        start += len(pairs)
-
-
-def _row(benchmark: Benchmark, item: Item, verdicts: Sequence[Verdict]) -> Row | str:
-    scores = []
-    for verdict in verdicts:
-        if not verdict.ok:
-            return verdict.error
-        scores.append(verdict.p_yes)
-    return benchmark.result(item, scores)
+        answers = list(islice(verdicts, len(pairs)))
+        errors = [answer.error for answer in answers if not answer.ok]
+        if errors:
+            yield item, errors[0]
+        else:
+            yield item, benchmark.result(item, [answer.p_yes for answer in answers])
 
 
 def _first_line(error: Exception) -> str:
@@ -259,125 +301,3 @@ def as_latex(table: pd.DataFrame) -> str:
     """A booktabs tabular."""
     text = table.to_latex(index=False, na_rep="-", float_format="%.4f", escape=True)
     return text.replace("±", r"$\pm$")
-
-
-def write_tables(output: str, *tables: pd.DataFrame) -> None:
-    """Print the tables, and write them to ``<output>.txt`` and ``<output>.tex``."""
-    text = "\n".join(as_text(table) for table in tables)
-    latex = "\n".join(as_latex(table) for table in tables)
-    # Not by with_suffix: a name may be v1.5.
-    Path(f"{output}.txt").write_text(text, encoding="utf-8")
-    Path(f"{output}.tex").write_text(latex, encoding="utf-8")
-    print(text, end="")
-
-
-class EditRows:
-    """The rows of a data set, and their images: one before the edit, and two edits of it.
-
-    Images stay undecoded until they are asked for, so that a broken one affects only its row.
-
-    Args:
-        dataset: Hub name, folder of ``save_to_disk`` or of parquet files, or a .jsonl file, to
-            which image paths are relative. Default: the folder named as the data set in ., .. or
-            ../.., else the hub's ``hub_name``.
-        hub_name: ``OWNER/NAME``.
-        texts: Columns that are needed.
-        before: Column of the image before the edit.
-        after: Column of the two edits.
-
-    Raises:
-        UserError: The data set is missing, not readable, or lacks a column.
-    """
-
-    def __init__(
-        self, dataset: str | None, hub_name: str, texts: Sequence[str], before: str, after: str
-    ) -> None:
-        self.rows: list[Row]
-        self._before = before
-        self._after = after
-        self._stored: Callable[[int], Row]
-        path = Path(dataset or _local_copy(hub_name) or hub_name).expanduser()
-        self._root = path.parent if path.is_file() else path
-        if path.suffix == ".jsonl":
-            self.rows = read_json_lines(path)
-            self._stored = self.rows.__getitem__
-            columns = set().union(*self.rows)
-        else:
-            loaded = _load(path, hub_name)
-            columns = set(loaded.column_names)
-            undecoded = loaded.with_format("arrow")
-            available = [name for name in texts if name in columns]
-            self.rows = undecoded.select_columns(available)[:].to_pylist()
-            self._stored = lambda index: undecoded[index].to_pylist()[0]
-        missing = [column for column in (*texts, before, after) if column not in columns]
-        if missing:
-            raise UserError(
-                f"dataset {path} lacks the columns {', '.join(missing)}; "
-                f"it has {', '.join(sorted(columns))}"
-            )
-
-    def images(self, index: int) -> list[Image.Image]:
-        """The image before the edit and the two edits, RGB.
-
-        Raises:
-            ValueError: One cannot be read; the message names its column.
-            KeyError: The row lacks a column.
-        """
-        row = self._stored(index)
-        before = row[self._before]
-        edits = row[self._after]
-        if not isinstance(edits, list) or len(edits) != 2:
-            raise ValueError(f"{self._after} must hold 2 images")
-        images = [self._open(before, self._before)]
-        for number, edit in enumerate(edits):
-            images.append(self._open(edit, f"{self._after}[{number}]"))
-        return images
-
-    def _open(self, stored: Any, column: str) -> Image.Image:
-        """The image of a cell: a path relative to the data set, bytes, or a dict with either."""
-        if isinstance(stored, dict):
-            stored = stored.get("bytes") or stored.get("path")
-        if not isinstance(stored, (bytes, str)) or not stored:
-            raise ValueError(f"{column} holds no image but {stored!r}")
-        is_path = isinstance(stored, str)
-        try:
-            return read_image(self._root / stored if is_path else stored)
-        except UnreadableImage as error:
-            place = f"{column} {stored if is_path else ''}"
-            raise ValueError(f"image {place} {error}") from error
-
-
-def _local_copy(hub_name: str) -> Path | None:
-    """The folder named as the data set in ., .. or ../... None: there is none.
-
-    The folder of a benchmark's code may have that name; it counts if the data were downloaded to
-    it.
-    """
-    for place in (".", "..", "../.."):
-        folder = Path(place) / hub_name.partition("/")[2]
-        is_code = (folder / "evaluation.py").is_file() and not (folder / "data").is_dir()
-        if folder.is_dir() and not is_code:
-            return folder
-    return None
-
-
-def _load(path: Path, hub_name: str) -> Any:
-    """A data set of the package ``datasets``: the split train, or without one all splits."""
-    import datasets
-
-    try:
-        is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-        load = datasets.load_from_disk if is_saved else datasets.load_dataset
-        loaded = load(str(path))
-    except Exception as error:  # hub, network, cache and format errors share no base class
-        local_name = hub_name.partition("/")[2]
-        raise UserError(
-            f"dataset {path} cannot be read: {str(error).partition(chr(10))[0]}; download it with "
-            f"`hf download {hub_name} --repo-type dataset --local-dir {local_name}` "
-            "(HF_ENDPOINT: a mirror)"
-        ) from error
-    if not isinstance(loaded, dict):
-        return loaded
-    if "train" in loaded:
-        return loaded["train"]
-    return datasets.concatenate_datasets(list(loaded.values()))

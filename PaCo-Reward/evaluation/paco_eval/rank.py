@@ -32,17 +32,19 @@ import pandas as pd
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
 
+from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.benchmark import (
     Item,
     Row,
     as_latex,
     as_text,
     exit_status,
+    new_parser,
+    parse,
     read_results,
     run_judge,
     score_benchmark,
 )
-from paco_eval.engines import BASELINES, make_baseline, new_parser, parse
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from paco_eval.benchmark import (
-    EditRows,
     Item,
     Row,
     exit_status,
+    new_parser,
+    parse,
     read_results,
     run_judge,
-    write_tables,
 )
-from paco_eval.engines import new_parser, parse
+from paco_eval.edit import EditRows, write_tables
 from paco_judge.questions import Pair, Question, load_question
 
 HUB_NAME = "GEditBench-v2/VCReward-Bench"

@@ -5,7 +5,6 @@ verdicts = judge.score([Pair(image_a, image_b, question)])
 """
 
 import asyncio
-import base64
 import json
 import logging
 import os
@@ -13,11 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image
-
 from paco_judge import transport
 from paco_judge.errors import UserError
-from paco_judge.images import UnreadableImage, encode
+from paco_judge.images import UnreadableImage, data_url
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_logprobs
 
@@ -25,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "PaCo-Reward-7B"
 MODELS_TIMEOUT_S = 10.0
-FIRST_ANSWER_S = 120.0  # for the pair of ``prove``, if ``deadline_s`` is longer
+FIRST_ANSWER_S = 120.0
+Choice = dict[str, Any] | str  # of a server's answer, or why there is none
 SCORING = {"temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
 
 
@@ -104,24 +102,24 @@ class JudgeClient:
             f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
         )
 
-    def prove(self, pair: Pair, writes: bool = False) -> None:
+    def prove(self, pair: Pair, writes: bool = False, seconds: float = FIRST_ANSWER_S) -> None:
         """Ask one pair before a long run: a server may list its models and answer no question.
 
         Args:
             writes: The run reads whole answers: one token must come back, but not Yes or No.
+            seconds: In which it must answer, if ``deadline_s`` is longer.
 
         Raises:
-            UserError: No P(Yes) within ``FIRST_ANSWER_S`` or ``deadline_s``, whichever is shorter.
+            UserError: There is no P(Yes).
         """
-        seconds = min(self.deadline_s, FIRST_ANSWER_S)
-        deadline = time.monotonic() + seconds
+        seconds = min(self.deadline_s, seconds)
         fields = {"temperature": 0, "max_tokens": 1} if writes else SCORING
-        (choice,) = self._ask_all([pair], fields, deadline)
+        (choice,) = self._ask([pair], fields, time.monotonic() + seconds)
         error = (_answer(choice) if writes else self._verdict(choice)).error
         if error is not None:
             raise UserError(
-                f"the judge {self.model} at {self.base_url} did not score a pair of images within "
-                f"{seconds:.0f} s ({error}); look at its log, or ask another model"
+                f"the judge {self.model} at {self.base_url} did not answer a question about images "
+                f"within {seconds:.0f} s ({error}); look at its log, or ask another model"
             )
 
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -129,7 +127,7 @@ class JudgeClient:
 
         Raises UserError: The first call found no server, or another model.
         """
-        choices = self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s)
+        choices = self._ask(pairs, SCORING, time.monotonic() + self.deadline_s)
         return list(map(self._verdict, choices))
 
     def first_tokens(self, pairs: Sequence[Pair]) -> list[dict[str, float] | None]:
@@ -138,7 +136,7 @@ class JudgeClient:
         None, with a line in the log, if there are none. Raises UserError.
         """
         tokens: list[dict[str, float] | None] = []
-        for choice in self._ask_all(pairs, SCORING, time.monotonic() + self.deadline_s):
+        for choice in self._ask(pairs, SCORING, time.monotonic() + self.deadline_s):
             try:
                 top = choice["logprobs"]["content"][0]["top_logprobs"]
                 tokens.append({entry["token"]: float(entry["logprob"]) for entry in top})
@@ -153,9 +151,9 @@ class JudgeClient:
         ``deadline_s`` is for each answer. ``sampling``: such as ``seed``; greedy by default.
         """
         fields = {"temperature": 0, "max_tokens": max_tokens} | sampling
-        return list(map(_answer, self._ask_all(pairs, fields, None)))
+        return list(map(_answer, self._ask(pairs, fields, None)))
 
-    def _verdict(self, choice: dict[str, Any] | str) -> Verdict:
+    def _verdict(self, choice: Choice) -> Verdict:
         """P(Yes) of a choice, or why there is none."""
         if isinstance(choice, str):
             return Verdict(None, choice)
@@ -171,56 +169,41 @@ class JudgeClient:
             )
         return Verdict(p_yes)
 
-    def _ask_all(
+    def _ask(
         self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
-    ) -> list[dict[str, Any] | str]:
-        """The server's choice for each pair, or why there is none."""
-        return transport.run(self._gather(pairs, {"model": self.check()} | fields, deadline))
-
-    async def _gather(
-        self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
-    ) -> list[dict[str, Any] | str]:
+    ) -> list[Choice]:
+        """The server's choice for each pair, or why there is none. Raises UserError."""
+        fields = {"model": self.check()} | fields
         encoding: dict[int, asyncio.Task] = {}  # an image is encoded once, in however many pairs
-        asking = []
-        for pair in pairs:
-            urls = []
+
+        async def ask(pair: Pair) -> Choice:
             for image in pair.images:
                 if id(image) not in encoding:
-                    encoding[id(image)] = asyncio.create_task(self._encode(image))
-                urls.append(encoding[id(image)])
-            messages = build_messages([""] * len(urls), pair.question, self.form)
-            asking.append(self._ask({"messages": messages} | fields, urls, deadline))
-        return await asyncio.gather(*asking)
+                    task = asyncio.to_thread(data_url, image, self.form.image_format)
+                    encoding[id(image)] = asyncio.create_task(task)
+            try:
+                urls = [await encoding[id(image)] for image in pair.images]
+                async with self._slots:
+                    end = deadline or time.monotonic() + self.deadline_s
+                    messages = build_messages(urls, pair.question, self.form)
+                    body = json.dumps({"messages": messages} | fields).encode()
+                    answer = await transport.post(address, self._headers, body, end)
+                return json.loads(answer)["choices"][0]
+            except UnreadableImage as error:
+                return str(error)
+            except transport.NoAnswer as error:
+                return f"judge at {self.base_url}: {error}"
+            except (ValueError, LookupError, TypeError) as error:
+                return _unreadable(error, answer)
 
-    async def _encode(self, image: Image.Image) -> bytes:
-        """The data URL of an image, encoded in another thread. Raises UnreadableImage."""
-        content = await asyncio.to_thread(encode, image, self.form.image_format)
-        return b"data:image/%s;base64,%s" % (
-            self.form.image_format.encode(),
-            base64.b64encode(content),
-        )
+        async def ask_all() -> list[Choice]:
+            return await asyncio.gather(*map(ask, pairs))
 
-    async def _ask(
-        self, fields: dict[str, Any], urls: Sequence[asyncio.Task], deadline: float | None
-    ) -> dict[str, Any] | str:
         address = f"{self.base_url}/v1/chat/completions"
-        try:
-            encoded = [await url for url in urls]
-            async with self._slots:
-                end = deadline or time.monotonic() + self.deadline_s
-                body = _body(fields, encoded)
-                answer = await transport.post(address, self._headers, body, end)
-        except UnreadableImage as error:
-            return str(error)
-        except transport.NoAnswer as error:
-            return f"judge at {self.base_url}: {error}"
-        try:
-            return json.loads(answer)["choices"][0]
-        except (ValueError, LookupError, TypeError) as error:
-            return _unreadable(error, answer)
+        return transport.run(ask_all())
 
 
-def _answer(choice: dict[str, Any] | str) -> Answer:
+def _answer(choice: Choice) -> Answer:
     """The text of a choice, or why there is none."""
     if isinstance(choice, str):
         return Answer(None, choice)
@@ -228,20 +211,6 @@ def _answer(choice: dict[str, Any] | str) -> Answer:
         return Answer(choice["message"]["content"] or "")
     except (LookupError, TypeError) as error:
         return Answer(None, _unreadable(error, choice))
-
-
-def _body(fields: dict[str, Any], urls: Sequence[bytes]) -> bytes:
-    """The JSON of a request in whose ``fields`` images have empty URLs, with ``urls`` in order.
-
-    URLs are copied as they are, because base64 needs no escaping: ``json.dumps`` would take 12 ms
-    for two images of 200 kB.
-    """
-    # Quotes inside a JSON text have a backslash before them, so only an empty URL reads so.
-    first, *parts = json.dumps(fields).encode().split(b'"url": ""')
-    pieces = [first]
-    for url, part in zip(urls, parts, strict=True):
-        pieces += [b'"url": "', url, b'"', part]
-    return b"".join(pieces)
 
 
 def _unreadable(error: Exception, answer: Any) -> str:

@@ -180,29 +180,12 @@ class JudgeScorer:
                             f"a text holds {token}, which stands for an image in this model; "
                             "remove it"
                         )
-        if self._counts_patches:
-            for image in chat.images:
-                self._num_image_tokens(image)
-
-    @property
-    def _counts_patches(self) -> bool:
-        """Whether the processor is one of Qwen's, which know an image's tokens from its size."""
-        return hasattr(self.processor.image_processor, "merge_size")
-
-    def _num_image_tokens(self, image: Image.Image) -> int:
         images = self.processor.image_processor
-        patches = images.get_number_of_image_patches(image.height, image.width, {})
-        return patches // images.merge_size**2
-
-    def length(self, chat: Chat) -> int:
-        """The number of tokens of a chat's prompt. Raises ValueError."""
-        self.check(chat)
-        if not self._counts_patches:
-            return self.inputs([chat])["input_ids"].shape[1]
-        length = len(self.processor.tokenizer(self.prompt(chat.messages))["input_ids"])
-        for image in chat.images:  # each is one token of the text
-            length += self._num_image_tokens(image) - 1
-        return length
+        if hasattr(
+            images, "merge_size"
+        ):  # one of Qwen's, which knows an image's tokens by its size
+            for image in chat.images:
+                images.get_number_of_image_patches(image.height, image.width, {})
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The messages as the model's chat template renders them."""

@@ -25,7 +25,6 @@ CONNECT_TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 5.0  # between two attempts
 _start_lock = threading.Lock()
 _exit_probe = ThreadPoolExecutor(1)
-_down_since: dict[str, float] = {}  # by URL: when the first attempt after an answer failed
 
 
 class NoAnswer(Exception):
@@ -73,35 +72,31 @@ def json_headers(api_key: str | None) -> dict[str, str]:
     return headers
 
 
+@cache
+def _warn_once(url: str, status: int | None) -> None:
+    logger.warning("no answer from %s (%s); retrying", url, status or "no connection")
+
+
 async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) -> bytes:
     """Post until there is an answer or a permanent error, or until the deadline. Raises NoAnswer.
 
     Without a connection, and after 429 and 5xx, it is repeated with growing pauses. A request that
-    the server fails on (500) gives up after six seconds, because some fail always. A URL that has
-    been down for a whole deadline is tried once: else each of an epoch's calls would wait for it.
+    the server fails on (500) gives up after six seconds, because some fail always.
     """
-    patience_s = deadline - time.monotonic()
     pause_s = 0.1
     while True:
         try:
-            answer = await request("POST", url, headers, deadline, body)
-            _down_since.pop(url, None)
-            return answer
+            return await request("POST", url, headers, deadline, body)
         except NoAnswer as error:
             failure = error
         status = failure.status
         is_permanent = status is not None and status != 429 and status < 500
         if is_permanent or (status == 500 and pause_s >= LONGEST_PAUSE_S):
             raise failure
-        now = time.monotonic()
         wait_s = pause_s * random.uniform(0.5, 1.5)
-        if now + wait_s >= deadline:
+        if time.monotonic() + wait_s >= deadline:
             raise NoAnswer(f"gave up at the deadline; last: {failure}")
-        if url not in _down_since:
-            logger.warning("no answer from %s (%s); retrying", url, failure)
-        down_s = now - _down_since.setdefault(url, now)
-        if down_s >= patience_s:
-            raise NoAnswer(f"it has not answered for {down_s:.0f} s; last: {failure}")
+        _warn_once(url, failure.status)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(wait_s)
 

@@ -56,21 +56,6 @@ def test_a_short_list_that_lacks_one_word_says_nothing(answer, p_yes):
     assert p_yes_from_top_logprobs(with_others({answer: -0.25}, 5), asked=5) == p_yes
 
 
-@pytest.mark.parametrize(
-    "top",
-    [
-        [("Yes", -0.3), ("No", -1.4), ("the", -1.5), ("a", -1.6)],
-        [("Yes", 0.4), ("No", -2.0)],  # a probability in place of its logarithm
-        [("Yes", None), ("No", -3.0)],
-        [("Yes", -0.9), ("No", -1.7), ("Yes", -1.2)],
-    ],
-)
-def test_what_cannot_be_the_probabilities_of_one_token_is_no_answer(top):
-    entries = [{"token": token, "logprob": logprob} for token, logprob in top]
-    with pytest.raises(ValueError, match="add up|not a log-probability|twice"):
-        p_yes_from_top_logprobs(entries)
-
-
 def test_variants_are_summed():
     shares = {"Yes": 0.2, " yes": 0.1, "Y": 0.1, "no": 0.05, " N": 0.05}
     shares |= {"None": 0.3, "yeS": 0.1, "Yes\n": 0.1}

@@ -16,7 +16,7 @@ from paco_judge.errors import UserError
 from paco_judge.files import Journal
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
-from paco_reward.datasets import RESERVED, TAG
+from paco_reward.datasets import TAG
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
 
@@ -226,8 +226,7 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 def read_reason(answer: str) -> tuple[str, str] | None:
     """``("Yes", "Both show …")`` of a model's answer; None without a verdict or without reasons."""
     says_yes, reasons = split_verdict(answer)
-    is_reserved = any(token in reasons for token in (TAG, *RESERVED))
-    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or is_reserved:
+    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or TAG in reasons:
         return None
     return "Yes" if says_yes else "No", reasons
 

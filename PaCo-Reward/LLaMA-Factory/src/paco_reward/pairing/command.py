@@ -29,19 +29,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="your own labeled pairs, .jsonl, .csv or .json: image1, image2, label (Yes or No) or "
         "score (0 to 1), and optional theme and reason",
     )
-    images = parser.add_mutually_exclusive_group()
     ranked = parser.add_mutually_exclusive_group()
     reasons = parser.add_mutually_exclusive_group()
-    images.add_argument(
-        "--grids",
-        **folder,
-        help="grid images: named in the metadata, <idx>/*, <idx>.png, <idx>_*.png",
-    )
-    images.add_argument(
-        "--sub_figures",
-        **folder,
-        help="images already cut, <idx>/<generation>/* in row-major order",
-    )
+    add("--grids", **folder, help="grid images: named in the metadata, <idx>/*, <idx>.png")
     add(
         "--metadata",
         **file,
@@ -136,19 +126,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def check(options: argparse.Namespace) -> None:
     """Check what argparse does not, before anything is read or cut. Raises UserError."""
-    has_images = options.grids is not None or options.sub_figures is not None
-    if options.pairs is not None:
-        others = ("grids", "sub_figures", "metadata", "rankings", "editing", "reasons_file")
-        for name in (*others, "sets_only"):
-            if getattr(options, name):
-                raise UserError(f"--pairs and --{name} make data sets of their own: run each alone")
-        if options.server and not options.reasons:
-            raise UserError("--pairs have labels: --server is only for --reasons")
-    elif not has_images and options.editing is None:
-        raise UserError("nothing to build from: give --pairs, --grids, --sub_figures or --editing")
-    if has_images != (options.metadata is not None):
-        raise UserError("images (--grids, --sub_figures) need --metadata, and it them")
-    if has_images and not (options.rankings or options.server or options.sets_only):
+    if options.pairs and (options.grids or options.editing):
+        raise UserError("--pairs make data sets of their own: run them alone")
+    if not (options.pairs or options.grids or options.editing):
+        raise UserError("nothing to build from: give --pairs, --grids or --editing")
+    if bool(options.grids) != bool(options.metadata):
+        raise UserError("--grids need --metadata, and it them")
+    if options.grids and not (options.rankings or options.server or options.sets_only):
         raise UserError(
             "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"
         )

@@ -3,11 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from paco_judge.errors import UserError
 from paco_judge.files import hash_value, write_atomically
@@ -75,29 +72,25 @@ def claim(output: Path, inputs: Mapping[str, Any]) -> None:
 
 
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
-    """Cut or copy to OUTPUT/images/<idx>/ what is not there yet.
+    """Cut to OUTPUT/images/<idx>/ what is not there yet.
 
     Returns the number of all sub-figures.
     """
 
-    @lru_cache(maxsize=1)  # the panels of an image follow each other
-    def cut(file: Path, rows: int, cols: int) -> list[Image.Image]:
-        return split_image(load_image(file), rows, cols)
-
+    total = 0
     for item in items:
-        for name, (file, panel) in item.sources.items():
-            target = output / "images" / item.folder / name
-            if target.exists():
+        for file, names in zip(item.files, item.generations, strict=True):
+            targets = [output / "images" / item.folder / name for name in names]
+            total += len(targets)
+            if all(target.exists() for target in targets):
                 continue
             try:
-                if panel is None:
-                    content = file.read_bytes()
-                else:
-                    content = encode(cut(file, item.grid.rows, item.grid.cols)[panel])
+                panels = split_image(load_image(file), item.grid.rows, item.grid.cols)
             except ValueError as error:
                 raise UserError(f"{item.place}: {file}: {error}") from error
-            _write_image(target, content)
-    return sum(len(item.sources) for item in items)
+            for target, panel in zip(targets, panels, strict=True):
+                _write_image(target, encode(panel))
+    return total
 
 
 def _write_image(file: Path, content: bytes) -> None:

@@ -1,50 +1,34 @@
 """Reading the inputs: prompts with their images, rankings, edits, written reasons.
 
 Every problem names its row.
-Images of a prompt, the first of these that exists (``idx``: of its line in the metadata):
-
-  grids         named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*,
-                FOLDER/<idx>.png and <idx>_*.png
-  sub-figures   FOLDER/<idx>/<generation>/* in the order of their names
+Grid images of a prompt, the first of these that exists (``idx``: of its line in the metadata):
+named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png
 """
 
-import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_lines
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
-from paco_reward.datasets import RESERVED, TAG
 
 _SUFFIXES = (".jpg", *(f".{name.lower()}" for name in FORMATS))
 
 
-def _plain(text: str) -> str:
-    if not text.strip() or any(token in text for token in (TAG, *RESERVED)):
-        raise ValueError(f"is empty or contains {TAG}, {' or '.join(RESERVED)}")
-    return text
-
-
 def _prompt(text: str) -> str:
-    split_prompt(_plain(text))  # panels must match the layout
+    split_prompt(text)  # panels must match the layout
     return text
 
 
-Text = Annotated[str, AfterValidator(_plain)]
-Files = Annotated[
-    list[str],
-    BeforeValidator(lambda files: files if isinstance(files, list) else [files] * bool(files)),
-]
+def _as_list(files: Any) -> Any:
+    return files if isinstance(files, list) else [files]
 
 
 class Row(pydantic.BaseModel):
@@ -59,15 +43,10 @@ class PromptRow(Row):
 
     prompt: Annotated[str, AfterValidator(_prompt)]
     idx: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    split: Literal["train", "test", ""] | None = None
-    image: Files = []
-    file: Files = []
-    images: Files = []
-
-    @property
-    def files(self) -> list[str]:
-        """The images that the line names. Tables write null into columns that are not used."""
-        return self.image or self.file or self.images
+    split: Literal["train", "test"] | None = None
+    files: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        [], validation_alias=AliasChoices("image", "file", "images")
+    )
 
 
 class CandidateSet(Row):
@@ -115,7 +94,7 @@ class EditRow(Row):
 
     source: str
     edited: str
-    instruction: Text
+    instruction: str
     consistency: bool | None = None
     follows: bool | None = None
 
@@ -134,9 +113,16 @@ class PromptItem:
     place: str  # the row it was read from
     group: str  # of prompts that share a theme; train and test are split by it
     split: str | None  # train or test, where the metadata decides
-    # By name: the file and the panel of it to be cut out (None: all of it).
-    sources: dict[str, tuple[Path, int | None]]
-    generations: list[list[str]]  # names of each one's panels, row-major
+    files: list[Path]  # the grids, one for each generation
+
+    @property
+    def generations(self) -> list[list[str]]:
+        """The names of each generation's sub-figures, row-major."""
+        panels = range(len(self.grid.panels))
+        names = []
+        for number in range(len(self.files)):
+            names.append([f"{number:02d}/{panel}.png" for panel in panels])
+        return names
 
 
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
@@ -153,23 +139,26 @@ def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
     return rows
 
 
-def row_of(values: dict[str, Any], kind: type[AnyModel]) -> AnyModel:
-    """The values as a row. Raises UserError: The first of its problems."""
+def row_of(values: Mapping[str, Any], kind: type[AnyModel]) -> AnyModel:
+    """The values as a row. Raises UserError: The first of its problems.
+
+    Tables write null or nothing into columns that are not used.
+    """
+    stated = {}
+    for name, value in values.items():
+        is_blank = isinstance(value, str) and not value.strip()
+        if value is not None and not is_blank:
+            stated[name] = value
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(stated)
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "missing":
-            raise UserError(f"it has no {field}, but {', '.join(values)}") from error
-        raise UserError(f"{field} {problem['msg']}, not {problem['input']!r}") from error
+        raise UserError(f"{field} {problem['msg']}, of {problem['input']!r}") from error
 
 
-def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
-    """All prompts with their images; ``grids``: the folder holds grids, not sub-figures.
-
-    Raises UserError.
-    """
+def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
+    """All prompts with their images. Raises UserError."""
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
     for row in read_rows(metadata, PromptRow):
         prompts.setdefault(row.idx, []).append(row)
@@ -180,9 +169,7 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
             )
     items: list[PromptItem] = []
     themes: dict[str, PromptRow] = {}
-    fitting = _fitting_prompts(folder, prompts) if grids else {}
-    for idx, rows in prompts.items():
-        row = rows[0]
+    for idx, (row, *others) in prompts.items():
         grid = split_prompt(row.prompt)
         first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
         if row.split != first.split:
@@ -190,123 +177,18 @@ def read_prompts(metadata: Path, folder: Path, grids: bool) -> list[PromptItem]:
                 f"{row.place}: split {row.split!r}, but {first.split!r} for its theme "
                 f"({first.place})"
             )
-        if grids:
-            files = _grid_files(rows, folder, fitting)
-            sources, generations = _cut(files, len(grid.panels))
-        else:
-            sources, generations = _sub_figures(row, folder, len(grid.panels))
-        items.append(
-            PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, sources, generations)
-        )
-    _check_each_has_one_prompt(items)
+        named = [existing(folder, file, row.place) for row in (row, *others) for file in row.files]
+        in_folder = sorted((folder / idx).glob("*"))
+        alone = [folder / f"{idx}{suffix}" for suffix in _SUFFIXES]
+        files = list(dict.fromkeys(named)) or _images(in_folder) or _images(alone)
+        if not files:
+            raise UserError(f"{row.place}: no image in {folder} is named in the line or {idx}/*")
+        items.append(PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, files))
     return items
 
 
-def _check_each_has_one_prompt(items: Sequence[PromptItem]) -> None:
-    """Refuse an image of two prompts: it would be labeled under a theme that is not its own."""
-    prompt_of: dict[Path, PromptItem] = {}
-    for item in items:
-        for file, _ in item.sources.values():
-            other = prompt_of.setdefault(file.resolve(), item)
-            if other is not item:
-                raise UserError(
-                    f"{file} is an image of idx {other.folder} ({other.place}) and of idx "
-                    f"{item.folder} ({item.place}); each prompt needs images of its own"
-                )
-
-
-def connected(keys: Sequence[Sequence[Hashable]]) -> list[int]:
-    """For each entry the first one that shares a key with it, directly or through others."""
-    numbers: dict[Hashable, int] = {}
-    # A graph of keys with an edge from each entry's first key to each of its keys.
-    starts = []
-    ends = []
-    for of_entry in keys:
-        for key in of_entry:
-            ends.append(numbers.setdefault(key, len(numbers)))
-            starts.append(numbers[of_entry[0]])
-    graph = coo_array((np.ones(len(ends)), (starts, ends)), shape=(len(numbers), len(numbers)))
-    _, components = connected_components(graph, directed=False)
-    firsts: dict[int, int] = {}
-    groups = []
-    for index, of_entry in enumerate(keys):
-        component = int(components[numbers[of_entry[0]]])
-        groups.append(firsts.setdefault(component, index))
-    return groups
-
-
-# ``sources`` and ``generations`` of a prompt.
-Found = tuple[dict[str, tuple[Path, int | None]], list[list[str]]]
-
-
-def _grid_files(
-    rows: Sequence[PromptRow], folder: Path, fitting: Mapping[Path, Sequence[str]]
-) -> list[Path]:
-    """The grids of a prompt, one for each generation. Raises UserError."""
-    idx = rows[0].idx
-    place = rows[0].place
-    named = [_existing(folder, file, row.place) for row in rows for file in row.files]
-    files = list(dict.fromkeys(named)) or _images(folder / idx)
-    if files:
-        return files
-    for file, prompts in fitting.items():
-        if idx in prompts:
-            files.append(file)
-            if len(prompts) > 1:
-                raise UserError(
-                    f"{place}: the name of {file} fits the prompts {' and '.join(prompts)}; put "
-                    f"their images into {folder}/<idx>/, or name them in the metadata"
-                )
-    if not files:
-        raise UserError(f"{place}: no image in {folder} is named in the line, {idx}/* or {idx}_*")
-    return files
-
-
-def _fitting_prompts(folder: Path, all_idx: Collection[str]) -> dict[Path, list[str]]:
-    """For each image in ``folder``, each idx for which it is <idx>.png, <idx>_* or <idx>-*."""
-    fitting = {}
-    for file in _images(folder):
-        fitting[file] = []
-        for match in re.finditer("[_-]|$", file.stem):
-            if file.stem[: match.start()] in all_idx:
-                fitting[file].append(file.stem[: match.start()])
-    return fitting
-
-
-def _cut(files: Sequence[Path], panels: int) -> Found:
-    sources = {}
-    generations = []
-    for number, file in enumerate(files):
-        generations.append([])
-        for panel in range(panels):
-            name = f"{number:02d}/{panel}.png"
-            generations[-1].append(name)
-            sources[name] = (file, panel)
-    return sources, generations
-
-
-def _sub_figures(row: PromptRow, folder: Path, panels: int) -> Found:
-    prompt_folder = folder / row.idx
-    sources = {}
-    generations = []
-    for part in sorted(path for path in prompt_folder.glob("*") if path.is_dir()):
-        files = _images(part)
-        if len(files) != panels:
-            raise UserError(f"{row.place}: {part} has {len(files)} images for {panels} panels")
-        generations.append([])
-        for file in files:
-            name = f"{part.name}/{file.name}"
-            generations[-1].append(name)
-            sources[name] = (file, None)
-    if not generations:
-        raise UserError(
-            f"{row.place}: no sub-figures in {prompt_folder}: "
-            f"put them at {prompt_folder}/<generation>/*.png"
-        )
-    return sources, generations
-
-
-def _existing(folder: Path, name: str, place: str) -> Path:
+def existing(folder: Path, name: str, place: str) -> Path:
+    """The path of a file that a row names. Raises UserError: It does not exist."""
     if not (folder / name).is_file():
         raise UserError(
             f"{place}: image {folder / name} does not exist; correct the line or the folder"
@@ -314,10 +196,8 @@ def _existing(folder: Path, name: str, place: str) -> Path:
     return folder / name
 
 
-def _images(folder: Path) -> list[Path]:
-    return sorted(
-        file for file in folder.glob("*") if file.is_file() and file.suffix.lower() in _SUFFIXES
-    )
+def _images(files: Iterable[Path]) -> list[Path]:
+    return [file for file in files if file.is_file() and file.suffix.lower() in _SUFFIXES]
 
 
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
@@ -342,13 +222,12 @@ def _check_names(
 ) -> None:
     if row.folder not in items:
         raise UserError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
-    known = items[row.folder].sources
+    known = list(chain(*items[row.folder].generations))
     for name in images:
         if name not in known:
-            shown = ", ".join(list(known)[:5])
             raise UserError(
                 f"{row.place}: {name!r} is not a sub-figure of prompt {row.folder}; "
-                f"known: {shown} …"
+                f"known: {', '.join(known[:5])} …"
             )
 
 
@@ -356,8 +235,8 @@ def read_edits(file: Path, has_server: bool) -> list[EditRow]:
     """Edits with the paths of their images. Raises UserError."""
     edits = read_rows(file, EditRow)
     for row in edits:
-        row.source = str(_existing(file.parent, row.source, row.place))
-        row.edited = str(_existing(file.parent, row.edited, row.place))
+        row.source = str(existing(file.parent, row.source, row.place))
+        row.edited = str(existing(file.parent, row.edited, row.place))
         if row.consistency is None and row.follows is None and not has_server:
             raise UserError(
                 f"{row.place} has no label (consistency or follows); add one, or name a --server"

@@ -10,14 +10,13 @@ FILE is .jsonl, .csv or .json, one pair in each row:
 
 import csv
 import json
-import logging
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from tqdm import tqdm
 
 from paco_judge.errors import UserError
@@ -25,18 +24,8 @@ from paco_judge.files import read_json_lines
 from paco_judge.images import content_digest, load_image
 from paco_judge.questions import Question, load_question
 from paco_reward.pairing.answers import split_verdict
-from paco_reward.pairing.inputs import Text, row_of
+from paco_reward.pairing.inputs import row_of
 from paco_reward.pairing.select import LabeledPair
-
-logger = logging.getLogger(__name__)
-
-
-def _none_if_blank(value: Any) -> Any:
-    """Tables write nothing into columns that are not used."""
-    return None if isinstance(value, str) and not value.strip() else value
-
-
-OptionalText = Annotated[Text | None, BeforeValidator(_none_if_blank)]
 
 
 class PairRow(pydantic.BaseModel):
@@ -44,12 +33,12 @@ class PairRow(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(coerce_numbers_to_str=True, str_strip_whitespace=True)
 
-    image1: Text
-    image2: Text
-    label: Annotated[bool | None, BeforeValidator(_none_if_blank)] = None
-    score: Annotated[float | None, BeforeValidator(_none_if_blank), Field(ge=0, le=1)] = None
-    theme: OptionalText = None
-    reason: OptionalText = None
+    image1: str
+    image2: str
+    label: bool | None = None
+    score: float | None = Field(None, ge=0, le=1)
+    theme: str | None = None
+    reason: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _either(self) -> "PairRow":
@@ -58,15 +47,53 @@ class PairRow(pydantic.BaseModel):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnPairs:
     """The usable rows of a file."""
 
-    pairs: list[LabeledPair]  # in the file's order, with images by their names in ``images``
-    images: dict[str, Path]  # the name of each image in the data set, and where it is now
-    questions: tuple[Question, ...]  # that the pairs are asked with
-    shown: list[list[str]]  # images and theme of every row
-    counts: dict[str, int]  # of rows by their fate
+    pairs: list[LabeledPair] = field(default_factory=list)  # images by their names in ``images``
+    images: dict[str, Path] = field(default_factory=dict)  # by name in the data set: where it is
+    questions: dict[str, Question] = field(default_factory=dict)  # that the pairs are asked with
+    shown: list[list[str]] = field(default_factory=list)  # images and theme of every row
+    counts: dict[str, int] = field(default_factory=dict)  # of rows by their fate
+    _names: dict[Path | str, str] = field(default_factory=dict)  # by file, and by content
+
+    def add(self, row: PairRow, folder: Path, question: str | None, min_gap: float) -> None:
+        """Take a row in, unless its score is unclear. Raises UserError: It cannot be used."""
+        first = self._image(folder / row.image1)
+        second = self._image(folder / row.image2)
+        if first == second:
+            raise UserError("image1 and image2 are the same image")
+        name = question or ("theme" if row.theme else "pair")
+        if name not in self.questions:
+            self.questions[name] = load_question(name, ("theme",))
+        if "theme" in self.questions[name].fields and row.theme is None:
+            raise UserError(f"it has no theme, which the question {name} asks about")
+        self.shown.append([first, second, row.theme or ""])
+        label = row.label
+        if label is None:
+            largest_no = 0.5 - min_gap / 2
+            least_yes = 0.5 + min_gap / 2
+            if largest_no < row.score < least_yes:
+                return
+            label = row.score >= least_yes
+        text = self.questions[name].text(theme=row.theme or "")
+        answer = None if row.reason is None else _answer(label, row.reason)
+        self.pairs.append(LabeledPair(first, second, text, label, "pair", "", answer))
+
+    def _image(self, file: Path) -> str:
+        """The name in the data set of an image."""
+        if file not in self._names:
+            if not file.is_file():
+                raise UserError(
+                    f"image {file} does not exist; paths are relative to the file of pairs"
+                )
+            # Copies of an image are one image: their pairs must not be on both sides of the split.
+            digest = content_digest(load_image(file)).hex()[:16]
+            name = f"pair_images/{digest}{file.suffix.lower()}"
+            self._names[file] = self._names.setdefault(digest, name)
+            self.images.setdefault(self._names[file], file)
+        return self._names[file]
 
 
 def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPairs:
@@ -80,85 +107,19 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
     Raises:
         UserError: Names the first row that cannot be used, and how many more there are.
     """
-    reader = _PairReader(file.parent, question_name, min_gap)
-    pairs = []
+    own = OwnPairs()
     problems = []
     rows = _rows(file)
     for number, values in enumerate(tqdm(rows, desc="pairs"), start=1):
         try:
-            pairs.append(reader.pair(row_of(values, PairRow)))
+            own.add(row_of(values, PairRow), file.parent, question_name, min_gap)
         except ValueError as error:
             problems.append(f"{file} row {number}: {error}")
     if problems:
         others = f" ({len(problems) - 1} more rows cannot be used)" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
-    clear = [pair for pair in pairs if pair is not None]
-    if len({pair.label for pair in clear}) < 2:
-        raise UserError(
-            f"{file}: of {len(rows)} pairs {len(clear)} have a clear label, all of them the same; "
-            "the judge learns from as many Yes as No"
-        )
-    counts = {"pairs": len(rows), "unclear": len(rows) - len(clear)}
-    questions = tuple(reader.questions.values())
-    return OwnPairs(clear, reader.images, questions, reader.shown, counts)
-
-
-class _PairReader:
-    """Makes labeled pairs of rows."""
-
-    def __init__(self, folder: Path, question_name: str | None, min_gap: float) -> None:
-        self.images: dict[str, Path] = {}
-        self.questions: dict[str, Question] = {}
-        self.shown: list[list[str]] = []
-        self._folder = folder
-        self._question_name = question_name
-        self._min_gap = min_gap
-        self._names: dict[Path, str] = {}
-        self._name_of_content: dict[bytes, str] = {}
-
-    def pair(self, row: PairRow) -> LabeledPair | None:
-        """None if its score is unclear. Raises UserError: The row cannot be used."""
-        first = self._image(row.image1)
-        second = self._image(row.image2)
-        if first == second:
-            raise UserError("image1 and image2 are the same image")
-        name = self._question_name or ("theme" if row.theme else "pair")
-        if name not in self.questions:
-            self.questions[name] = load_question(name, ("theme",))
-        question = self.questions[name]
-        if "theme" in question.fields and row.theme is None:
-            raise UserError(f"it has no theme, which the question {name} asks about")
-        self.shown.append([first, second, row.theme or ""])
-        label = self._label(row)
-        if label is None:
-            return None
-        answer = None if row.reason is None else _answer(label, row.reason)
-        text = question.text(theme=row.theme or "")
-        return LabeledPair(first, second, text, label, "pair", group="", reason=answer)
-
-    def _label(self, row: PairRow) -> bool | None:
-        """The label, or the side of 1/2 on which the score is; None: it is too near."""
-        if row.label is not None:
-            return row.label
-        largest_no = 0.5 - self._min_gap / 2
-        least_yes = 0.5 + self._min_gap / 2
-        return None if largest_no < row.score < least_yes else row.score >= least_yes
-
-    def _image(self, stated: str) -> str:
-        """The name in the data set of an image."""
-        file = self._folder / stated
-        if file in self._names:
-            return self._names[file]
-        if not file.is_file():
-            raise UserError(f"image {file} does not exist; paths are relative to the file of pairs")
-        # Copies of an image are one image: their pairs must not be on both sides of the split.
-        digest = content_digest(load_image(file))
-        name = self._name_of_content.setdefault(
-            digest, f"pair_images/{digest.hex()[:16]}{file.suffix.lower()}"
-        )
-        self._names[file] = name
-        self.images.setdefault(name, file)
-        return name
+    own.counts = {"pairs": len(rows), "unclear": len(rows) - len(own.pairs)}
+    return own
 
 
 def _answer(label: bool, reason: str) -> str:
@@ -172,34 +133,17 @@ def _answer(label: bool, reason: str) -> str:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     """The values of each row by column. Raises UserError."""
-    readers = {".csv": _csv_rows, ".jsonl": read_json_lines, ".json": _json_rows}
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
-        raise UserError(f"{file} must be a .jsonl, .csv or .json file")
-    rows = []
-    unused: Counter[str] = Counter()
-    for row in reader(file):
-        values = {str(name).strip().casefold(): value for name, value in row.items()}
-        unused.update(values.keys() - PairRow.model_fields.keys())
-        rows.append(values)
-    if not rows:
-        raise UserError(f"{file} holds no pairs")
-    if unused:
-        logger.warning("columns that are not used: %s", ", ".join(sorted(unused)))
-    return rows
+    if file.suffix.lower() == ".csv":
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            rows = list(csv.DictReader(text, strict=True))
+    elif file.suffix.lower() == ".json":
+        rows = json.loads(file.read_bytes())
+    else:
+        rows = read_json_lines(file)
+    return [_by_column(row) for row in rows]
 
 
-def _csv_rows(file: Path) -> list[dict[str, Any]]:
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        rows = list(csv.DictReader(text, strict=True))
-    for number, row in enumerate(rows, start=1):
-        if None in row:
-            raise UserError(
-                f"{file} row {number} has more cells than the first line has names; put quotes "
-                "around texts with commas"
-            )
-    return rows
-
-
-def _json_rows(file: Path) -> list[dict[str, Any]]:
-    return json.loads(file.read_bytes())
+def _by_column(row: Mapping[str | None, Any]) -> dict[str, Any]:
+    if None in row:
+        raise UserError(f"a row has too many cells: put quotes around texts with commas ({row})")
+    return {name.strip().casefold(): value for name, value in row.items()}

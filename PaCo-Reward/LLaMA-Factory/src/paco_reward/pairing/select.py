@@ -8,13 +8,14 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import imagehash
 import numpy as np
 from PIL import Image
+from scipy.cluster.hierarchy import DisjointSet
 
 from paco_judge.images import load_image
 from paco_reward.pairing.inputs import CandidateSet, PromptItem, Ranking
@@ -91,13 +92,14 @@ def labels_of_ranking(
 
 def pairs_of_rankings(
     rankings: Iterable[tuple[Ranking, list[tuple[str, bool]] | None]],
-    items: Mapping[str, PromptItem],
+    groups: Mapping[str, str],
     questions: Mapping[str, str],
     seed: int,
     counts: Counter,
 ) -> list[LabeledPair]:
     """The labeled pairs of rankings with their ``labels_of_ranking``.
 
+    ``groups`` and ``questions`` are those of each prompt.
     The seed chooses the order of the two images.
     Each pair comes once: where rankings disagree the majority decides, and a tie leaves it out
     (``pairs_disputed``).
@@ -118,7 +120,7 @@ def pairs_of_rankings(
         shown = [f"images/{folder}/{first}", f"images/{folder}/{second}"]
         if order_key(seed, *shown)[0] % 2:
             shown.reverse()
-        pairs.append(LabeledPair(*shown, questions[folder], yes > no, "theme", items[folder].group))
+        pairs.append(LabeledPair(*shown, questions[folder], yes > no, "theme", groups[folder]))
     return pairs
 
 
@@ -150,7 +152,7 @@ def leaders(names: Iterable[str], root: Path, bits: int) -> dict[str, str]:
 
 
 def without_duplicates(
-    pairs: Sequence[LabeledPair], leader: dict[str, str], counts: Counter
+    pairs: Sequence[LabeledPair], leader: Mapping[str, str], counts: Counter
 ) -> list[LabeledPair]:
     """The pairs without near-duplicates; order is kept.
 
@@ -168,27 +170,27 @@ def without_duplicates(
         if pair.kind == "theme":
             key = (pair.kind, *sorted(shown))
         groups.setdefault(key, []).append(pair)
-    return _first_of_each(groups.values(), counts)
-
-
-def without_repetition(pairs: Iterable[LabeledPair], counts: Counter) -> list[LabeledPair]:
-    """The pairs, each once; those that come with both labels are left out. Order is kept."""
-    by_question: dict[tuple[str, str, str], list[LabeledPair]] = {}
-    for pair in pairs:
-        by_question.setdefault((pair.first, pair.second, pair.question), []).append(pair)
-    return _first_of_each(by_question.values(), counts)
-
-
-def _first_of_each(groups: Iterable[Sequence[LabeledPair]], counts: Counter) -> list[LabeledPair]:
-    """The first pair of each group of repetitions; none of a group with both labels."""
     kept = []
-    for pairs in groups:
-        if len({pair.label for pair in pairs}) > 1:
-            counts["repeated_disputed"] += len(pairs)
+    for same in groups.values():
+        if len({pair.label for pair in same}) > 1:
+            counts["repeated_disputed"] += len(same)
         else:
-            counts["repeated"] += len(pairs) - 1
-            kept.append(pairs[0])
+            counts["repeated"] += len(same) - 1
+            kept.append(same[0])
     return kept
+
+
+def connected(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
+    """The pairs with their groups: one for all that share an image or near-duplicates of one."""
+    images = DisjointSet(leader.values())
+    for pair in pairs:
+        images.merge(leader[pair.first], leader[pair.second])
+    groups: dict[str, str] = {}
+    grouped = []
+    for pair in pairs:
+        group = groups.setdefault(images[leader[pair.first]], pair.first)
+        grouped.append(replace(pair, group=group))
+    return grouped
 
 
 def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
@@ -202,40 +204,10 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
     return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
 
 
-def groups_with_both_labels(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
-    """Groups for testing that hold about ``share`` of the Yes and of the No, at least one of each.
-
-    Most of each label stays outside. The set is empty if ``share`` is 0, or if no groups do that.
-    """
-    if share <= 0:
-        return set()
-    sizes: dict[str, Counter[bool]] = {}
-    for pair in pairs:
-        sizes.setdefault(pair.group, Counter())[pair.label] += 1
-    total = Counter(pair.label for pair in pairs)
-    needed = max(1, round(share * min(total[True], total[False])))
-    # One group of many images that are connected is only taken if small ones are not enough.
-    order = sorted(
-        sizes,
-        key=lambda group: (sizes[group].total() > 4 * needed, order_key(seed, "split", group)),
-    )
-    testing: set[str] = set()
-    taken: Counter[bool] = Counter()
-    for group in order:
-        is_lacking = any(taken[label] < needed and sizes[group][label] for label in (True, False))
-        after = taken + sizes[group]
-        leaves_most = all(2 * after[label] <= total[label] for label in (True, False))
-        if is_lacking and leaves_most:
-            testing.add(group)
-            taken = after
-    return testing if taken[True] and taken[False] else set()
-
-
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
-    left = Counter(
-        (pair.kind, not pair.label) for pair in pairs
-    )  # so many of each side may be kept
+    # So many of each side may be kept.
+    left = Counter((pair.kind, not pair.label) for pair in pairs)
     kept = set()
     for pair in shuffled(pairs, seed):
         if left[pair.kind, pair.label]:
