@@ -10,10 +10,9 @@ from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, DatasetOption
 _INTRODUCTION = """\
 # Configuration
 
-Every option of a run. This page is generated from `PaCo-GRPO/paco_grpo/options/schema.py` by
-`python tools/options_page.py > docs/configuration.md`.
-
-A configuration file (`config/grpo.py`) sets options in Python, the command line overrides them:
+Every option of a run, from `PaCo-GRPO/paco_grpo/options/schema.py`
+(`python tools/options_page.py > docs/configuration.md`). A configuration file (`config/grpo.py`)
+sets options in Python, the command line overrides them:
 
 ```bash
 bash scripts/single_node/train_flux.sh t2is --config.train.resolution=256 --config.seed=1
@@ -29,15 +28,9 @@ bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.modul
 bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN
 ```
 
-A configuration can name code, which is then imported and run: a `.py` file, `train.loss_type`,
-`train.aggregate_fn` and rewards. Read a configuration that you did not write before you use it.
-
-Wrong options are an error before any model is loaded. `None` on the command line gives None where
-that is allowed.
-
-† marks options that go beyond the published ones. The paper's settings are the configurations
-`t2is`, `kontext_editing` and `qwen_editing`
-([method, section 7](method.md#7-named-configurations)).
+`None` on the command line gives None where that is allowed. † marks options that go beyond the
+published ones. The paper's settings are
+[three configurations](method.md#7-named-configurations).
 """
 _TYPES = {
     int: "integer",
