@@ -15,10 +15,6 @@ from diffusers import (
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
 )
-from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
-from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 from tiny_pipelines import (
     build_tiny_flux,
@@ -42,9 +38,6 @@ class Family:
     """What tests need to know of a generator."""
 
     build: Callable[[], DiffusionPipeline]
-    stock: Callable[
-        [Policy, Item, Any], dict[str, Any]
-    ]  # (policy, item, monkeypatch) → arguments of diffusers' pipeline
     options: dict[str, Any] = field(
         default_factory=dict
     )  # of ``load_policy``: the guidance it is meant to be used with
@@ -52,133 +45,48 @@ class Family:
     discarded: str = ""  # regular expression for the LoRA layers whose output nothing reads
 
 
-def _flux(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    return {
-        "guidance_scale": policy.guidance_scale,
-        "max_sequence_length": policy.max_sequence_length,
-    }
-
-
-def _kontext(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    size = policy.reference_size(item.image, item)[::-1]  # width, height
-    reference = item.image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-    others = {"image": reference, "max_area": item.height * item.width, "_auto_resize": False}
-    return _flux(policy, item, monkeypatch) | others
-
-
-def _flux2(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    # Its references are cut as in the pipeline (test_flux2.py), but may be of fewer than 64 pixels.
-    monkeypatch.setattr(Flux2ImageProcessor, "check_image_input", lambda self, image: image)
-    references = [reference.image for reference in policy._read(item)]
-    return _flux(policy, item, monkeypatch) | {"image": references or None}
-
-
-def _qwen(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    return {
-        "true_cfg_scale": policy.guidance_scale,
-        "negative_prompt": policy.negative_prompt,
-        "max_sequence_length": policy.max_sequence_length,
-    }
-
-
-def _qwen_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    # The pipeline always resizes references to a megapixel: make it use our size.
-    size = policy.reference_size(item.image, item)[::-1]
-    monkeypatch.setattr(
-        pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (*size, None)
-    )
-    return _qwen(policy, item, monkeypatch) | {"image": item.image.convert("RGB")}
-
-
-def _qwen_edit_plus(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", item.height * item.width)
-    return _qwen(policy, item, monkeypatch) | {
-        "image": [image.convert("RGB") for image in item.images]
-    }
-
-
-def _qwen_21(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    # The pipeline always resizes references to a megapixel.
-    sizes = {i.width / i.height: policy.reference_size(i, item)[::-1] for i in item.images}
-    monkeypatch.setattr(
-        pipeline_qwenimage21, "calculate_dimensions", lambda area, ratio: (*sizes[ratio], None)
-    )
-    arguments = _qwen(policy, item, monkeypatch)
-    del arguments["max_sequence_length"]
-    return arguments | {"image": [image.convert("RGB") for image in item.images] or None}
-
-
-def _own_cfg(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    return _flux(policy, item, monkeypatch) | {"negative_prompt": policy.negative_prompt}
-
-
-def _longcat(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    scale = {"guidance_scale": policy.guidance_scale, "negative_prompt": policy.negative_prompt}
-    return scale | {"enable_prompt_rewrite": False}
-
-
-def _longcat_edit(policy: Policy, item: Item, monkeypatch) -> dict[str, Any]:
-    arguments = _longcat(policy, item, monkeypatch) | {"image": item.image.convert("RGB")}
-    del arguments["enable_prompt_rewrite"]
-    # The pipeline always generates a megapixel.
-    size = item.width, item.height
-    monkeypatch.setattr(
-        pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: size
-    )
-    return arguments
-
-
-_FLUX2 = Family(partial(build_tiny_flux2, klein=False), _flux2, references=2)
-_KLEIN = Family(build_tiny_flux2, _flux2, {"guidance_scale": 4.0}, references=2)
+_FLUX2 = Family(partial(build_tiny_flux2, klein=False), references=2)
+_KLEIN = Family(build_tiny_flux2, {"guidance_scale": 4.0}, references=2)
 _TRUE_CFG = {"guidance_scale": 4.0, "negative_prompt": " "}
 # The last block computes text that nothing reads.
 _QWEN_UNUSED = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"
 _PLUS = Family(
     partial(build_tiny_qwen, pipeline_class=QwenImageEditPlusPipeline),
-    _qwen_edit_plus,
     _TRUE_CFG,
     references=2,
     discarded=_QWEN_UNUSED,
 )
 
-_QWEN_21 = Family(build_tiny_qwen_21, _qwen_21, _TRUE_CFG, references=2)
+_QWEN_21 = Family(build_tiny_qwen_21, _TRUE_CFG, references=2)
 
 FAMILIES = {
-    "flux": Family(build_tiny_flux, _flux),
+    "flux": Family(build_tiny_flux),
     "flux_kontext": Family(
-        partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), _kontext, references=1
+        partial(build_tiny_flux, pipeline_class=FluxKontextPipeline), references=1
     ),
     "flux2": _FLUX2,
     "flux2_klein": _KLEIN,
-    "krea2": Family(build_tiny_krea2, _own_cfg, {"guidance_scale": 3.5, "negative_prompt": ""}),
-    "longcat_image": Family(
-        build_tiny_longcat, _longcat, {"guidance_scale": 4.5, "negative_prompt": ""}
-    ),
+    "krea2": Family(build_tiny_krea2, {"guidance_scale": 3.5, "negative_prompt": ""}),
+    "longcat_image": Family(build_tiny_longcat, {"guidance_scale": 4.5, "negative_prompt": ""}),
     "longcat_image_edit": Family(
         partial(build_tiny_longcat, LongCatImageEditPipeline),
-        _longcat_edit,
         {"guidance_scale": 4.5, "negative_prompt": ""},
         references=1,
     ),
-    "qwen_image_edit": Family(
-        build_tiny_qwen, _qwen_edit, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED
-    ),
+    "qwen_image_edit": Family(build_tiny_qwen, _TRUE_CFG, references=1, discarded=_QWEN_UNUSED),
     "qwen_image": Family(
         partial(build_tiny_qwen, pipeline_class=QwenImagePipeline),
-        _qwen,
         _TRUE_CFG,
         discarded=_QWEN_UNUSED,
     ),
     "qwen_image_21": _QWEN_21,
     "stable_diffusion_3": Family(
         build_tiny_sd3,
-        _own_cfg,
         {"guidance_scale": 4.5, "negative_prompt": ""},
         discarded=r"transformer_blocks\.1\.attn\.add_q_proj",  # the last block computes no text
     ),
     "z_image": Family(
         build_tiny_z_image,
-        _own_cfg,
         {"guidance_scale": 3.0, "negative_prompt": "", "max_sequence_length": 64},
     ),
     "qwen_image_edit_plus": replace(
@@ -196,12 +104,10 @@ VARIANTS = {
     "flux2 without references": replace(_FLUX2, references=0),
     "flux2_klein without references": replace(_KLEIN, references=0),
     "qwen_image_21 turbo without references": Family(
-        partial(build_tiny_qwen_21, sample_sigmas=[1.0, 0.7, 0.2]), _qwen_21
+        partial(build_tiny_qwen_21, sample_sigmas=[1.0, 0.7, 0.2])
     ),
     "qwen_image_edit_plus without zero_cond_t": _PLUS,  # as in 2509
-    "krea2 turbo": Family(
-        partial(build_tiny_krea2, is_distilled=True), _own_cfg, {"guidance_scale": 0.0}
-    ),
+    "krea2 turbo": Family(partial(build_tiny_krea2, is_distilled=True), {"guidance_scale": 0.0}),
     "qwen_image_edit without guidance": replace(FAMILIES["qwen_image_edit"], options={}),
 }
 EDITORS = ("flux_kontext", "qwen_image_edit")
