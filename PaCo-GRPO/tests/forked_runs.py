@@ -38,7 +38,7 @@ RUN = {
     "save_freq": 1,
     "train__gradient_step_per_epoch": 2,
     "sample__num_images_per_prompt": 8,
-    "train__reward_fn": "{'forked_runs:counted': 1}",
+    "train__reward_fn": "{'forked_runs:scored': 1}",
     "sample__reward_batch_size": 4,
 }
 # With a tiny epsilon of Adam, the first step is the gradient's sign, and rounding near 0 shows at
@@ -59,21 +59,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-def counted(folder: str, without: str = ""):
-    """brightness, NaN for prompts that begin with ``without``; each process counts its images in
-    ``folder``.
-    """
+def scored(without: str):
+    """brightness, NaN for prompts that begin with ``without``."""
     score = brightness()
 
-    def count_then_score(images, items):
-        with (Path(folder) / f"scored_{os.environ.get('RANK', '0')}").open("a") as out:
-            out.write(f"{len(images)}\n")
-        scores = score(images, items)
-        if without:
-            scores[[item.prompt.startswith(without) for item in items]] = np.nan
-        return scores
+    def score_others(images, items):
+        missing = [bool(without) and item.prompt.startswith(without) for item in items]
+        return np.where(missing, np.nan, score(images, items))
 
-    return count_then_score
+    return score_others
 
 
 def kill(*_) -> None:
@@ -152,7 +146,7 @@ def run(
     """Exit status of each process; when one is killed, so are the others, as by a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
-    kwargs = {"forked_runs:counted": {"folder": str(folder), "without": without}}
+    kwargs = {"forked_runs:scored": {"without": without}}
     changes = RUN | {"train__reward_fn_kwargs": repr(kwargs)} | changes
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_runs"])
@@ -187,7 +181,6 @@ def observe(trainer, folder: Path) -> None:
         "base_here": sum(_local(p).numel() for p in base),
         "sharded": sorted({isinstance(p, DTensor) for p in base}),
         "lora_whole": not any(isinstance(p, DTensor) for name, p in named if "lora_" in name),
-        "dtypes": sorted({str(p.dtype) for p in base}),
         "advantages": [],
     }
     original = updater.update
@@ -213,15 +206,6 @@ def observed(folder: Path, rank: int = 0) -> dict:
 
 def message(folder: Path, rank: int = 0) -> str:
     return (folder / f"message_{rank}").read_text()
-
-
-def images_scored(folder: Path, rank: int | str = "*") -> int:
-    """Over all runs in ``folder``."""
-    return sum(
-        int(line)
-        for path in folder.glob(f"scored_{rank}")
-        for line in path.read_text().splitlines()
-    )
 
 
 def checkpoints(folder: Path) -> list[str]:

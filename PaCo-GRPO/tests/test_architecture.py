@@ -9,32 +9,24 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "paco_grpo"
 
 
-def imports_of(node, package, known):
-    """The modules of ``known`` that a node imports, without those for type checking."""
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        return
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names if alias.name in known)
-    elif isinstance(node, ast.ImportFrom):
-        above = package.rsplit(".", node.level - 1)[0] if node.level else ""
-        source = ".".join(filter(None, (above, node.module)))
-        for name in (f"{source}.{alias.name}" for alias in node.names):
-            yield from ({name if name in known else source} & known)
-    for child in ast.iter_child_nodes(node):
-        yield from imports_of(child, package, known)
-
-
 def import_graph():
-    files = {
-        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
-        for file in PACKAGE.rglob("*.py")
-    }
-    known = {name.removesuffix(".__init__") for name in files}
+    """Module → the modules of the package that it imports, but for type checking."""
+    trees = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        trees[name.removesuffix(".__init__")] = ast.parse(file.read_text())
     graph = {}
-    for name, file in files.items():
-        package = name.rpartition(".")[0]
-        module = name.removesuffix(".__init__")
-        graph[module] = set(imports_of(ast.parse(file.read_text()), package, known)) - {module}
+    for module, tree in trees.items():
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node)[:20]]
+        named = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{module} imports relatively"
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= parts & trees.keys() or {node.module}
+        graph[module] = named & trees.keys() - {module}
     return graph
 
 

@@ -44,20 +44,6 @@ def test_flops_and_peak_of_a_linear_layer_and_of_attention():
     assert counted.flops == 2 * 2 * 2 * 3 * 128 * 128 * 64  # both products of all heads
 
 
-def test_a_mask_selects_its_rows_and_norms_are_those_of_cuda():
-    def compute(layer, x):
-        mask = torch.tensor([True, False, True, True])
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-            normed = nn.functional.rms_norm(y, (8,))
-            return y.dtype, normed.dtype, x[mask].shape
-
-    with torch.device("meta"):
-        layer = nn.Linear(8, 8)
-    shown = run_on_fake(layer, compute, (4, 8)).result
-    assert shown == (torch.bfloat16, torch.float32, (3, 8))
-
-
 PUBLISHED_BILLIONS = {
     "black-forest-labs/FLUX.1-dev": 11.90,
     "Qwen/Qwen-Image": 20.43,

@@ -69,7 +69,7 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int =
             }
             for i in range(count)
         ]
-        _write_rows(folder, split, rows)
+        write_rows(folder, split, rows)
     return folder
 
 
@@ -85,13 +85,13 @@ def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1
             for i, row in enumerate(rows):
                 del row["image"]
                 row["images"] = [files[(i + k) % count] for k in reversed(range(references))]
-        _write_rows(folder, split, rows)
+        write_rows(folder, split, rows)
         for i, file in enumerate(files):
             picture(i, 32, 64 if i % 2 else 32).save(folder / file)
     return folder
 
 
-def _write_rows(folder: Path, split: str, rows: list[dict]) -> None:
+def write_rows(folder: Path, split: str, rows: list[dict]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / f"{split}_metadata.jsonl").write_text("".join(lines))

@@ -1,20 +1,11 @@
 """study.py: options of its runs, rows of results.csv, tables. No training."""
 
-import json
-
-import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 import study
-from paco_grpo.commands.compare import results
-from paco_grpo.evaluation.agreement import pairs_of
 from paco_grpo.options import read_options
-from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
-from paco_toy.darkness import darkness
-from paco_toy.summary import MEASURES
 
 RUNS = [
     study.Run(name, run, 1)
@@ -37,41 +28,6 @@ def test_the_trainer_takes_the_options_of_every_run(run, monkeypatch):
     assert set(options.train.reward_fn_kwargs) == judged
 
 
-@pytest.mark.parametrize(
-    ("name", "readers"), [("rewards", ["oracle", "judge"]), ("objectives", ["oracle"])]
-)
-def test_the_results_of_an_evaluation_become_columns(name, readers, tmp_path, monkeypatch):
-    monkeypatch.chdir(study.GRPO)
-    monkeypatch.setattr(study, "OUT", tmp_path)
-    run = study.Run(name, "run", 1)
-    command = study.agreement_command(run)
-    arguments = [word for word in command if word.startswith("--config.")]
-    options, _ = read_options(["--config", command[3], *arguments])
-    pairs = pairs_of(map(short_name, options.test.reward_fn))
-    assert len(pairs) == len(readers)
-    rewards = {name: 0.75 for pair in pairs for name in pair}
-    row = {"item_id": 0, "category": "c", "open": True, "rewards": rewards}
-    evaluation = run.folder / "agreement"
-    evaluation.mkdir(parents=True)
-    (evaluation / "eval_data.jsonl").write_text(json.dumps(row) + "\n")
-    results(evaluation, None, None)
-    expected = {}
-    for reader in readers:
-        measured = {f"{reader}_w": 0.75, f"{reader}_b": 0.25, f"{reader}_w_minus_b": 0.5}
-        expected |= measured
-    assert study.agreement_columns(run) == expected
-
-
-def test_health_signals_are_read_from_the_log():
-    log = [
-        "started",
-        "after epoch 3: x (train/grad_norm in metrics.jsonl)",
-        "after epoch 4: y (1.0). Likely cause: z (reward/x in metrics.jsonl)",
-        "after epoch 5: x (train/grad_norm in metrics.jsonl)",
-    ]
-    assert study.warnings_of("\n".join(log)) == "train/grad_norm@3 reward/x@4"
-
-
 def rows_of(*rows):
     """Rows of results.csv from (run, judge, commit, seed, w − b)."""
     results = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_w_minus_b"])
@@ -92,26 +48,3 @@ def test_errors_are_between_seeds_paired_and_of_one_judge():
     assert variety == "| variety | j1 | 0 1 | c d | +0.750 ± 0.000 | +0.200 ± 0.100 |"
     assert gardo == "| gardo | j1 | 0 1 | c | +0.750 ± 0.000 | +0.050 ± 0.050 |"
     assert other_judge == "| variety | j2 | 2 | c | +0.750 | +0.900 |"
-
-
-def test_the_finished_runs_can_be_read_and_extended(tmp_path, monkeypatch):
-    known = study.read_results()
-    assert known[["commit", "judge"]].notna().all().all()
-    assert not known.duplicated([*study.KEY, "epochs"]).any()
-    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
-    known.to_csv(study.RESULTS, index=False)
-    before = dict.fromkeys(MEASURES, 0.1)
-    after = dict.fromkeys(MEASURES, 0.2)
-    policy = {"epochs": 2, "num_images": 4, "before": before, "after": after}
-    study.keep(study.Run("rewards", "variety", 2), "abc", [study.before_and_after(policy)])
-    results = study.read_results()
-    assert len(results) == len(known) + 1
-    columns = ["run", "judge", "agreement_before", "agreement_after"]
-    assert results.iloc[-1][columns].tolist() == ["variety", "abc", 0.1, 0.2]
-
-
-def test_darkness_is_the_percentage_of_dark_pixels():
-    pixels = np.full((4, 4, 3), 255, np.uint8)
-    pixels[0, 0] = 20
-    images = [Image.new("RGB", (4, 4), "white"), Image.fromarray(pixels)]
-    assert darkness()(images, [None, None]).tolist() == [0, 100 / 16]

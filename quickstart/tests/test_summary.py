@@ -1,12 +1,9 @@
 """summary.json's numbers, and the page."""
 
-import json
-
 import numpy as np
 import pytest
 
-from paco_toy import report
-from paco_toy.summary import policy_measures, table
+from paco_toy.summary import policy_measures
 from paco_toy.world import (
     CHARACTERS,
     VIEWS,
@@ -72,49 +69,3 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     assert measures["num_images"] == 4
     assert measures["train_resolution"] == 64
     assert measures["test_resolution"] == 128
-
-
-def test_the_change_of_edits_is_paired(tmp_path):
-    before = [0.0, 0.0, 1.0, 0.5]
-    after = [1.0, 0.0, 1.0, 1.0]
-    for epoch, scores in ((0, before), (7, [0.0] * 4), (12, after)):
-        rewards = []
-        for score in scores:
-            rewards.append({"oracle_edit": score, "oracle_followed": score, "oracle_kept": 1.0})
-        write_evaluation(tmp_path, epoch, rewards)
-    measures = policy_measures(tmp_path)
-    assert measures["before"]["oracle_edit"] == 0.375
-    assert measures["after"]["oracle_edit"] == 0.75
-    assert measures["epochs"] == 12
-    stderr = np.subtract(after, before).std(ddof=1) / 2
-    assert measures["change"]["oracle_edit"] == pytest.approx({"mean": 0.375, "stderr": stderr})
-    assert "+0.375 ±0.239" in table({"policy": measures, "minutes": 8})
-    stopped = measures | {"planned_epochs": 13}
-    assert "12 of 13" in table({"policy": stopped, "minutes": 8})
-
-
-def test_the_page_explains_judge_and_oracle(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    run.mkdir()
-    lines = []
-    for epoch, score in ((0, 0.25), (9, 0.75)):
-        rewards = {"consistency_score": score, "oracle_consistency": score / 2}
-        write_grids(run, epoch, rewards, [CHARACTERS[0], CHARACTERS[3]], [[0, 0, 1, 1], [3] * 4])
-        metrics = {f"eval/{name}_mean": value for name, value in rewards.items()}
-        lines.append({"phase": "eval", "epoch": epoch} | metrics)
-    lines.append({"phase": "train", "epoch": 9, "reward/consistency_score_mean": 0.5})
-    write_jsonl(run / "metrics.jsonl", lines)
-    (run / "config.yaml").write_text("num_epochs: 12\n")
-    judges = {"base": {"accuracy": 0.51, "auc": 0.52}, "lora": {"accuracy": 0.97, "auc": 0.98}}
-    summary = {"stage_seconds": {"world": 60, "rl": 120}, "judge": judges}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    monkeypatch.setattr("sys.argv", ["report", str(tmp_path), "run", "A title"])
-    report.main()
-    page = (tmp_path / "report.html").read_text()
-    for part in (
-        "9 of 12 epochs",
-        "3.0 minutes (world 1.0, rl 2.0)",
-        "<tr><th>accuracy</th><td>0.510</td><td>0.970</td></tr>",
-        "oracle: consistency 0.12 → 0.38",
-    ):
-        assert part in page

@@ -7,7 +7,6 @@ from forked_runs import (
     STOPPED,
     Fault,
     checkpoints,
-    images_scored,
     lose_log_probs,
     message,
     rows,
@@ -49,8 +48,6 @@ def test_two_processes_stop_between_batches_when_one_gets_a_signal(tiny_flux_dir
     assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0) == [STOPPED] * 2
     assert "resume_from=latest" in message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0001"]
-    # Not rank 1's last batch; rank 0 may have been ahead of it.
-    assert images_scored(tmp_path) < 2 * IMAGES
 
 
 @pytest.mark.slow

@@ -31,16 +31,9 @@ def test_everything_divides_evenly(m, k, batch, processes):
 
 
 def test_what_follows_is_derived_after_overrides():
-    assert make_plan(load("t2is"), 1, gradient_steps=1).gradient_steps == 1
-    assert (
-        make_plan(
-            load("t2is", ("train.gradient_step_per_epoch", "3")), 1, gradient_steps=1
-        ).gradient_steps
-        == 3
-    )
-    plan = make_plan(
-        load("t2is", ("sample.batch_size", "4"), ("train.batch_size", "2")), 8, gradient_steps=2
-    )
+    overrides = ("sample.batch_size", "4"), ("train.gradient_step_per_epoch", "3")
+    plan = make_plan(load("t2is", *overrides), 8, gradient_steps=2)
+    assert plan.gradient_steps == 3
     assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
     assert plan.rollout_batches == 21
     assert plan.notes == ()

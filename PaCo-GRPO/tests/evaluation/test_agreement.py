@@ -40,16 +40,6 @@ def test_prompts_that_describe_everything_and_missing_answers_do_not_count():
     assert intervals(full)["within_minus_between"] is None
 
 
-def test_a_difference_is_paired_by_prompt():
-    w = np.linspace(0.9, 0.5, 12)[:, None]
-    b = np.linspace(0.1, 0.4, 12)[:, None]
-    difference = intervals(rows(w, b), rows(w - 0.1, b + 0.05))
-    means = {"within": 0.1, "between": -0.05, "within_minus_between": 0.15}
-    for name, mean in means.items():
-        measured = difference[name]
-        assert [measured.mean, measured.low, measured.high] == pytest.approx([mean] * 3)
-
-
 def test_of_a_training_epoch():
     """Four prompts with two images each.
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from reward_factories import checked
 from tiny_policies import disturb, draw, load
-from tiny_run import brightness, load_script, rows_of, tiny_options, train
+from tiny_run import brightness, load_script, rows_of, tiny_options, train, write_rows
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation import evaluate
@@ -72,8 +72,8 @@ def evaluated(tiny_flux_dir, tmp_path_factory) -> Evaluated:
     for number, (height, width) in enumerate(SIZES):
         row = {"prompt": f"{'abcde'[number]} 1x2 [LEFT]: x{number}. [RIGHT]: y{number}."}
         row |= {"height": height, "width": width, "category": f"kind {number}", "idx": f"i{number}"}
-        rows.append(json.dumps(row | {"open": number % 2 == 0}) + "\n")
-    (Path(options.dataset) / "test_metadata.jsonl").write_text("".join(rows))
+        rows.append(row | {"open": number % 2 == 0})
+    write_rows(Path(options.dataset), "test", rows)
     (folder / "saved.yaml").write_text(options_to_yaml(options))
     adapters = {"first": folder / "first", "second": folder / "second", "base": None}
     for seed, place in enumerate((folder / "first", folder / "second")):

@@ -256,21 +256,6 @@ def test_ratio_metrics():
     torch.testing.assert_close(metrics["ratio_deviation"], (ratio - 1).abs())
 
 
-def test_trained_steps():
-    result = sample(ToyPolicy())
-    rng = np.random.default_rng(0)
-    plain = sample(ToyPolicy(), noise_steps=())
-
-    def steps(name, timesteps, rollout):
-        objective = get_objective(name)(train_options(timesteps=timesteps))
-        return list(objective.steps(rollout, rng))
-
-    for name in ("ppo", "guard_grpo", "flow_dppo", "nft"):
-        assert steps(name, None, result) == [0, 2]
-        assert steps(name, (2,), result) == [2]
-    assert steps("nft", (1, 3), plain) == [1, 3]  # it needs no noise step
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "option"),
     [
@@ -299,19 +284,6 @@ def test_decay_of_the_old_policy(decay_type, expected, limit):
     assert snapshot.decay(0) == 0
     assert snapshot.decay(100) == pytest.approx(expected)
     assert snapshot.decay(10**6) == limit
-
-
-def by_hand(step, policy, train):
-    return LossOutput(step.advantages * train.nft_beta)
-
-
-def test_a_function_is_an_objective():
-    objective = get_objective(f"{__name__}:by_hand")(train_options())
-    step = Step(sample(ToyPolicy()), 0, torch.tensor(ADVANTAGES))
-    loss, metrics = objective.loss(step, ToyPolicy())
-    assert torch.equal(loss, 0.7 * step.advantages)
-    assert not metrics
-    assert objective.snapshots == ()
 
 
 class Scaled(Objective):

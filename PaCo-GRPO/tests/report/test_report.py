@@ -2,11 +2,8 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
-import numpy as np
-import pytest
 import yaml
 from PIL import Image
 
@@ -100,36 +97,6 @@ def test_a_whole_page(tmp_path):
     for category in "ab":
         assert text.count(f'<p class="faint">{category}</p>') == 3
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
-
-
-def test_a_run_is_read_back(tmp_path):
-    run = read_run(fake_run(tmp_path / "run", epochs=4, images=24))
-    assert run.epochs == 4
-    assert run.test["oracle_consistency"][:, 0].tolist() == [0, 2, 4]
-    standard_error = 0.32 / 8  # of the 64 images of an epoch
-    assert run.train["consistency_score"][:, 2] == pytest.approx(np.full(4, standard_error))
-    assert set(run.train) == {"consistency_score"}
-    assert set(run.health) == {"train/grad_norm", "reward/within_minus_between"}
-    seconds = {"sampling": 28, "rewards": 4.8, "training": 13.6, "evaluation": 60}
-    assert run.seconds == pytest.approx(seconds)
-
-
-def test_the_largest_changes_come_first(tmp_path):
-    folder = fake_run(tmp_path / "run", epochs=2, images=0)
-    scores = {0: [0.5, 0.5, 0.9, None, 0.5], 2: [0.6, 1.0, 0.1, 1.0, 0.4]}
-    for epoch, values in scores.items():
-        place = folder / "eval" / f"epoch_{epoch:04d}"
-        shutil.rmtree(place)
-        write_evaluation(place, [{NAMES[0]: value} for value in values])
-    write_report(read_run(folder), tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
-    assert re.findall(r"Largest \w+: [^<]*", text) == [
-        "Largest gain: judge: consistency +0.50",
-        "Largest loss: judge: consistency -0.80",
-    ]
-    prompts = re.findall(r'title="[^"]* shape number (\d)"', text)
-    assert prompts == ["1", "2", "0", "4", "3"]  # then category a, then b
-    assert "judge: consistency – → 1.00" in text
 
 
 def test_a_run_that_has_only_begun(tmp_path):

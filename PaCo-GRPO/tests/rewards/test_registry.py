@@ -133,20 +133,3 @@ def test_all_rewards_that_cannot_be_used_are_named_with_their_options():
     assert "item 0 " in quoted and "'ocr'" in quoted
     with pytest.raises(UserError, match=f"{PLACE}.*no GPU"):
         build(error=RuntimeError("no GPU"))
-
-
-def remarkable():
-    return returning()
-
-
-remarkable.remark = lambda item: "are short" if item.prompt == "b" else None
-
-
-def test_what_is_unusual_is_counted(caplog):
-    path = f"{__name__}:remarkable"
-    rewards = [build_rewards({path: 1.0})["remarkable"]]
-    rewards.append(build_rewards({path: 1.0}, {path: {"server": "http://x"}})["remarkable"])
-    for reward in rewards:
-        reward.check_items([*ITEMS, *ITEMS])
-    counted = "remarkable: 2 of 4 prompts are short"
-    assert [record.getMessage() for record in caplog.records] == [counted, counted]

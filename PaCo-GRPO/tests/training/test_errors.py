@@ -1,7 +1,6 @@
 """What ends a run early: the finished epochs are saved, and the message says what to do."""
 
 import dataclasses
-import logging
 
 import pytest
 import torch
@@ -86,19 +85,3 @@ def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_f
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards, **LATE)
     with pytest.raises(TrainingStopped, match="images of epoch 1 .*no_scores 100%"):
         train(options)
-
-
-def test_a_reward_of_weight_0_that_fails_is_one_warning(tiny_flux_dir, tmp_path, caplog):
-    rewards = {"tiny_run:brightness": 1.0, "reward_factories:failing": 0.0}
-    changes = {
-        "train__reward_fn": rewards,
-        "train__reward_fn_kwargs": "{'reward_factories:failing': {'after': 2}}",
-        "test__reward_fn": rewards,
-        "sample__reward_batch_size": 2,
-    }
-    options = tiny_options(tiny_flux_dir, tmp_path, **LATE | changes | {"num_epochs": 1})
-    with caplog.at_level(logging.WARNING):
-        train(options)
-    (row,) = rows_of(options, "train")
-    assert row["reward/missing_share"] == 0
-    assert caplog.text.count("failing has weight 0") == 2  # in the epoch, and in the evaluation

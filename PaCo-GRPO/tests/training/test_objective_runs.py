@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from forked_runs import COMPARABLE, TOLERANCE, rows, run_to_end, weights
 from tiny_run import sampled, tiny_options, train
 from toy_policy import joint_dgpo
 
@@ -25,13 +24,6 @@ AWM = SIGMAS | {
     "train__awm_clip_range": 0.1,
     "train__awm_slow_beta": 0.5,
 }
-DGPO = SIGMAS | {
-    "train__loss_type": "dgpo",
-    "train__gradient_step_per_epoch": 2,
-    "train__dgpo_reference": "slow",
-    "train__dgpo_beta": 50.0,
-    "train__dgpo_clip_range": 1e-4,
-}
 
 
 def test_a_resumed_run_has_the_same_bits(tiny_flux_dir, tmp_path):
@@ -45,20 +37,6 @@ def test_a_resumed_run_has_the_same_bits(tiny_flux_dir, tmp_path):
         assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name), part
         for name, tensor in tensors.items():
             assert torch.equal(tensor, resumed.weights()[part][name]), (part, name)
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(tiny_flux_dir, tmp_path):
-    """dgpo weights the images of a group, which are on both."""
-    for folder, processes in (("one", 1), ("two", 2)):
-        run_to_end(tiny_flux_dir, tmp_path / folder, processes, **COMPARABLE | DGPO)
-    one, two = tmp_path / "one", tmp_path / "two"
-    for before, after in zip(rows(one), rows(two), strict=True):
-        for key in ("train/loss", "train/grad_norm", "train/masked_share"):
-            if key in before:
-                assert after[key] == pytest.approx(before[key], rel=1e-3, abs=1e-6), key
-    for part in ("trainable", "slow"):
-        torch.testing.assert_close(weights(two, part), weights(one, part), rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ That each option is read at all is tested in tests/config/test_schema.py.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tiny_run import rows_of, tiny_options
 
 from paco_grpo.objectives import Step
@@ -232,13 +230,6 @@ def test_lora_size_and_start(make):
         assert torch.equal(parameter, run.state.ema.shadow[name])
 
 
-def test_full_training_without_lora(make):
-    run = make(num_epochs=1, use_lora=False, train__learning_rate=1e-4)
-    Trainer(run).fit()
-    assert all("lora" not in name for name in run.state.parameters)
-    assert (run.folder / "checkpoints" / "epoch_0001" / "transformer").is_dir()
-
-
 def test_ema(make):
     run = one_epoch(make(**TWO_UPDATES, train__ema_decay=0.0, train__ema_update_interval=2))
     for name, parameter in run.state.parameters.items():
@@ -257,17 +248,6 @@ def test_test_rewards_may_differ(scale, make):
     assert set(run.rewards.test) == {"brightness", "jpeg_compressibility"}
     is_shared = run.rewards.test["brightness"] is run.rewards.train["brightness"]
     assert is_shared == (scale == 1.0)
-
-
-@pytest.mark.parametrize(("mode", "size"), [("exact", (32, 16)), ("aspect", (48, 24))])
-def test_item_size(mode, size, make, tmp_path):
-    row = {"prompt": "1x2 grid. [LEFT]: a. [RIGHT]: b.", "height": 16, "width": 32}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}_metadata.jsonl").write_text((json.dumps(row) + "\n") * 2)
-    run = make(dataset=str(tmp_path), item_size=mode, num_epochs=0)
-    Trainer(run).fit()
-    with Image.open(run.folder / "eval" / "epoch_0000" / "00000.png") as image:
-        assert image.size == size
 
 
 @pytest.mark.parametrize(

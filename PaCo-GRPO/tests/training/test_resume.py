@@ -83,14 +83,6 @@ def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):
     assert not run.state.optimizer.state
 
 
-def test_the_average_may_begin_where_a_run_resumes(tiny_flux_dir, tmp_path):
-    first = train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__ema=False)).run
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest"))
-    load_state(run)
-    run.close()
-    assert_equal(dict(first.state.parameters), run.state.ema.shadow)
-
-
 @pytest.mark.parametrize(
     ("file", "option"),
     [

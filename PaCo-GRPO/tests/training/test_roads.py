@@ -5,14 +5,13 @@ All items differ in prompt, some in shape, all images in noise, and the reward s
 about, so that an exchange, a repetition or an omission changes a number.
 """
 
-import json
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_run import sampled, tiny_options
+from tiny_run import sampled, tiny_options, write_rows
 
 from paco_grpo.distributed.processes import Strategy
 from paco_grpo.training.build import build_run
@@ -42,13 +41,12 @@ def answers(unscored=None):
 
 
 def make(flux, folder, unscored=None, **changes):
-    (folder / "prompts").mkdir()
     for split in ("train", "test"):
-        lines = []
+        rows = []
         for number, (height, width) in enumerate(SHAPES):
             prompt = f"{split} {'x' * number} 1x2 grid. [LEFT]: a{number}. [RIGHT]: b."
-            lines.append(json.dumps({"prompt": prompt, "height": height, "width": width}) + "\n")
-        (folder / "prompts" / f"{split}_metadata.jsonl").write_text("".join(lines))
+            rows.append({"prompt": prompt, "height": height, "width": width})
+        write_rows(folder / "prompts", split, rows)
     reward = f"{__name__}:answers"
     changes = {
         "item_size": "exact",

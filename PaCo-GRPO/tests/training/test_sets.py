@@ -5,19 +5,26 @@ The sets differ in everything: size, share, prompts, rewards, weights, arguments
 
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
-from forked_runs import COMPARABLE, assert_same_training, observed, run_to_end
+from forked_runs import (
+    COMPARABLE,
+    TOLERANCE,
+    assert_same_training,
+    observed,
+    run_to_end,
+    weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from named import CONFIG, load
 from PIL import Image
 from reward_factories import checked
-from tiny_run import rows_of, tiny_options, train
+from tiny_run import rows_of, tiny_options, train, write_rows
 
 from paco_grpo.commands.compare import results
 from paco_grpo.data.sampler import GroupSampler
@@ -38,6 +45,7 @@ from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.trainer import Trainer
 from paco_grpo.types import Item
 
 ASKED = "reward_factories:of_set"
@@ -47,13 +55,12 @@ ROWS = {"large": {"train": 5, "test": 4}, "small": {"train": 2, "test": 3}}
 
 def write_sets(folder: Path) -> None:
     for name, counts in ROWS.items():
-        (folder / name).mkdir(parents=True)
         for split, count in counts.items():
-            lines = []
+            rows = []
             for number in range(count):
                 prompt = f"{name} {split} {'x' * number} 1x2 grid. [LEFT]: a{number}. [RIGHT]: b."
-                lines.append(json.dumps({"prompt": prompt, "idx": f"{name}{number}"}) + "\n")
-            (folder / name / f"{split}_metadata.jsonl").write_text("".join(lines))
+                rows.append({"prompt": prompt, "idx": f"{name}{number}"})
+            write_rows(folder / name, split, rows)
 
 
 def sets_in(folder: Path) -> dict:
@@ -64,7 +71,7 @@ def sets_in(folder: Path) -> dict:
             "share": 0.5,
             "reward_fn": {ASKED: 2.0, OTHERS: 3.0},
             "reward_fn_kwargs": {
-                ASKED: {"begins": "small", "factor": -5.0},
+                ASKED: {"begins": "small", "factor": 5.0},
                 OTHERS: {"begins": "small"},
             },
             "test_reward_fn": {ASKED: 1.0, "tiny_run:redness": 0.0},
@@ -175,8 +182,7 @@ def test_open_prompts_of_a_folder_are_a_set_of_their_own(tmp_path):
         assert options.datasets[name].open is is_open
     rows = [{"prompt": f"{i} 1x2 [LEFT]: a. [RIGHT]: b.", "open": i in (1, 2)} for i in range(5)]
     for split in ("train", "test"):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{split}_metadata.jsonl").write_text(text)
+        write_rows(tmp_path, split, rows)
     changes = [(f"datasets.{name}.folder", str(tmp_path)) for name in ("full", "open")]
     items = load_items(load("toy_t2is_sets", *changes), "test")
     assert [(item.prompt[0], item.dataset) for item in items] == [
@@ -222,22 +228,19 @@ def test_evaluations_take_sets_in_turn():
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def test_a_reward_is_asked_about_images_of_its_sets_alone():
-    calls = []
-
-    def reward(name, factor, compares=False):
+def test_an_image_has_the_scores_of_its_sets_rewards():
+    def reward(factor, compares=False):
         def score(images, items):
-            calls.append((name, [item.item_id for item in items]))
             return np.array([factor * image.getpixel((0, 0))[0] for image in images])
 
         score.compares_images = compares
         return checked(score)
 
-    common = reward("common", 1)
+    common = reward(1)
     sets = [
-        {"common": common, "own": reward("own 0", 2)},
+        {"common": common, "own": reward(2)},
         {"common": common},
-        {"common": common, "own": reward("own 2", 3), "compared": reward("compared", 4, True)},
+        {"common": common, "own": reward(3), "compared": reward(4, True)},
     ]
     rewards = merge_sets(sets, ["a", "b", "c"])
     assert rewards["common"] is common
@@ -258,11 +261,6 @@ def test_a_reward_is_asked_about_images_of_its_sets_alone():
         [16, 48, 64],
     ]
     np.testing.assert_array_equal(scores, expected)
-    asked_of = defaultdict(list)
-    for name, ids in calls:
-        asked_of[name] += ids
-    assert asked_of["own 0"] == [20, 20] and asked_of["own 2"] == [22, 22, 22]
-    assert asked_of["compared"] == [22, 22, 22]
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -272,8 +270,24 @@ def test_a_reward_is_asked_about_images_of_its_sets_alone():
 def finished(tiny_flux_dir, tmp_path_factory):
     """A run of two epochs; rewards fail for images of another set."""
     folder = tmp_path_factory.mktemp("sets")
-    options = tiny_options(tiny_flux_dir, folder, eval_freq=2, **set_changes(folder))
-    run = train(options).run
+    product = {"train__aggregate_fn": "product_aggregate_fn"}
+    options = tiny_options(tiny_flux_dir, folder, eval_freq=2, **set_changes(folder), **product)
+    run = build_run(options)
+    run.seen = []
+    update, gathered = run.updater.update, ScoreQueue.gathered
+
+    def record_scores(queue, *arguments):
+        run.scores = gathered(queue, *arguments)
+        return run.scores
+
+    def record_advantages(rollouts, advantages, *others):
+        run.seen.append((run.scores, advantages, rollouts.item_ids))
+        return update(rollouts, advantages, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScoreQueue, "gathered", record_scores)
+        patch.setattr(run.updater, "update", record_advantages)
+        Trainer(run).fit()
     assert json.loads((run.folder / "plan.json").read_text())["prompts_of_sets"] == {
         "large": 3,
         "small": 1,
@@ -281,11 +295,25 @@ def finished(tiny_flux_dir, tmp_path_factory):
     return run
 
 
+def test_advantages_are_of_each_sets_rewards_in_its_own_spread(finished):
+    for of_epoch, advantages, item_ids in finished.seen:
+        scores = dict(zip(finished.rewards.train, of_epoch.T, strict=True))
+        is_small = np.array([finished.train_items[i].dataset for i in item_ids]) == 1
+        assert (np.isnan(scores["spread_of_set"]) == ~is_small).all()
+        small = scores["of_set"] ** 2 * scores["spread_of_set"] ** 3
+        expected = np.empty(12)
+        for rows, total in ((is_small, small), (~is_small, scores["of_set"])):
+            for item_id in np.unique(item_ids[rows]):
+                group = item_ids == item_id
+                expected[group] = (total[group] - total[group].mean()) / total[rows].std()
+        np.testing.assert_allclose(advantages, expected)
+
+
 def test_metrics_are_those_of_each_set(finished):
     for row in rows_of(finished.options, "train"):
         assert row["reward/missing_share"] == 0
         large, small = row["set/large/of_set_mean"], row["set/small/of_set_mean"]
-        assert small < 0 < large
+        assert small != large
         assert row["reward/of_set_mean"] == pytest.approx((9 * large + 3 * small) / 12)
         assert row["set/small/spread_of_set_mean"] == row["reward/spread_of_set_mean"]
         assert "set/large/spread_of_set_mean" not in row
@@ -305,12 +333,7 @@ def test_metrics_are_those_of_each_set(finished):
 def test_report_and_tables_are_by_set(finished, tmp_path):
     write_report(read_run(finished.folder), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    for part in (
-        "of set · large,",
-        "of set · small (weight 2)",
-        "spread of set · small (weight 3)",
-    ):
-        assert part in text
+    assert "of set · large," in text and "spread of set · small (weight 3)" in text
     tables = results(finished.folder / "eval" / "epoch_0002", None, None)
     record = json.loads((finished.folder / "eval" / "epoch_0002" / "results.json").read_text())
     assert "large:" in tables and "small:" in tables
@@ -321,15 +344,13 @@ def test_report_and_tables_are_by_set(finished, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_sets(finished, tiny_flux_dir, tmp_path):
-    changes = set_changes(tmp_path)
+    changes = set_changes(tmp_path) | {"train__aggregate_fn": "product_aggregate_fn"}
     train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes))
     again = tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes)
     run = train(again).run
     for name, parameter in run.state.parameters.items():
         assert parameter.equal(finished.state.parameters[name])
-    (tmp_path / "small" / "train_metadata.jsonl").write_text(
-        json.dumps({"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."})
-    )
+    write_rows(tmp_path / "small", "train", [{"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."}])
     with pytest.raises(ConfigError, match="dataset"):
         build_run(again)
 
@@ -345,13 +366,26 @@ def test_missing_scores_are_counted_in_their_set(tiny_flux_dir, tmp_path):
         train(tiny_options(tiny_flux_dir, tmp_path, **changes))
 
 
+DGPO = {
+    "sample__noise_level": 0,
+    "train__num_sigmas": 1,
+    "train__loss_type": "dgpo",
+    "train__dgpo_reference": "slow",
+    "train__dgpo_beta": 50.0,
+    "train__dgpo_clip_range": 1e-4,
+}
+
+
 @pytest.mark.slow
 def test_two_processes_train_sets_as_one(tiny_flux_dir, tmp_path):
+    """With dgpo, which weights the images of a group, which are on both."""
     folders = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folders.append(folder)
         write_sets(folder)
-        run_to_end(tiny_flux_dir, folder, processes, **COMPARABLE | set_changes(folder))
+        run_to_end(tiny_flux_dir, folder, processes, **COMPARABLE | DGPO | set_changes(folder))
     assert np.count_nonzero(observed(folders[0])["advantages"]) == 24
     assert_same_training(*folders)
+    one, two = (weights(folder, "slow") for folder in folders)
+    torch.testing.assert_close(two, one, rtol=0, atol=TOLERANCE)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from tiny_run import rows_of, tiny_options, write_prompts
 
-from paco_grpo.options import ConfigError
-from paco_grpo.training import build
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
 
@@ -31,15 +29,6 @@ def test_compilation_attention_and_offloading_are_set(make):
         assert (
             block._compiled_call_impl and block.attn.processor._attention_backend == "_native_math"
         )
-
-
-def test_compilation_on_a_gpu_needs_a_compiler_before_weights_are_loaded(make, monkeypatch):
-    monkeypatch.setattr("paco_judge.compiler.missing_for_compilation", lambda: "install gcc")
-    monkeypatch.setattr(build, "load_policy", lambda *_: "loaded")
-    for is_compiled, device in ((True, "cpu"), (False, "cuda")):
-        assert build.load_generator(make(speed__compile=is_compiled), device) == "loaded"
-    with pytest.raises(ConfigError, match="speed.compile"):
-        build.load_generator(make(speed__compile=True), "cuda:1")
 
 
 def test_old_log_probs_come_from_the_graph_that_is_trained(make):

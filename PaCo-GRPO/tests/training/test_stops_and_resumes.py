@@ -6,12 +6,9 @@ import logging
 import pytest
 from tiny_run import rows_of, tiny_options, train, write_prompts
 
-from paco_grpo.checkpoint import files
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import lora
-from paco_grpo.rewards.queue import ScoringError
 from paco_grpo.training.build import build_run
-from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 
 
@@ -19,43 +16,25 @@ def rewards(**weights):
     return repr({f"reward_factories:{name}": weight for name, weight in weights.items()})
 
 
-def test_a_reward_that_fails_in_the_middle_of_an_epoch_stops_with_the_state_saved(
-    tiny_flux_dir, tmp_path
-):
-    """The second epoch of eight images: the first call of two images is good, the next one fails
-    while sampling goes on.
+def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path, caplog):
+    """They reach no aggregation (a negative one would be refused), and a missing score or a failure
+    leaves no sample out.
     """
-    options = tiny_options(
-        tiny_flux_dir,
-        tmp_path,
-        train__reward_fn=rewards(failing=1),
-        sample__batch_size=2,
-        train__reward_fn_kwargs="{'reward_factories:failing': {'after': 10}}",
-        sample__reward_batch_size=2,
-        save_freq=0,
-    )
-    with pytest.raises(TrainingStopped, match="the reward broke at 2 images") as stopped:
-        train(options)
-    assert isinstance(stopped.value.__cause__ or stopped.value.__context__, ScoringError)
-    assert [path.name for path in files.list_checkpoints(tmp_path / "runs/run/checkpoints")] == [
-        "epoch_0001"
-    ]
-
-
-def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path):
-    """They reach no aggregation (a negative one would be refused), and their missing scores leave
-    no sample out.
-    """
+    watched = {"reward_factories:failing": 0.0, "tiny_run:brightness": 1.0}
     options = tiny_options(
         tiny_flux_dir,
         tmp_path,
         num_epochs=1,
         train__aggregate_fn="geometric_mean_aggregate_fn",
-        train__reward_fn=rewards(failing=1, negative=0, no_scores=0),
+        train__reward_fn=rewards(gaps=1, negative=0, no_scores=0),
+        train__max_missing_reward_fraction=0.6,
+        test__reward_fn=repr(watched),
+        test__reward_fn_kwargs="{'reward_factories:failing': {'after': 2}}",
     )
     train(options)
     (row,) = rows_of(options, "train")
-    assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0
+    assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0.5
+    assert caplog.text.count("failing has weight 0") == 1
     with pytest.raises(ConfigError, match="reward_fn"):
         build_run(tiny_options(tiny_flux_dir, tmp_path / "b", train__reward_fn=rewards(failing=0)))
 
