@@ -23,13 +23,10 @@ def test_packages_get_prompts_and_images_by_name(packages):
     preferred = built("hpsv3", "cuda:1", checkpoint="weights", batch_size=3)
     edited = built("edit_reward", **EDIT_REWARD)
     assert not packages.loaded
-    pixels = [image.tobytes() for image in IMAGES[:4]]
-    expected = [share_of(item.prompt, own) for item, own in zip(ITEMS, pixels)]
-    assert preferred(IMAGES[:4], ITEMS[:4]) == pytest.approx(expected)
-    expected = []
-    for item, own in zip(ITEMS, pixels):
-        expected.append(share_of(item.prompt, item.image.tobytes(), own))
-    assert edited(IMAGES[:4], ITEMS[:4]) == pytest.approx(expected)
+    (image, *_), (item, *_) = IMAGES, ITEMS
+    shown = item.prompt, item.image.tobytes(), image.tobytes()
+    assert preferred([image], [item]) == pytest.approx([share_of(shown[0], shown[2])])
+    assert edited([image], [item]) == pytest.approx([share_of(*shown)])
     hps, edit = packages.loaded
     assert hps == {"config_path": None, "checkpoint_path": "weights", "device": "cuda:1"}
     assert (edit["config_path"], edit["checkpoint_path"]) == ("a.yaml", "folder")

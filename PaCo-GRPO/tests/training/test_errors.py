@@ -7,6 +7,7 @@ import torch
 from tiny_run import rows_of, tiny_edit_options, tiny_options, train
 
 from paco_grpo.checkpoint import files
+from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
@@ -78,6 +79,12 @@ def test_a_defect_saves_what_is_finished_and_keeps_its_traceback(tiny_flux_dir, 
         passed = after["train_time"] - before["train_time"]
         assert passed == pytest.approx(after["time/epoch_s"])
     assert resumed.state.train_seconds == third["train_time"] > 0
+
+
+def test_variety_needs_open_prompts(tiny_flux_dir, tmp_path):
+    options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn={"between_images": 1.0})
+    with pytest.raises(ConfigError, match="between_images.* open"):
+        build_run(options)
 
 
 def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_flux_dir, tmp_path):
