@@ -150,7 +150,8 @@ def build_flux(models: Path, seconds: float, seed: int) -> None:
     pipe.text_encoder = CLIPTextModel(pipe.text_encoder.config)
     pipe.text_encoder_2 = T5EncoderModel(pipe.text_encoder_2.config)
     pipe.transformer = FluxTransformer2DModel.from_config(pipe.transformer.config)
-    flux.pretrain_text(pipe.tokenizer_2, pipe.text_encoder, pipe.text_encoder_2, seed)
+    steps = max(1, round(seconds / 11))  # 600 in the default time
+    flux.pretrain_text(pipe.tokenizer_2, pipe.text_encoder, pipe.text_encoder_2, steps, seed)
     flux.train(pipe, seconds, seed)
     pipe.to(torch.bfloat16).save_pretrained(folder)
     _remove_build_paths(folder)

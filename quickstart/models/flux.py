@@ -127,7 +127,7 @@ def _shown_characters(
 
 
 def pretrain_text(
-    tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, seed: int
+    tokenizer: PreTrainedTokenizerFast, clip: nn.Module, t5: nn.Module, steps: int, seed: int
 ) -> None:
     """Teaches the text encoders to read prompts, by linear probes that are discarded.
 
@@ -170,7 +170,7 @@ def pretrain_text(
         return losses
 
     learning = nn.ModuleList([clip, t5, probes, pooled_character, pooled_views])
-    fit([(learning, 2e-3)], next_losses, "text", for_steps(600))
+    fit([(learning, 2e-3)], next_losses, "text", for_steps(steps))
 
 
 def _image_ids(side: int) -> torch.Tensor:
