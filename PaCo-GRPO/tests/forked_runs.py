@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.policies.flux import FluxPolicy
-from paco_grpo.rewards.registry import CheckedReward
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
@@ -96,7 +95,6 @@ class Fault:
 
 _METHODS = {
     "decode": (FluxPolicy, "decode"),
-    "score": (CheckedReward, "__call__"),
     "backward": (Updater, "_micro_batches"),
     "commit": (ckpt, "commit"),
 }

@@ -49,9 +49,3 @@ def test_a_failure_is_a_row_and_the_minutes_are_kept():
     assert check_gpu.run_check(("late", 20, fail), time.monotonic() + 1)["status"] == "skipped"
     row = check_gpu.run_check(("good", 20, lambda: {"images": 3}), later)
     assert check_gpu.line(row).endswith("3")
-
-
-def test_a_gpus_plan_has_what_most_people_train_before_variants(tmp_path):
-    names = [name for name, *_ in check_gpu.plan(tmp_path, gpus=2)]
-    assert names.index("t2is_80gb") < names.index("toy, compiled") < names.index("t2is_qwen")
-    assert sum(name.startswith("two GPUs") for name in names) == 2

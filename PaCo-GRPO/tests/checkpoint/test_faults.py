@@ -19,24 +19,16 @@ from forked_runs import (
 IMAGES = 16  # an epoch; in batches of 4: 4 batches on one process, 2 on each of two
 
 
-@pytest.mark.parametrize(
-    ("fault", "processes"),
-    [
-        pytest.param(Fault("score", IMAGES // 4 + 1), 1, marks=pytest.mark.slow),
-        pytest.param(Fault("commit", 2), 2, marks=pytest.mark.long),
-    ],
-)
-def test_killed_in_the_second_epoch_and_resumed_is_bit_identical(
-    tiny_flux_dir, tmp_path, fault, processes
-):
+@pytest.mark.long
+def test_killed_in_the_second_epoch_and_resumed_is_bit_identical(tiny_flux_dir, tmp_path):
     whole = tmp_path / "whole"
-    run_to_end(tiny_flux_dir, whole, processes)
-    killed = run(tiny_flux_dir, tmp_path, processes, fault)
+    run_to_end(tiny_flux_dir, whole, 2)
+    killed = run(tiny_flux_dir, tmp_path, 2, Fault("commit", 2))
     # Where one is killed, the other may end by itself, without a partner, before the launcher
     # kills it.
     assert -signal.SIGKILL in killed and 0 not in killed
     assert [name for name in checkpoints(tmp_path) if not name.startswith(".")] == ["epoch_0001"]
-    run_to_end(tiny_flux_dir, tmp_path, processes, resume_from="latest")
+    run_to_end(tiny_flux_dir, tmp_path, 2, resume_from="latest")
     assert state(tmp_path, 3) == state(whole, 3)
     assert rows(tmp_path) == rows(whole)
     assert checkpoints(tmp_path) == ["epoch_0001", "epoch_0002", "epoch_0003"]

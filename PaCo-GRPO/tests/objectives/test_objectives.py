@@ -307,9 +307,3 @@ def test_arguments_of_a_users_objective():
     for arguments, problem in (({"scale": 2, "shfit": 1}, "'shfit'"), ({"shift": 1}, "'scale'")):
         with pytest.raises(ValueError, match=f"^config.train.loss_kwargs.*{problem}"):
             create(**arguments)
-
-
-def test_unknown_objectives():
-    for name in ("guard_gpo", "no.such.module:f", "json:nothing"):
-        with pytest.raises(ValueError, match="config.train.loss_type"):
-            get_objective(name)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
+from paco_grpo.sampling.denoise import Draws, Sampling, integrate, rollout, sample_noise_steps
+from paco_grpo.sampling.sde import cps_step, sde_step
 from paco_grpo.types import Item
 
 
@@ -84,3 +85,66 @@ def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epo
     assert chosen == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
     assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
     assert len({sample_noise_steps(range(10), 2, seed, epoch + i) for i in range(50)}) > 20
+
+
+@pytest.mark.parametrize(("step", "sigma"), [(sde_step, 0.6), (sde_step, 1.0), (cps_step, 0.6)])
+def test_log_prob(step, sigma):
+    x, v, noise = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    sigmas = torch.tensor([sigma, 0.8]), torch.tensor([0.5, 0.1])
+    taken = step(x, v, *sigmas, 0.9, 0.7)
+    latents = taken.sample(noise)
+    normal = torch.distributions.Normal(taken.mean, taken.std.view(-1, 1, 1).expand_as(x))
+    expected = normal.log_prob(latents)
+    if step is cps_step:
+        expected = -(latents - taken.mean).square()
+    torch.testing.assert_close(taken.log_prob(latents), expected.mean((1, 2)), rtol=1e-4, atol=1e-4)
+
+
+# --- steps after the last noise step: fewer, and of second order
+
+
+def test_order_two_against_numpy():
+    """Two steps by hand, of unequal length."""
+
+    def velocity(x, sigma):
+        return x**2 - sigma * x + sigma**2
+
+    sigmas, x = np.array([0.9, 0.5, 0.0]), 0.7
+    first = x + velocity(x, 0.9) * -0.4
+    middle = velocity(first, 0.5) + (-0.5 / (2 * -0.4)) * (velocity(first, 0.5) - velocity(x, 0.9))
+    start = torch.full((1, 1, 1), x, dtype=torch.float64)
+    found = integrate(
+        lambda x, s: velocity(x, s.view(-1, 1, 1)), start, torch.tensor(sigmas), second_order=True
+    )
+    np.testing.assert_allclose(found.item(), first + middle * -0.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("steps", "places"),
+    [(None, range(9)), (1, [0, 8]), (3, [0, 3, 5, 8]), (8, range(9)), (20, range(9))],
+)
+def test_fewer_steps_are_evenly_spaced_and_keep_the_ends(steps, places):
+    sigmas = torch.linspace(0.9, 0, 9)
+    assert torch.equal(Sampling(10, tail_steps=steps).tail(sigmas), sigmas[list(places)])
+
+
+@pytest.mark.parametrize("tail", [{"tail_steps": 2}, {"tail_steps": 6}])
+def test_only_what_follows_the_last_noise_step_changes(tail):
+    whole, shorter = ToyPolicy(), ToyPolicy()
+    plain = toy_rollout(whole, num_steps=10)
+    changed = toy_rollout(shorter, num_steps=10, **tail)
+    assert len(whole.calls) == 10 and len(shorter.calls) == 4 + tail["tail_steps"]
+    assert len(plain.noise_steps) == 2
+    for a, b in zip(plain.noise_steps, changed.noise_steps, strict=True):
+        for name in ("latents", "next_latents", "mean", "log_prob"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert not torch.equal(plain.clean_latents, changed.clean_latents)
+    torch.testing.assert_close(plain.clean_latents, changed.clean_latents, atol=0.3, rtol=0.3)
+
+
+def test_without_noise_there_is_no_tail_and_nothing_is_recorded():
+    policy = ToyPolicy()
+    plain = toy_rollout(ToyPolicy(), noise_steps=())
+    same = toy_rollout(policy, noise_level=0.0, tail_steps=2)
+    assert len(policy.calls) == 5 and same.noise_steps == []
+    assert torch.equal(plain.clean_latents, same.clean_latents)
