@@ -46,14 +46,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measured epochs")
     arguments, rest = parser.parse_known_args(words)
     from paco_grpo.options import read_options
-    from paco_grpo.training.build import USER_ERRORS
 
     def command() -> None:
         texts = [f"--config.{name}={value}" for name, value in CHANGES.items()]
         options, _ = read_options([*rest, *texts])
         print(json.dumps(measure(options, arguments.repeats, arguments.random_weights)))
 
-    return run_command(command, *USER_ERRORS)
+    return run_command(command)
 
 
 def measure(options: Any, repeats: int, with_random_weights: bool) -> dict[str, Any]:

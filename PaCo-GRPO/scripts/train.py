@@ -54,10 +54,11 @@ def main(arguments: list[str]) -> int:
 
 def train(options: RunOptions, name: str) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
-    from paco_grpo.training.build import USER_ERRORS, build_run
+    from paco_grpo.training.build import build_run
     from paco_grpo.training.checks import require_promised_gpu
     from paco_grpo.training.stopping import TrainingStopped
     from paco_grpo.training.trainer import Trainer
+    from paco_judge.errors import UserError
 
     trainer = None
     try:
@@ -69,7 +70,7 @@ def train(options: RunOptions, name: str) -> int:
         return 128 + stopped.signal_number if stopped.signal_number else 3
     except KeyboardInterrupt:
         return interrupted(trainer)
-    except USER_ERRORS as error:
+    except UserError as error:
         again = resume_command(trainer)
         print(f"error: {error}{f'. Then: {again}' if again else ''}", file=sys.stderr)
         return 4 if again else 2

@@ -38,7 +38,7 @@ ALLOWED = {
     "data": {"options"},
     "policies": {"options"},
     "rewards": {"options", "distributed", "data"},
-    "advantages": {"options", "rewards"},
+    "advantages": {"options", "rewards", "data"},
     "sampling": {"options", "policies", "data"},
     "objectives": {"options", "policies", "sampling"},
     "distributed": {"options", "policies"},

@@ -5,12 +5,20 @@ A sample with a missing reward is left out of its group.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.stats import rankdata
 
-from paco_grpo.advantages.aggregation import AggregateFn, normalize
-from paco_grpo.options.schema import RunOptions
+from paco_grpo.advantages.aggregation import (
+    AggregateFn,
+    get_aggregate_fn,
+    normalize,
+    weighted_sum,
+)
+from paco_grpo.data.sets import PromptSet
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.rewards.registry import reward_weights
 from paco_grpo.types import Item
 
 _STATS = ("missing_share", "dropped_share", "group_size_mean", "zero_std_share", "mean_abs")
@@ -23,6 +31,31 @@ class SetRewards:
     name: str  # "" for the only set of a run
     weights: Mapping[str, float]  # by short name; rewards with weight 0 are not in it
     aggregate_fn: AggregateFn
+
+
+def set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
+    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
+    weights = {}
+    for name, weight in reward_weights(prompt_set.train.weights).items():
+        if weight:
+            weights[name] = weight
+    try:
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
+    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
+    if prompt_set.name and weights_of_function is not None:
+        others = [name for name in weights if weights_of_function[name] != weights[name]]
+        if others:
+            raise ConfigError(
+                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
+                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
+                "'product_aggregate_fn'"
+            )
+    return SetRewards(prompt_set.name, weights, aggregate_fn)
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,11 @@ from paco_grpo.evaluation.intervals import Row, intervals, markdown
 from paco_grpo.evaluation.verify import Verification, skip_reason
 from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError, RunOptions, read_options
-from paco_grpo.policies.adapters import add_lora
-from paco_grpo.policies.loading import text_length
+from paco_grpo.policies.adapters import add_lora, find_adapter
+from paco_grpo.policies.loading import apply_speed, load_generator, text_length
+from paco_grpo.rewards.by_set import evaluation_rewards
 from paco_grpo.rewards.registry import Reward, write_records
 from paco_grpo.training import checks
-from paco_grpo.training.build import (
-    apply_speed,
-    evaluation_rewards,
-    find_adapter,
-    load_generator,
-)
 from paco_grpo.training.evaluations import verify_checkpoint
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item

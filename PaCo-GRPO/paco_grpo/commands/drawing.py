@@ -23,12 +23,11 @@ from paco_grpo.evaluation.evaluate import (
 from paco_grpo.evaluation.folder import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
-from paco_grpo.policies.adapters import add_lora
-from paco_grpo.policies.loading import text_length
+from paco_grpo.policies.adapters import add_lora, find_adapter
+from paco_grpo.policies.loading import apply_speed, load_generator, text_length
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
-from paco_grpo.training.build import apply_speed, find_adapter, load_generator
 from paco_grpo.training.checks import check_items, with_text_length
 from paco_grpo.types import Item
 from paco_judge.files import read_json_lines

@@ -61,7 +61,6 @@ def main(arguments: Sequence[str]) -> int:
     from paco_grpo.commands.compare import compare_adapters, verify
     from paco_grpo.options import read_options
     from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.training.build import USER_ERRORS
     from paco_grpo.training.checks import require_promised_gpu
 
     def run() -> int:
@@ -76,4 +75,4 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{tables}images, scores and sheets are in {command.output}")
         return 0
 
-    return run_command(run, *USER_ERRORS, ScoringError, OSError)
+    return run_command(run, ScoringError, OSError)

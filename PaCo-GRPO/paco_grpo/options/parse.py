@@ -132,29 +132,32 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
 def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
     """The configuration that a file, which defines ``names``, calls ``name``.
 
-    It is what the public function ``name`` returns. ``name`` may end in keys of the file's table
-    ``SUFFIXES``, in any order; their functions then change the configuration, unless the file has a
-    function for the name with that suffix. A file may instead have a function ``get_config``, which
-    gets ``name``, or nothing where no name is given.
+    It is what the public function ``name``, which the file defines or imports, returns. ``name``
+    may end in keys of the file's table ``SUFFIXES``, in any order; their functions then change the
+    configuration, unless the file has a function for the name with that suffix. A file may instead
+    have a function ``get_config``, which gets ``name``, or nothing where no name is given.
 
     Raises:
         ConfigError: There is no such configuration.
     """
     functions = {}
     for key, value in names.items():
-        is_of_file = inspect.isfunction(value) and value.__module__ == _MODULE
-        if is_of_file and key[0] != "_" and not inspect.signature(value).parameters:
+        if inspect.isfunction(value) and key[0] != "_" and not inspect.signature(value).parameters:
             functions[key] = value
+    functions.pop("config_dict", None)
     get_config = names.get("get_config")
     changes = names.get("SUFFIXES", {})
-    any_suffix = "|".join(changes) or "$"
-    base, endings = re.fullmatch(f"(.*?)((?:{any_suffix})*)", name).groups()
+    base = name
+    endings: list[str] = []
+    while ending := next(filter(base.endswith, changes), ""):
+        base = base.removesuffix(ending)
+        endings.insert(0, ending)
     suffixes = []
-    for suffix in re.findall(any_suffix, endings):
-        if base + suffix in functions:
-            base += suffix
+    for ending in endings:
+        if base + ending in functions:
+            base += ending
         else:
-            suffixes.append(suffix)
+            suffixes.append(ending)
     if base in functions:
         config = functions[base]()
         for suffix in suffixes:

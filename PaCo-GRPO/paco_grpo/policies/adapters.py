@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import set_seed
 from diffusers import DiffusionPipeline
 from diffusers.loaders import SD3LoraLoaderMixin
 from diffusers.loaders.lora_base import LoraBaseMixin
@@ -22,7 +23,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
-from paco_grpo.options import ConfigError
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
@@ -83,6 +84,25 @@ def add_lora(
     for layer in lora.lora_layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
+
+
+def add_adapters(policy: Policy, options: RunOptions, snapshots: Iterable[str]) -> None:
+    """Attach the trained LoRA and its copies, or make the whole transformer trainable.
+
+    ``snapshots``: names of the copies that the objective wants.
+    """
+    set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
+    if options.use_lora:
+        train = options.train
+        add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets, train.lora_path)
+    else:
+        policy.transformer.requires_grad_(True)  # float32 where the strategy places them
+    if options.enable_gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    if options.train.reference == "start":
+        lora.add_snapshot(policy, lora.START)
+    for name in snapshots:
+        lora.add_snapshot(policy, name)
 
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
@@ -188,6 +208,15 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
             f"{_DIFFUSERS} (diffusers) or {' and '.join(_PEFT)} (PEFT)"
         )
     return files[0]
+
+
+def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
+    """The folder of an adapter: in a checkpoint, in PEFT's or diffusers' format, or on the hub.
+
+    ``option`` is named in errors.
+    """
+    adapter = Path(place).expanduser() / "adapter"
+    return find_lora(adapter if adapter.is_dir() else place, option)
 
 
 def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,9 +16,10 @@ from PIL import Image
 from torch import nn
 
 from paco_grpo.types import Conditioning, Item
+from paco_judge.errors import UserError
 
 
-class PolicyLoadError(RuntimeError):
+class PolicyLoadError(UserError):
     """A model could not be loaded; the message names it and says what to do."""
 
 

@@ -10,11 +10,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 
 from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
+from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.weights import explain_missing
@@ -67,6 +69,45 @@ def load_policy(
             f"{model_path} is embedded, leave it at None"
         )
     return policy.from_pretrained(model_path, settings)
+
+
+def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
+    """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
+    if options.speed.compile and torch.device(device).type == "cuda":
+        from paco_judge.compiler import missing_for_compilation
+
+        problem = missing_for_compilation()
+        if problem:
+            raise ConfigError(f"config.speed.compile=True: {problem}")
+    # diffusers warns of each truncated prompt, where we count them once.
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    return load_policy(options.pretrained.model, policy_settings(options, device))
+
+
+def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySettings:
+    """How ``options`` load the generator."""
+    return PolicySettings(
+        dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
+        device=device,
+        max_sequence_length=options.max_sequence_length,
+        guidance_scale=options.sample.guidance_scale,
+        negative_prompt=options.sample.negative_prompt,
+        quantize=options.pretrained.quantize,
+    )
+
+
+def apply_speed(options: RunOptions, policy: Policy) -> None:
+    """Apply ``config.speed`` to a policy that has its adapters and is placed."""
+    speed = options.speed
+    # PyTorch would choose cuDNN's attention by itself on compute capability 9.0 and 10.0 (H100,
+    # B200), whose backward returns NaN for some masked inputs (pytorch#196678). The backend
+    # "_native_cudnn" still turns it on for its own calls.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if speed.attention is not None:
+        set_attention(policy, speed.attention)
+    if speed.compile:
+        compile_blocks(policy)
+    policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
 def policy_class(model_path: str | Path) -> type[Policy]:

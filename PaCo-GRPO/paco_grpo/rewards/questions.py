@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.judge import ServerReward
+from paco_grpo.rewards.consistency import ServerReward
 from paco_grpo.rewards.preference import check_order
 from paco_judge.questions import Pair, load_question, record
 

@@ -5,9 +5,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import describe, get_aggregate_fn, weighted_sum
-from paco_grpo.advantages.groups import SetRewards
+from paco_grpo.advantages.aggregation import describe
+from paco_grpo.advantages.groups import SetRewards, set_rewards
 from paco_grpo.checkpoint import files
 from paco_grpo.checkpoint.state import Checkpoints
 from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.data.sets import (
-    PromptSet,
-    RewardTable,
-    divide,
-    items_in_turn,
-    join,
-    prompt_sets,
-)
+from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
 from paco_grpo.distributed.fsdp2 import start_processes
 from paco_grpo.distributed.processes import Strategy, main_decides
 from paco_grpo.monitoring.observe import ReferenceProbe
@@ -36,41 +28,18 @@ from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
-from paco_grpo.policies import Policy, PolicyLoadError, PolicySettings, load_policy
-from paco_grpo.policies.adapters import add_lora, find_lora
-from paco_grpo.policies.loading import with_text_lengths
-from paco_grpo.policies.lora import START, add_snapshot, lora_parameters
-from paco_grpo.policies.speed import compile_blocks, set_attention
-from paco_grpo.rewards.by_set import merge_sets, require_distinct_names
-from paco_grpo.rewards.registry import (
-    CheckedReward,
-    Reward,
-    find_problems,
-    reward_weights,
-    short_name,
-    write_records,
-)
+from paco_grpo.policies.adapters import add_adapters
+from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
+from paco_grpo.policies.lora import lora_parameters
+from paco_grpo.rewards.by_set import RewardSets, build_reward_sets
 from paco_grpo.training import checks
 from paco_grpo.training.resume import Earlier, find_earlier
 from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item, Stream
-from paco_judge.errors import UserError
 from paco_judge.files import write_atomically
 
 logger = logging.getLogger(__name__)
-
-# What a command reports in one line.
-USER_ERRORS = (PolicyLoadError, UserError)
-
-
-@dataclass(frozen=True)
-class RewardSets:
-    """The rewards of a run by short name."""
-
-    train: Mapping[str, Reward]
-    test: Mapping[str, Reward]
-    sets: Sequence[SetRewards]  # how each prompt set is trained on them
 
 
 @dataclass
@@ -86,6 +55,7 @@ class Run:
     train_items: list[Item]  # of all prompt sets
     test_items: list[Item]
     rewards: RewardSets
+    set_rewards: list[SetRewards]  # what each prompt set is trained on
     state: TrainState
     updater: Updater
     checkpoints: Checkpoints
@@ -171,8 +141,11 @@ def _build(
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
     options = with_text_lengths(options, [*train_items, *test_items])
+    set_rewards_of_run = [set_rewards(prompt_set, options) for prompt_set in sets]
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
-    rewards = _reward_sets(options, accelerator, folder, items_of_sets)
+    rewards = build_reward_sets(options, accelerator.device, items_of_sets)
+    if accelerator.is_main_process:
+        rewards.write_records(folder)
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
@@ -187,7 +160,7 @@ def _build(
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     policy = load_generator(options, strategy.loading_device)
-    add_adapters(policy, options, objective)
+    add_adapters(policy, options, [snapshot.name for snapshot in objective.snapshots])
     strategy.place(policy)
     apply_speed(options, policy)
     named = policy.transformer.named_parameters()
@@ -227,6 +200,7 @@ def _build(
         train_items=train_items,
         test_items=test_items,
         rewards=rewards,
+        set_rewards=set_rewards_of_run,
         state=state,
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
@@ -238,174 +212,6 @@ def _build(
     if accelerator.is_main_process:
         _record_start(run)
     return run
-
-
-def _reward_sets(
-    options: RunOptions,
-    accelerator: Accelerator,
-    folder: Path,
-    items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],
-) -> RewardSets:
-    """Build all rewards and check each: does the judge answer, can every item be scored?
-
-    ``items_of_sets``: training and test items of each prompt set.
-    """
-    sets = prompt_sets(options)
-    built: dict[str, CheckedReward] = {}  # the same one for several uses is loaded once
-    device = accelerator.device
-    trained = []
-    tested = []
-    set_rewards = []
-    problems = []
-    require_distinct_names([prompt_set.train for prompt_set in sets])
-    require_distinct_names([prompt_set.test for prompt_set in sets])
-    for prompt_set, (train_items, test_items) in zip(sets, items_of_sets, strict=True):
-        set_rewards.append(_set_rewards(prompt_set, options))
-        trained.append(_build_table(prompt_set.train, device, built))
-        tested.append(_build_table(prompt_set.test, device, built))
-        uses = [(reward, train_items) for reward in trained[-1].values()]
-        uses += [(reward, test_items) for reward in tested[-1].values()]
-        where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
-        problems += [f"{where}{problem}" for problem in find_problems(uses)]
-        has_open = any(item.metadata.get("open") for item in train_items)
-        if "between_images" in set_rewards[-1].weights and not has_open:
-            problems.append(
-                f"{where or 'config.train.'}reward_fn has between_images, but no training prompt "
-                f"of {prompt_set.folder} is open; `python dataset/fetch.py t2is --open_twins` "
-                "makes open prompts"
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    names = [prompt_set.name for prompt_set in sets]
-    train_rewards = merge_sets(trained, names)
-    test_rewards = merge_sets(tested, names)
-    if accelerator.is_main_process:
-        others = {
-            f"test {name}": reward
-            for name, reward in test_rewards.items()
-            if reward is not train_rewards.get(name)
-        }
-        write_records(train_rewards | others, folder)
-    return RewardSets(train_rewards, test_rewards, set_rewards)
-
-
-def _set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
-    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
-    weights = {}
-    for name, weight in reward_weights(prompt_set.train.weights).items():
-        if weight:
-            weights[name] = weight
-    try:
-        aggregate_fn = get_aggregate_fn(
-            options.train.aggregate_fn, weights, options.sample.global_std
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
-    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
-    if prompt_set.name and weights_of_function is not None:
-        others = [name for name in weights if weights_of_function[name] != weights[name]]
-        if others:
-            raise ConfigError(
-                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
-                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
-                "'product_aggregate_fn'"
-            )
-    return SetRewards(prompt_set.name, weights, aggregate_fn)
-
-
-def _build_table(
-    table: RewardTable, device: torch.device | str, built: dict[str, CheckedReward]
-) -> dict[str, CheckedReward]:
-    """The rewards of a table by short name; ``built`` has those that exist, and gets the others."""
-    rewards = {}
-    for name, kwargs in table.kwargs.items():
-        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
-        if identity not in built:
-            built[identity] = CheckedReward(name, kwargs, device)
-        rewards[short_name(name)] = built[identity]
-    return rewards
-
-
-def evaluation_rewards(
-    options: RunOptions, device: torch.device | str, items: Sequence[Item]
-) -> dict[str, Reward]:
-    """The rewards of an evaluation on ``items``, which have answered. Raises UserError."""
-    sets = prompt_sets(options)
-    require_distinct_names([prompt_set.test for prompt_set in sets])
-    built: dict[str, CheckedReward] = {}
-    rewards = []
-    for number, prompt_set in enumerate(sets):
-        rewards.append(_build_table(prompt_set.test, device, built))
-        of_set = [item for item in items if item.dataset == number]
-        for reward in rewards[-1].values():
-            reward.check()
-            reward.check_items(of_set)
-    return merge_sets(rewards, [prompt_set.name for prompt_set in sets])
-
-
-def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
-    """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
-    if options.speed.compile and torch.device(device).type == "cuda":
-        from paco_judge.compiler import missing_for_compilation
-
-        problem = missing_for_compilation()
-        if problem:
-            raise ConfigError(f"config.speed.compile=True: {problem}")
-    # diffusers warns of each truncated prompt, where we count them once.
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    return load_policy(options.pretrained.model, policy_settings(options, device))
-
-
-def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySettings:
-    """How ``options`` load the generator."""
-    return PolicySettings(
-        dtype=torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32,
-        device=device,
-        max_sequence_length=options.max_sequence_length,
-        guidance_scale=options.sample.guidance_scale,
-        negative_prompt=options.sample.negative_prompt,
-        quantize=options.pretrained.quantize,
-    )
-
-
-def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
-    """The folder of an adapter: in a checkpoint, in PEFT's or diffusers' format, or on the hub.
-
-    ``option`` is named in errors.
-    """
-    adapter = Path(place).expanduser() / "adapter"
-    return find_lora(adapter if adapter.is_dir() else place, option)
-
-
-def apply_speed(options: RunOptions, policy: Policy) -> None:
-    """Apply ``config.speed`` to a policy that has its adapters and is placed."""
-    speed = options.speed
-    # PyTorch would choose cuDNN's attention by itself on compute capability 9.0 and 10.0 (H100,
-    # B200), whose backward returns NaN for some masked inputs (pytorch#196678). The backend
-    # "_native_cudnn" still turns it on for its own calls.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if speed.attention is not None:
-        set_attention(policy, speed.attention)
-    if speed.compile:
-        compile_blocks(policy)
-    policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
-
-
-def add_adapters(policy: Policy, options: RunOptions, objective: Objective) -> None:
-    """Attach the trained LoRA and its copies, or make the whole transformer trainable."""
-    set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
-    if options.use_lora:
-        train = options.train
-        add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets, train.lora_path)
-    else:
-        policy.transformer.requires_grad_(True)  # float32 where the strategy places them
-    if options.enable_gradient_checkpointing:
-        policy.transformer.enable_gradient_checkpointing()
-    if options.train.reference == "start":
-        add_snapshot(policy, START)
-    for snapshot in objective.snapshots:
-        add_snapshot(policy, snapshot.name)
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -87,7 +87,7 @@ class Evaluations:
         run = self.run
         if run.accelerator.is_main_process:
             rows = run.metrics.rows("eval")
-            for prompt_set, of_set in zip(run.prompt_sets, run.rewards.sets, strict=True):
+            for prompt_set, of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
                 group = prompt_set.metrics
                 for finding in health.judge_evaluation(rows, of_set.weights, group):
                     logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)

@@ -168,7 +168,7 @@ class Trainer:
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         run = self.run
-        set_rewards = run.rewards.sets
+        set_rewards = run.set_rewards
         datasets = self._datasets(rollouts)
         images = f"the images of epoch {self.state.epoch + 1}"
         for number, of_set in enumerate(set_rewards):

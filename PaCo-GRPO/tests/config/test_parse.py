@@ -222,7 +222,7 @@ def my_set_fast():
 
 
 def test_a_function_of_the_users_copy_is_a_named_configuration(tmp_path):
-    shutil.copy(CONFIG / "grpo.py", tmp_path)
+    shutil.copytree(CONFIG, tmp_path, dirs_exist_ok=True)
     with (tmp_path / "grpo.py").open("a") as file:
         file.write(OWN_CONFIGURATION)
     # As in a run's config.yaml.

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paco_grpo.options import RunOptions
-from paco_grpo.training.build import apply_speed
+from paco_grpo.policies.loading import apply_speed
 
 
 class Kernels(TorchDispatchMode):
