@@ -21,7 +21,7 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from paco_grpo.monitoring.console import means
+from paco_grpo.monitoring.metrics import means
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines
 from paco_judge.images import data_url, load_image

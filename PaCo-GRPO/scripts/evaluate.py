@@ -1,4 +1,4 @@
-"""Evaluate adapters and benchmarks, or verify a checkpoint: ``paco_grpo/commands/evaluate.py``."""
+"""Evaluate adapters and benchmarks: ``paco_grpo/commands/evaluate.py``."""
 
 import sys
 

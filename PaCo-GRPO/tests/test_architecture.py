@@ -31,7 +31,7 @@ def import_graph():
 
 
 IMPORTS = import_graph()
-LOOP = {"training", "evaluation", "checkpoint", "monitoring"}
+LOOP = {"training", "evaluation", "monitoring"}
 # Package → what it may import from paco_grpo besides itself, types and names.
 ALLOWED = {
     "options": set(),
@@ -43,7 +43,6 @@ ALLOWED = {
     "objectives": {"options", "policies", "sampling"},
     "distributed": {"options", "policies"},
     "monitoring": {"options", "policies", "sampling", "distributed"},
-    "checkpoint": {"options", "policies", "data", "distributed"},
     "evaluation": {
         "options",
         "policies",

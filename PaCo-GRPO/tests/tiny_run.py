@@ -14,7 +14,7 @@ from tiny_policies import FAMILIES, NAMES, picture
 from paco_grpo.options import RunOptions, load_options
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import Run, build_run
-from paco_grpo.training.sample import Rollouts, sample_epoch
+from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,7 +180,7 @@ def train(options: RunOptions) -> Trainer:
 def sampled(run: Run) -> tuple[Rollouts, np.ndarray]:
     """Rollouts and scores of an epoch."""
     queue = ScoreQueue(run.rewards.train)
-    rollouts = sample_epoch(run.state, run.plan, run.train_items, run.options, queue.submit)
+    rollouts = run.sampler.sample(queue.submit)
     return rollouts, queue.results(len(rollouts.positions))
 
 

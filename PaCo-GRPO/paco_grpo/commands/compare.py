@@ -1,4 +1,4 @@
-"""The work of ``evaluate``: images and scores of one or two adapters, their tables; ``--verify``."""
+"""The work of ``evaluate``: images and scores of one or two adapters, their tables."""
 
 import argparse
 import dataclasses
@@ -8,31 +8,28 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import Accelerator
 
-from paco_grpo.data.sets import load_items, reward_arguments
-from paco_grpo.distributed.fsdp2 import start_processes
-from paco_grpo.distributed.processes import Strategy, main_decides
-from paco_grpo.evaluation.agreement import measuring
+from paco_grpo.data.sets import fingerprint_sets, load_items, reward_arguments
+from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.folder import is_complete, read_rows
+from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.evaluation.intervals import Row, intervals, markdown
-from paco_grpo.evaluation.verify import Verification, skip_reason
+from paco_grpo.monitoring.metrics import pairs_of
 from paco_grpo.names import did_you_mean
-from paco_grpo.options import ConfigError, RunOptions, read_options
+from paco_grpo.options import OPTIONS, ConfigError, RunOptions
 from paco_grpo.policies.adapters import add_lora, find_adapter
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
 from paco_grpo.rewards.by_set import evaluation_rewards
-from paco_grpo.rewards.registry import Reward, write_records
+from paco_grpo.rewards.registry import Reward, short_name, write_records
 from paco_grpo.training import checks
-from paco_grpo.training.evaluations import verify_checkpoint
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
-from paco_judge.files import write_atomically
+from paco_judge.files import fingerprint, write_atomically
 
 BASE = "base"
 # Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
@@ -40,6 +37,13 @@ BENCHMARKS = {
     "t2is": ("dataset/public-t2is", "geneval", ("consistency_score", "subfig_clipT", "pickscore")),
     "gedit": ("dataset/public-gedit", "geneval_image", ("consistency_for_editing",)),
 }
+LEAST_IMAGES = 4  # of a prompt, for w and b
+# Options that change the images, besides all of ``pretrained`` and ``test``.
+_OF_IMAGES = (
+    "allow_tf32", "item_size", "max_sequence_length", "mixed_precision", "prompt_fn",
+    "sample.guidance_scale", "sample.negative_prompt", "seed", "speed.attention", "speed.compile",
+)  # fmt: skip
+_BY_CONTENT = ("pretrained.model", "test.reward_fn", "test.reward_fn_kwargs")
 logger = logging.getLogger("evaluate")
 
 
@@ -185,6 +189,57 @@ def sample_adapters(
         gc.collect()
 
 
+def is_complete(
+    folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
+) -> bool:
+    """Whether ``folder`` holds all images and scores of this evaluation.
+
+    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation
+    continues there. Other rewards score the same images.
+
+    Raises:
+        ConfigError: The folder holds images of another evaluation.
+    """
+    identity = _identity(options, rewards, adapter)
+    record = folder / "evaluation.json"
+    metrics = folder / "metrics.json"
+    if record.exists() or any(folder.glob("[0-9]*.png")):
+        earlier = json.loads(record.read_bytes()) if record.exists() else {}
+        changed = [name for name in identity if earlier.get(name) != identity[name]]
+        of_images = [name for name in changed if name != "rewards"]
+        if of_images:
+            names = ", ".join(of_images)
+            raise ConfigError(
+                f"{folder} holds images with another {names}: choose another --output"
+            )
+        if not changed and metrics.is_file():
+            missing_share = json.loads(metrics.read_bytes())["eval/missing_share"]
+            return missing_share == 0
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics.unlink(missing_ok=True)
+    write_atomically(record, json.dumps(identity, indent=1))
+    return False
+
+
+def _identity(
+    options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
+) -> dict[str, Any]:
+    """Everything that changes images or scores; ``rewards`` alone changes only scores."""
+    identity: dict[str, Any] = {
+        "model": fingerprint(options.pretrained.model),
+        "data set": fingerprint_sets(options),
+        "adapter": fingerprint(adapter) if adapter else None,
+    }
+    for name in OPTIONS:
+        of_images = name in _OF_IMAGES or name.startswith(("pretrained.", "test."))
+        if of_images and name not in _BY_CONTENT:
+            identity[f"config.{name}"] = attrgetter(name)(options)
+    identity["rewards"] = {}
+    for name, reward in rewards.items():
+        identity["rewards"][name] = reward.identity()
+    return json.loads(json.dumps(identity, default=str))
+
+
 def results(folder: Path, adapter: str | None, against: str | None) -> str:
     """The table of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
     rows = read_rows(folder)
@@ -226,29 +281,31 @@ def _by_dataset(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return rows_of
 
 
-def verify(place: str, configuration: Sequence[str]) -> Verification:
-    """Compare ``diffusers/`` of the checkpoint ``place`` with its ``adapter/``.
+def measuring(options: RunOptions, images_per_prompt: int) -> RunOptions:
+    """``options`` whose test rewards are enough for w and b.
 
-    On the first test prompt, with the options of the checkpoint's run unless ``configuration``
-    (``--config …``) names others.
+    ``between_images`` is added beside ``consistency_score``.
     """
-    checkpoint = Path(place).expanduser()
-    for name in ("adapter", "diffusers"):
-        if not (checkpoint / name).is_dir():
+    if images_per_prompt < LEAST_IMAGES:
+        raise ConfigError(
+            f"--images_per_prompt {images_per_prompt} must be at least {LEAST_IMAGES}"
+        )
+    if options.datasets:
+        raise ConfigError(
+            "--images_per_prompt measures one prompt set: add --config.datasets={} and "
+            "--config.dataset=FOLDER"
+        )
+    test = options.test
+    rewards = dict(test.reward_fn or options.train.reward_fn)
+    kwargs = options.train.reward_fn_kwargs | test.reward_fn_kwargs
+    if not pairs_of(map(short_name, rewards)):
+        if "consistency_score" not in rewards:
+            names = ", ".join(rewards)
             raise ConfigError(
-                f"--verify {place}: there is no {checkpoint / name}; give a checkpoint, such as "
-                "runs/NAME/checkpoints/epoch_0100"
+                f"--images_per_prompt needs the test reward consistency_score, not only {names}"
             )
-    if not any(word.split("=")[0] == "--config" for word in configuration):
-        run = checkpoint.resolve().parents[1]
-        configuration = ["--config", str(run / "config.yaml"), *configuration]
-    options, _ = read_options(configuration)
-    if reason := skip_reason(options):
-        raise ConfigError(f"--verify {place} cannot compare: {reason}")
-    items = load_items(options, "test")
-    checks.check_items(options, {"test": items})
-    options = checks.with_text_length(options)
-    policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
-    add_lora(policy, lora_path=checkpoint / "adapter", option="--verify")
-    apply_speed(options, policy)
-    return verify_checkpoint(policy, options, checkpoint, items[0])
+        rewards["between_images"] = 1.0
+        kwargs["between_images"] = kwargs.get("consistency_score", {})
+    return dataclasses.replace(
+        options, test=dataclasses.replace(test, reward_fn=rewards, reward_fn_kwargs=kwargs)
+    )

@@ -16,10 +16,6 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
 The same command continues where it stopped: images that are there are kept, and what is complete is
 not scored again.
 On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
-
-python scripts/evaluate.py --verify DIR [--config config/grpo.py:NAME]
-    only load the file of the checkpoint DIR in plain diffusers, and compare one image with the
-    trainer's; the configuration is the run's own unless you name one
 """
 
 import argparse
@@ -33,17 +29,13 @@ from paco_judge.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status.
-
-    0 done, 1 refused, failed, or ``--verify`` found a difference.
-    """
+    """Run the command; returns its exit status: 0 done, 1 refused or failed."""
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--adapter")
     parser.add_argument("--against")
-    parser.add_argument("--verify")
     parser.add_argument("--benchmarks", default="")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
@@ -58,21 +50,16 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
-    from paco_grpo.commands.compare import compare_adapters, verify
+    from paco_grpo.commands.compare import compare_adapters
     from paco_grpo.options import read_options
     from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.training.checks import require_promised_gpu
 
-    def run() -> int:
+    def run() -> None:
         require_promised_gpu(os.environ)
-        if command.verify:
-            verification = verify(command.verify, configuration)
-            print(verification)
-            return 0 if verification.passed else 1
         options, _ = read_options(configuration)
         tables = compare_adapters(options, command)
         if is_main:
             print(f"{tables}images, scores and sheets are in {command.output}")
-        return 0
 
     return run_command(run, ScoringError, OSError)

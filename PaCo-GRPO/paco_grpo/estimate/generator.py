@@ -13,7 +13,7 @@ from torch import nn
 
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.data.sets import has_references, prompt_sets
-from paco_grpo.distributed.processes import Strategy
+from paco_grpo.distributed import Strategy
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
 from paco_grpo.objectives import Objective, Step, create_objective

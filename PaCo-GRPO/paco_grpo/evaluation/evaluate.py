@@ -16,9 +16,10 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.data.sets import PromptSet, items_in_turn, prompt_sets
-from paco_grpo.distributed.processes import Stopped, Strategy
+from paco_grpo.data.sets import items_in_turn, prompt_sets
+from paco_grpo.distributed import Stopped, Strategy
 from paco_grpo.evaluation.folder import EvaluationFolder
+from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.by_set import watched_rewards
@@ -137,7 +138,8 @@ class Evaluation:
         metrics = evaluation_metrics(scores, missing, names, categories)
         if self.options.datasets:
             datasets = np.array([image.item.dataset for image in images])
-            metrics |= set_metrics(scores, names, datasets, sets, missing)
+            groups = [prompt_set.metrics for prompt_set in sets]
+            metrics |= set_metrics(scores, names, datasets, groups, missing)
         return metrics
 
     def _sample(
@@ -270,73 +272,3 @@ def _write_rows(
                 row["rewards"][name] = None if math.isnan(score) else score
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomically(pictures.path / "eval_data.jsonl", "".join(lines))
-
-
-def evaluation_metrics(
-    scores: np.ndarray,
-    missing: np.ndarray,
-    names: Sequence[str],
-    categories: Sequence[Any],
-) -> dict[str, float]:
-    """The numbers of an evaluation from ``scores`` (images, rewards), NaN where there is none.
-
-    Returns:
-        ``eval/num_images``, ``eval/missing_share`` (images that lack a score), for each reward
-        ``eval/<name>_mean``, ``_stderr`` (ddof 1) over images that have the score, and ``_missing``
-        (share of the images, if any lack it), and ``category/<category>/<name>_mean``.
-    """
-    metrics: dict[str, float] = {
-        "eval/num_images": len(scores),
-        "eval/missing_share": float(missing.any(axis=1).mean()),
-    }
-    for key, value in summarize(scores, names).items():
-        metrics[f"eval/{key}"] = value
-    for name, share in zip(names, missing.mean(axis=0).tolist(), strict=True):
-        if share:
-            metrics[f"eval/{name}_missing"] = share
-    for category in sorted({*categories} - {None}, key=str):
-        in_category = [other == category for other in categories]
-        for key, value in summarize(scores[in_category], names).items():
-            if key.endswith("_mean"):
-                metrics[f"category/{category}/{key}"] = value
-    return metrics
-
-
-def set_metrics(
-    scores: np.ndarray,
-    names: Sequence[str],
-    datasets: np.ndarray,
-    sets: Sequence[PromptSet],
-    missing: np.ndarray | None = None,
-) -> dict[str, float]:
-    """``set/<name of the set>/<reward>_mean`` and ``_stderr``, and ``_missing`` as in evaluations.
-
-    Args:
-        scores: (images, rewards), NaN = missing or absent.
-        names: Of the rewards.
-        datasets: (images,), number of each image's prompt set.
-        sets: By number.
-        missing: (images, rewards), which of ``scores`` are missing; None: not to be said.
-    """
-    metrics = {}
-    for number, prompt_set in enumerate(sets):
-        members = datasets == number
-        for key, value in summarize(scores[members], names).items():
-            metrics[f"{prompt_set.metrics}{key}"] = value
-        if missing is not None:
-            for name, share in zip(names, missing[members].mean(axis=0).tolist(), strict=True):
-                if share:
-                    metrics[f"{prompt_set.metrics}{name}_missing"] = share
-    return metrics
-
-
-def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), without those missing."""
-    summary = {}
-    for name, column in zip(names, scores.T, strict=True):
-        values = column[~np.isnan(column)]
-        if len(values):
-            summary[f"{name}_mean"] = float(values.mean())
-        if len(values) > 1:
-            summary[f"{name}_stderr"] = float(values.std(ddof=1) / math.sqrt(len(values)))
-    return summary

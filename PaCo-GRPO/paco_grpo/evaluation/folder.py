@@ -1,9 +1,8 @@
 """The folder of an evaluation: its images and pages of them, and who may continue there."""
 
 import io
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,27 +10,16 @@ from typing import Any, NamedTuple
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw
 
-from paco_grpo.data.sets import fingerprint_sets
-from paco_grpo.monitoring.trackers import Tracker
-from paco_grpo.options import OPTIONS, ConfigError, RunOptions
-from paco_grpo.rewards.registry import Reward
 from paco_grpo.types import Item
-from paco_judge.files import fingerprint, read_json_lines, write_atomically
+from paco_judge.files import read_json_lines, write_atomically
 from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
 _LINE = 14  # pixels of a line of text
 _LETTER = 6  # pixels of a letter
 _GAP = 4  # pixels between pictures
-_TRACKED_IMAGES = 8
 _SHEET_IMAGES = 36
 _REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
-# Options that change the images, besides all of ``pretrained`` and ``test``.
-_OF_IMAGES = (
-    "allow_tf32", "item_size", "max_sequence_length", "mixed_precision", "prompt_fn",
-    "sample.guidance_scale", "sample.negative_prompt", "seed", "speed.attention", "speed.compile",
-)  # fmt: skip
-_BY_CONTENT = ("pretrained.model", "test.reward_fn", "test.reward_fn_kwargs")
 
 
 class _Cell(NamedTuple):
@@ -111,60 +99,6 @@ class EvaluationFolder:
         sheet.save(self.path / "sheet.png")
 
 
-def is_complete(
-    folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
-) -> bool:
-    """Whether ``folder`` holds all images and scores of this evaluation.
-
-    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation
-    continues there. Other rewards score the same images.
-
-    Raises:
-        ConfigError: The folder holds images of another evaluation.
-    """
-    identity = _identity(options, rewards, adapter)
-    record = folder / "evaluation.json"
-    metrics = folder / "metrics.json"
-    if record.exists() or any(folder.glob("[0-9]*.png")):
-        earlier = json.loads(record.read_bytes()) if record.exists() else {}
-        changed = [name for name in identity if earlier.get(name) != identity[name]]
-        of_images = [name for name in changed if name != "rewards"]
-        if of_images:
-            names = ", ".join(of_images)
-            raise ConfigError(
-                f"{folder} holds images with another {names}: choose another --output"
-            )
-        if not changed and metrics.is_file():
-            missing_share = json.loads(metrics.read_bytes())["eval/missing_share"]
-            return missing_share == 0
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics.unlink(missing_ok=True)
-    write_atomically(record, json.dumps(identity, indent=1))
-    return False
-
-
-def _identity(
-    options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
-) -> dict[str, Any]:
-    """Everything that changes images or scores; ``rewards`` alone changes only scores."""
-    identity: dict[str, Any] = {
-        "model": fingerprint(options.pretrained.model),
-        "data set": fingerprint_sets(options),
-        "adapter": fingerprint(adapter) if adapter else None,
-    }
-    for name in OPTIONS:
-        of_images = name in _OF_IMAGES or name.startswith(("pretrained.", "test."))
-        if of_images and name not in _BY_CONTENT:
-            identity[f"config.{name}"] = attrgetter(name)(options)
-    identity["rewards"] = {}
-    for name, reward in rewards.items():
-        identity["rewards"][name] = reward.identity()
-    return json.loads(json.dumps(identity, default=str))
-
-
-# --- what a person looks at -----------------------------------------------------------------------
-
-
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation's ``eval_data.jsonl``."""
     return read_json_lines(folder / "eval_data.jsonl")
@@ -208,21 +142,3 @@ def contact_sheet(
             caption = captions[index][: (width - 4) // _LETTER]
             pen.text((left + 2, top + step), caption, fill="black")
     return sheet
-
-
-def log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:
-    """Send an evaluation's contact sheet and its first images to the tracker."""
-    if (folder / "sheet.png").is_file():  # otherwise no image was finite
-        sheet = read_image(folder / "sheet.png")
-        tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
-    tracked = []
-    for row in read_rows(folder)[:_TRACKED_IMAGES]:
-        if row["file"] is None:  # not saved, or not finite
-            continue
-        scores = []
-        for name, score in row["rewards"].items():
-            scores.append(f"{name} –" if score is None else f"{name} {score:.3f}")
-        caption = f"{row['prompt']} ({', '.join(scores)})"
-        tracked.append((read_image(folder / row["file"]), caption))
-    if tracked:
-        tracker.log_images("eval/images", tracked, epoch)

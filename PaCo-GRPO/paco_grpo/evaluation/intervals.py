@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from paco_grpo.evaluation.agreement import by_prompt, pairs_of, within_between
+from paco_grpo.monitoring.metrics import by_prompt, pairs_of, within_between
 
 LEAST_PROMPTS = 10  # of an interval: fewer prompts do not show how much prompts differ
 Row = Mapping[str, Any]  # of eval_data.jsonl
@@ -50,7 +50,7 @@ def interval(values: np.ndarray) -> Interval | None:
 def prompt_means(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """The mean of each prompt's images, (prompts,), by reward; NaN where an image lacks a score.
 
-    With rewards that measure w and b, also these and w − b of open prompts (see ``agreement``).
+    With rewards that measure w and b, also these and w − b of open prompts (see ``metrics``).
     """
     names = list(rows[0]["rewards"])
     item_ids = np.array([row["item_id"] for row in rows])

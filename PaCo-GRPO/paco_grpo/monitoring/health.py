@@ -1,21 +1,136 @@
-"""Detects collapse by rules over the rows of metrics.jsonl.
+"""Detects collapse: what is measured every epoch, and rules over the rows of metrics.jsonl.
 
 A resumed run judges as if it had never stopped.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from PIL import Image
 
-from paco_grpo.monitoring.console import means
+from paco_grpo.distributed import gather_rows
+from paco_grpo.monitoring.metrics import means
+from paco_grpo.options import RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.policies.lora import reference_weights
+from paco_grpo.sampling.denoise import integrate
+from paco_grpo.sampling.images import at_size
+from paco_grpo.types import Item, Stream
 
+_THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 _TREND = 3  # epochs at start and end whose mean diversity is compared
 _DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
 
 Row = Mapping[str, Any]
+
+
+# --- measurements ---------------------------------------------------------------------------------
+
+
+class SampleObserver:
+    """Collects statistics of one process's samples while they are drawn, and keeps no image."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, np.ndarray] = {}
+
+    def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
+        """Take in the images of the samples ``numbers``.
+
+        One that is None makes the epoch's distinctness NaN.
+        """
+        for number, image in zip(numbers, images, strict=True):
+            self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
+            if image is not None:
+                small = image.convert("RGB").resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
+                self._rows[number] = np.asarray(small, dtype=np.float64).ravel() / 255
+
+    def metrics(
+        self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray
+    ) -> dict[str, float]:
+        """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
+
+        Distinctness is the standard deviation of a pixel within the images of a prompt; left out
+        where no prompt has two. ``clean_latents`` are (1, L, C) of this process's samples,
+        ``item_ids`` (N,) of all, by position.
+        """
+        spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
+        images = [self._rows[number] for number in range(len(spread))]
+        everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
+        metrics = {"health/latent_std": float(everyone[:, 0].mean())}
+        groups = [everyone[item_ids == item, 1:] for item in np.unique(item_ids)]
+        variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
+        if variances:
+            metrics["health/distinctness"] = math.sqrt(np.mean(variances))
+        return metrics
+
+
+class _State(NamedTuple):
+    """Latents of the reference, and its velocity there."""
+
+    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (latents, σ) → velocity
+    latents: torch.Tensor  # (1, L, C)
+    sigma: torch.Tensor  # (1,)
+    reference: torch.Tensor  # (1, L, C), the reference's velocity
+
+
+class ReferenceProbe:
+    """How far the trained generator is from the reference, on a few test items with fixed noise.
+
+    The reference (``lora.reference_weights``) denoises once up to the first noise step. A resumed run
+    computes the same states again.
+    """
+
+    def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:
+        self.policy = policy
+        self.items = list(items)
+        self.options = options
+        self._states: list[_State] = []  # of each item
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compute the reference's states and velocities, at the first call only."""
+        if self._states:
+            return
+        options = self.options
+        policy = self.policy
+        step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
+        with reference_weights(policy):
+            for number, item in enumerate(self.items):
+                sized = at_size(item, options.train.resolution, options.item_size, policy)
+                size = sized.height, sized.width
+                text = policy.encode([sized], options.train.max_sequence_length)
+                velocity = partial(self._velocity, text, size)
+                words = np.random.SeedSequence([Stream.PROBE, options.seed, number])
+                word = words.generate_state(1, np.uint64)[0]
+                sigmas = policy.sigmas(options.sample.num_steps, *size)
+                noise = policy.initial_latents([int(word >> np.uint64(1))], *size)
+                latents = integrate(velocity, noise, sigmas[: step + 1])
+                sigma = sigmas[step].to(latents.device).expand(1)
+                self._states.append(_State(velocity, latents, sigma, velocity(latents, sigma)))
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """``health/velocity_change``: mean ‖v − v_ref‖/‖v_ref‖ over the probe set."""
+        self.prepare()
+        changes = []
+        for state in self._states:
+            velocity = state.velocity(state.latents, state.sigma)
+            change = (velocity - state.reference).norm() / state.reference.norm()
+            changes.append(float(change))
+        return {"health/velocity_change": float(np.mean(changes))}
+
+    def _velocity(
+        self, conditioning: Any, size: tuple[int, int], x: torch.Tensor, sigma: torch.Tensor
+    ) -> torch.Tensor:
+        return self.policy.velocity(x, sigma, conditioning, *size)
+
+
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

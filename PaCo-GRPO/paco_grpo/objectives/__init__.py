@@ -9,8 +9,8 @@ from paco_grpo.objectives.base import (
     Step,
     create_objective,
     get_objective,
+    reference_kl,
 )
-from paco_grpo.objectives.ppo import reference_kl
 from paco_grpo.sampling.denoise import transition
 
 __all__ = [

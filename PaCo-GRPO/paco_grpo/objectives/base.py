@@ -22,8 +22,9 @@ import torch
 
 from paco_grpo.names import find_function
 from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import transition
+from paco_grpo.sampling.denoise import Transition, transition
 from paco_grpo.types import NoiseStep, Rollout, to_device
 
 
@@ -212,6 +213,16 @@ class Objective:
 def mean_square(values: torch.Tensor) -> torch.Tensor:
     """Mean square (B,) over all but the batch dimension."""
     return values.square().flatten(1).mean(1)
+
+
+def reference_kl(step: Step, policy: Policy, trained: Transition) -> torch.Tensor:
+    """KL (B,) to the reference policy at this noise step (Flow-GRPO, eq. 13).
+
+    It is mean((μ − μ_ref)²)/(2s² + 1e-7), and costs a forward of the reference.
+    """
+    with torch.no_grad(), lora.reference_weights(policy):
+        reference = transition(policy, step.rollout, step.noise.latents, step.index)
+    return mean_square(trained.mean - reference.mean) / (2 * trained.s.square() + 1e-7)
 
 
 OBJECTIVES: dict[str, str] = {

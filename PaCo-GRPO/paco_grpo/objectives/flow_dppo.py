@@ -14,12 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
-from paco_grpo.objectives.ppo import reference_kl
+from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square, reference_kl
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.sampling.denoise import transition
-from paco_grpo.sampling.sde import Transition
+from paco_grpo.sampling.denoise import Transition, transition
 from paco_grpo.types import NoiseStep
 
 

@@ -11,8 +11,8 @@ Clipping then acts equally at every noise level.
 
 from collections.abc import Iterator
 
-from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
-from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics, reference_kl
+from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square, reference_kl
+from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import transition

@@ -15,11 +15,9 @@ The reference is the base model, or with ``train.reference='start'`` the adapter
 
 import torch
 
-from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square
-from paco_grpo.policies import lora
+from paco_grpo.objectives.base import LossOutput, Objective, Step, reference_kl
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import transition
-from paco_grpo.sampling.sde import Transition
 
 
 class Ppo(Objective):
@@ -42,16 +40,6 @@ class Ppo(Objective):
             metrics["kl"] = reference_kl(step, policy, trained)
             loss = loss + train.beta * metrics["kl"]
         return LossOutput(loss, metrics)
-
-
-def reference_kl(step: Step, policy: Policy, trained: Transition) -> torch.Tensor:
-    """KL (B,) to the reference policy at this noise step (Flow-GRPO, eq. 13).
-
-    It is mean((μ − μ_ref)²)/(2s² + 1e-7), and costs a forward of the reference.
-    """
-    with torch.no_grad(), lora.reference_weights(policy):
-        reference = transition(policy, step.rollout, step.noise.latents, step.index)
-    return mean_square(trained.mean - reference.mean) / (2 * trained.s.square() + 1e-7)
 
 
 def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_range: float) -> torch.Tensor:

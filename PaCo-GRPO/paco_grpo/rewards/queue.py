@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed.processes import Stopped, interleave
+from paco_grpo.distributed import Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import CheckedReward
 

@@ -16,13 +16,9 @@ from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.advantages.groups import SetRewards, set_rewards
-from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.state import Checkpoints
-from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
-from paco_grpo.distributed.fsdp2 import start_processes
-from paco_grpo.distributed.processes import Strategy, main_decides
-from paco_grpo.monitoring.observe import ReferenceProbe
+from paco_grpo.distributed import Strategy, main_decides, start_processes
+from paco_grpo.monitoring.health import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -33,7 +29,9 @@ from paco_grpo.policies.loading import apply_speed, load_generator, with_text_le
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.rewards.by_set import RewardSets, build_reward_sets
 from paco_grpo.training import checks
+from paco_grpo.training.checkpoints import Checkpoints, RunFolder
 from paco_grpo.training.resume import Earlier, find_earlier
+from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item, Stream
@@ -57,12 +55,13 @@ class Run:
     rewards: RewardSets
     set_rewards: list[SetRewards]  # what each prompt set is trained on
     state: TrainState
+    sampler: Sampler
     updater: Updater
     checkpoints: Checkpoints
     probe: ReferenceProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
-    claimed: files.RunFolder  # ``folder``, which no other trainer can use until it is released
+    claimed: RunFolder  # ``folder``, which no other trainer can use until it is released
 
     @property
     def accelerator(self) -> Accelerator:
@@ -108,7 +107,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = start_processes(options)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(strategy.accelerator, lambda: name)
-    claimed = files.RunFolder(Path(options.save_dir).expanduser().absolute() / name)
+    claimed = RunFolder(Path(options.save_dir).expanduser().absolute() / name)
     main_decides(strategy.accelerator, claimed.claim)
     with contextlib.ExitStack() as on_error:
         on_error.callback(claimed.release)
@@ -124,7 +123,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 
 
 def _build(
-    options: RunOptions, objective: Objective, strategy: Strategy, claimed: files.RunFolder
+    options: RunOptions, objective: Objective, strategy: Strategy, claimed: RunFolder
 ) -> Run:
     """The parts of a run, in the order in which mistakes are cheapest to find."""
     accelerator = strategy.accelerator
@@ -179,13 +178,13 @@ def _build(
         ema=EMA(parameters, train.ema_decay, train.ema_update_interval) if train.ema else None,
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
-        sampler=GroupSampler(
-            [len(of_set) for of_set in train_items_of_sets],
-            divide(plan.prompts, [prompt_set.share for prompt_set in sets]),
-            plan.images_per_prompt,
-            options.seed,
-            options.sample.latents_per_prompt,
-        ),
+    )
+    groups = GroupSampler(
+        [len(of_set) for of_set in train_items_of_sets],
+        divide(plan.prompts, [prompt_set.share for prompt_set in sets]),
+        plan.images_per_prompt,
+        options.seed,
+        options.sample.latents_per_prompt,
     )
     # Without LoRA there is no base model left to compare with.
     num_probes = min(options.health.probe_images, len(test_items)) if options.use_lora else 0
@@ -202,6 +201,7 @@ def _build(
         rewards=rewards,
         set_rewards=set_rewards_of_run,
         state=state,
+        sampler=Sampler(state, groups, train_items, options, plan.sample_batch_size),
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=ReferenceProbe(policy, probe_items, options) if probe_items else None,
@@ -237,7 +237,7 @@ def _record_start(run: Run) -> None:
     plan |= {"device": name, "engine": run.state.strategy.name}
     if run.options.datasets:
         names = [prompt_set.name for prompt_set in run.prompt_sets]
-        plan["prompts_of_sets"] = dict(zip(names, run.state.sampler.prompts, strict=True))
+        plan["prompts_of_sets"] = dict(zip(names, run.sampler.groups.prompts, strict=True))
     plan["fingerprints"] = dict(run.earlier.fingerprints)
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():

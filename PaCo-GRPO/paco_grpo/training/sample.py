@@ -1,4 +1,4 @@
-"""The sampling half of an epoch: encode, roll out in batches, decode, and deliver the images.
+"""The sampling half of an epoch: choose prompts, encode, roll out in batches, decode, deliver.
 
 Images are counted in three ways. Three images of two prompts on two processes:
 
@@ -23,8 +23,88 @@ from PIL import Image
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
-from paco_grpo.training.state import Plan, TrainState, merges_lora
-from paco_grpo.types import Conditioning, Item, Rollout
+from paco_grpo.training.state import TrainState, merges_lora
+from paco_grpo.types import Conditioning, Item, Rollout, Stream
+
+
+@dataclass(frozen=True)
+class EpochSamples:
+    """The samples of one epoch over all processes, in their global order.
+
+    It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, …
+    """
+
+    item_ids: np.ndarray  # (m·k,) int64, index into the items; groups are formed by it
+    seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
+    # (m·k,) int64 ≥ 0, ``latents`` values per item: seeds of the initial noise with ``same_latent``
+    initial_seeds: np.ndarray
+
+    def positions_of(self, process: int, num_processes: int) -> np.ndarray:
+        """Positions (int64) in the global order of the samples of ``process``."""
+        return np.arange(process, len(self.item_ids), num_processes)
+
+
+class GroupSampler:
+    """Samples m prompts per epoch, k images each, without replacement within a pass over the set.
+
+    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k
+    images). With several sets, each has its own m and its own passes, and its items follow those of
+    the set before it. ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
+    """
+
+    def __init__(
+        self,
+        num_items: Sequence[int],
+        prompts: Sequence[int],
+        images_per_prompt: int,
+        seed: int,
+        latents: int = 1,
+    ) -> None:
+        """``num_items``, ``prompts``: of each prompt set."""
+        self.num_items = list(num_items)
+        self.prompts = list(prompts)
+        self.images_per_prompt = images_per_prompt
+        self.latents = latents
+        self.seed = seed
+
+    def samples(self, epoch: int) -> EpochSamples:
+        """The samples of ``epoch``, the first being 0."""
+        count = sum(self.prompts) * self.images_per_prompt
+        order = self._generator(Stream.SAMPLE_ORDER, epoch).permutation(count)
+        first = 0  # item of its set
+        chosen = []
+        for number, num_items in enumerate(self.num_items):
+            chosen.append(first + self._choose(number, epoch))
+            first += num_items
+        item_ids = np.repeat(np.concatenate(chosen), self.images_per_prompt)[order]
+        seeds = self._words(count, Stream.SAMPLE_SEEDS, epoch)
+        words = self._words(self.latents * sum(self.num_items), Stream.INITIAL_SEEDS, epoch)
+        by_latent_and_item = words.reshape(self.latents, -1)
+        initial_seeds = by_latent_and_item[order % self.latents, item_ids]
+        return EpochSamples(item_ids, seeds, initial_seeds)
+
+    def _choose(self, number: int, epoch: int) -> np.ndarray:
+        """The prompts of set ``number`` in an epoch, counted from its first item."""
+        num_items = self.num_items[number]
+        prompts = self.prompts[number]
+        further = [number] if number else []  # the first set has the prompts of an only one
+        if num_items < prompts:
+            rng = self._generator(Stream.PROMPTS, epoch, *further)
+            passes = -(-prompts // num_items)
+            orders = [rng.permutation(num_items) for _ in range(passes)]
+            return np.concatenate(orders)[:prompts]
+        epochs_per_pass = num_items // prompts
+        number_of_pass, part = divmod(epoch, epochs_per_pass)
+        rng = self._generator(Stream.PROMPTS, number_of_pass, *further)
+        order = rng.permutation(num_items)
+        return order[part * prompts : (part + 1) * prompts]
+
+    def _generator(self, stream: Stream, *numbers: int) -> np.random.Generator:
+        return np.random.default_rng([stream, self.seed, *numbers])
+
+    def _words(self, count: int, stream: Stream, epoch: int) -> np.ndarray:
+        words = np.random.SeedSequence([stream, self.seed, epoch]).generate_state(count, np.uint64)
+        return (words >> np.uint64(1)).astype(np.int64)
 
 
 @dataclass
@@ -53,74 +133,84 @@ class Rollouts:
         return Rollout.cat([self.samples[number] for number in numbers])
 
 
-def sample_epoch(
-    state: TrainState,
-    plan: Plan,
-    items: Sequence[Item],
-    options: RunOptions,
-    deliver: Callable[[list[Image.Image | None], list[Item], list[int]], None],
-    should_stop: Callable[[], bool] | None = None,
-) -> Rollouts:
-    """Sample this process's share of the current epoch.
+@dataclass
+class Sampler:
+    """One process's part in the sampling of an epoch."""
 
-    ``deliver`` gets the images of each batch, their items and their numbers. ``should_stop`` is
-    asked before each batch, and then ``Stopped`` is raised on every process.
-    """
-    sample = options.sample
-    policy = state.policy
-    accelerator = state.strategy.accelerator
+    state: TrainState
+    groups: GroupSampler
+    items: Sequence[Item]  # of all prompt sets
+    options: RunOptions
+    batch_size: int  # images per forward
 
-    # The n samples of this process: which item each is of, and the seeds of its noise.
-    epoch_samples = state.sampler.samples(state.epoch)
-    positions = epoch_samples.positions_of(accelerator.process_index, accelerator.num_processes)
-    item_ids = epoch_samples.item_ids[positions]
-    seeds = epoch_samples.seeds[positions]
-    initial_seeds = epoch_samples.initial_seeds[positions]
+    def sample(
+        self,
+        deliver: Callable[[list[Image.Image | None], list[Item], list[int]], None],
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Rollouts:
+        """Sample this process's share of the current epoch.
 
-    # Each item is encoded once, however many images it gets, on every process that has one of them:
-    # dividing this would save about 1 % of an epoch's FLOPs.
-    unique_ids = np.unique(item_ids).tolist()
-    resolution = options.train.resolution
-    sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
-    item_at_size = dict(zip(unique_ids, sized, strict=True))
-    encoded = policy.encode(sized, options.train.max_sequence_length)
-    conditioning_of = dict(zip(unique_ids, encoded.split(), strict=True))
+        ``deliver`` gets the images of each batch, their items and their numbers. ``should_stop`` is
+        asked before each batch, and then ``Stopped`` is raised on every process.
+        """
+        state = self.state
+        items = self.items
+        options = self.options
+        sample = options.sample
+        policy = state.policy
+        accelerator = state.strategy.accelerator
 
-    # Samples of one size share a forward.
-    keys = [policy.batch_key(item_at_size[i]) for i in item_ids.tolist()]
-    batches = []
-    for numbers in batches_by_key(keys, plan.sample_batch_size):
-        first = item_at_size[item_ids[numbers[0]]]
-        batches.append(Batch(numbers, first.height, first.width))
+        # The n samples of this process: which item each is of, and the seeds of its noise.
+        epoch_samples = self.groups.samples(state.epoch)
+        positions = epoch_samples.positions_of(accelerator.process_index, accelerator.num_processes)
+        item_ids = epoch_samples.item_ids[positions]
+        seeds = epoch_samples.seeds[positions]
+        initial_seeds = epoch_samples.initial_seeds[positions]
 
-    sampling = Sampling(
-        num_steps=sample.num_steps,
-        noise_steps=sample_noise_steps(
-            sample.noise_steps, sample.num_noise_steps, options.seed, state.epoch
-        ),
-        noise_level=sample.noise_level,
-        cps=sample.cps,
-        merge_lora=merges_lora(options, policy.device),
-        tail_steps=sample.tail_steps,
-    )
+        # Each item is encoded once, however many images it gets, on every process that has one of them:
+        # dividing this would save about 1 % of an epoch's FLOPs.
+        unique_ids = np.unique(item_ids).tolist()
+        resolution = options.train.resolution
+        sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
+        item_at_size = dict(zip(unique_ids, sized, strict=True))
+        encoded = policy.encode(sized, options.train.max_sequence_length)
+        conditioning_of = dict(zip(unique_ids, encoded.split(), strict=True))
 
-    samples: list[Any] = [None] * len(positions)  # rollouts of batch size 1, by number
-    for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
-        numbers = batch.numbers
-        ids = item_ids[numbers].tolist()
-        draws = Draws(
-            item_ids=ids,
-            seeds=seeds[numbers].tolist(),
-            height=batch.height,
-            width=batch.width,
-            initial_seeds=initial_seeds[numbers].tolist() if sample.same_latent else None,
+        # Samples of one size share a forward.
+        keys = [policy.batch_key(item_at_size[i]) for i in item_ids.tolist()]
+        batches = []
+        for numbers in batches_by_key(keys, self.batch_size):
+            first = item_at_size[item_ids[numbers[0]]]
+            batches.append(Batch(numbers, first.height, first.width))
+
+        sampling = Sampling(
+            num_steps=sample.num_steps,
+            noise_steps=sample_noise_steps(
+                sample.noise_steps, sample.num_noise_steps, options.seed, state.epoch
+            ),
+            noise_level=sample.noise_level,
+            cps=sample.cps,
+            merge_lora=merges_lora(options, policy.device),
+            tail_steps=sample.tail_steps,
         )
-        conditioning = Conditioning.cat([conditioning_of[i] for i in ids])
-        record = rollout(policy, conditioning, draws, sampling)
-        if is_dummy:
-            continue
-        deliver(decode(policy, record.clean_latents, batch), [items[i] for i in ids], numbers)
-        for number, item_id, part in zip(numbers, ids, record.split(), strict=True):
-            # Text features are kept once per item, not once per image.
-            samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
-    return Rollouts(epoch_samples.item_ids, positions, samples, keys)
+
+        samples: list[Any] = [None] * len(positions)  # rollouts of batch size 1, by number
+        for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
+            numbers = batch.numbers
+            ids = item_ids[numbers].tolist()
+            draws = Draws(
+                item_ids=ids,
+                seeds=seeds[numbers].tolist(),
+                height=batch.height,
+                width=batch.width,
+                initial_seeds=initial_seeds[numbers].tolist() if sample.same_latent else None,
+            )
+            conditioning = Conditioning.cat([conditioning_of[i] for i in ids])
+            record = rollout(policy, conditioning, draws, sampling)
+            if is_dummy:
+                continue
+            deliver(decode(policy, record.clean_latents, batch), [items[i] for i in ids], numbers)
+            for number, item_id, part in zip(numbers, ids, record.split(), strict=True):
+                # Text features are kept once per item, not once per image.
+                samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
+        return Rollouts(epoch_samples.item_ids, positions, samples, keys)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paco_grpo.data.sampler import GroupSampler
-from paco_grpo.distributed.processes import Strategy
+from paco_grpo.distributed import Strategy
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import Policy
 
@@ -130,7 +129,6 @@ class TrainState:
     ema: EMA | None  # of ``parameters``
     optimizer: torch.optim.Optimizer  # over ``parameters``
     strategy: Strategy  # how all this is spread over the processes
-    sampler: GroupSampler
     optimizer_steps: int = 0  # taken so far
     # Whether old log-probabilities are recomputed before each update; None: not yet decided.
     must_recompute: bool | None = None

@@ -13,20 +13,23 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
-from paco_grpo.distributed.processes import Stopped, StopSignal, any_process
-from paco_grpo.evaluation.agreement import of_epoch
-from paco_grpo.evaluation.evaluate import set_metrics
+from paco_grpo.distributed import Stopped, any_process
 from paco_grpo.monitoring import health
-from paco_grpo.monitoring.console import epoch_line, epoch_metrics
-from paco_grpo.monitoring.observe import SampleObserver
+from paco_grpo.monitoring.health import SampleObserver
+from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
 from paco_grpo.policies import lora
 from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import Run
 from paco_grpo.training.evaluations import Evaluations, verify_run
-from paco_grpo.training.resume import load_state
-from paco_grpo.training.sample import Rollouts, sample_epoch
-from paco_grpo.training.stopping import StopTraining, require_scores, resumable
+from paco_grpo.training.resume import (
+    StopSignal,
+    StopTraining,
+    load_state,
+    require_scores,
+    resumable,
+)
+from paco_grpo.training.sample import Rollouts
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
@@ -77,7 +80,8 @@ class Trainer:
         if self.options.datasets:
             columns = np.column_stack(list(scores.values()))
             datasets = self._datasets(rollouts)
-            metrics |= set_metrics(columns, list(scores), datasets, run.prompt_sets)
+            groups = [prompt_set.metrics for prompt_set in run.prompt_sets]
+            metrics |= set_metrics(columns, list(scores), datasets, groups)
         self._log_epoch(metrics)
 
     def fit(self) -> None:
@@ -152,9 +156,7 @@ class Trainer:
 
         try:
             with self._timed("sample"), sampled_weights, self.state.strategy.same_outcome():
-                return sample_epoch(
-                    self.state, run.plan, run.train_items, self.options, deliver, should_stop
-                )
+                return run.sampler.sample(deliver, should_stop)
         except Stopped:
             if not any_process(self.accelerator, self._signaled()):
                 self._scores(queue)  # a reward has failed, and this raises its error

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.distributed.processes import any_process
+from paco_grpo.distributed import any_process
 from paco_grpo.objectives import MicroBatch, Objective, Step
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paco_grpo.checkpoint import files as ckpt
+from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.state import EMA
 
 

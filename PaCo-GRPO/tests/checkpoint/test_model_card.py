@@ -9,11 +9,11 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
 
-from paco_grpo.checkpoint.model_card import write_model_card
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import PretrainedOptions, TestOptions, TrainOptions
 from paco_grpo.policies import adapters
 from paco_grpo.policies.diffusers_policy import on_white
+from paco_grpo.training.model_card import write_model_card
 from paco_grpo.types import Item
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_grpo.data.sampler import GroupSampler
+from paco_grpo.training.sample import GroupSampler
 
 SMALL = st.integers(1, 12)
 

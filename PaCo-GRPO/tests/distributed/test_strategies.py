@@ -20,8 +20,8 @@ from forked_runs import (
 from safetensors.torch import load_file
 from tiny_run import tiny_options, write_rows
 
-from paco_grpo.distributed import processes
-from paco_grpo.distributed.fsdp2 import build_strategy
+from paco_grpo import distributed
+from paco_grpo.distributed import build_strategy
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
 
@@ -85,11 +85,11 @@ def test_which_strategy_is_chosen(tiny_flux_dir, tmp_path, caplog):
 def test_any_error_of_the_main_process_ends_all(monkeypatch):
     sent = []
     monkeypatch.setattr(
-        processes, "broadcast_object_list", lambda given: sent.append(given) or given
+        distributed, "broadcast_object_list", lambda given: sent.append(given) or given
     )
     for error, forwarded in ((KeyError("x"), RuntimeError), (OSError("x"), OSError)):
         with pytest.raises(forwarded, match="x"):
-            processes.main_decides(CPUS, Mock(side_effect=error))
+            distributed.main_decides(CPUS, Mock(side_effect=error))
     assert len(sent) == 2
 
 

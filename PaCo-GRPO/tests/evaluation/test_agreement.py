@@ -7,9 +7,10 @@ import pytest
 from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.evaluation.agreement import measuring, of_epoch, pairs_of
+from paco_grpo.commands.compare import measuring
 from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.evaluation.intervals import intervals
+from paco_grpo.monitoring.metrics import of_epoch, pairs_of
 from paco_grpo.options import ConfigError
 
 NAMES = ("consistency_score", "between_images")

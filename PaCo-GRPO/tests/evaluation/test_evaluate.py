@@ -14,8 +14,9 @@ from tiny_run import brightness, load_script, rows_of, tiny_options, train, writ
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation import evaluate
-from paco_grpo.evaluation.evaluate import evaluation_metrics, evaluation_set
+from paco_grpo.evaluation.evaluate import evaluation_set
 from paco_grpo.evaluation.folder import read_rows
+from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from tiny_run import tiny_options
 
-from paco_grpo.evaluation.folder import is_complete
+from paco_grpo.commands.compare import is_complete
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards
 

@@ -12,8 +12,8 @@ from named import CONFIG
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from paco_grpo import distributed
 from paco_grpo.architectures import with_blocks
-from paco_grpo.distributed import fsdp2
 from paco_grpo.estimate.generator import build_policy, estimate, example, one_step
 from paco_grpo.estimate.report import GIB
 from paco_grpo.objectives import create_objective
@@ -43,8 +43,8 @@ def shard_and_train(options, ranks, gpu):
     elements = sum(p.numel() for name, p in parameters.items() if "lora_" not in name)
     accelerator = SimpleNamespace(device=torch.device("cuda:0"), num_processes=ranks)
     # A fake collective operation returns nothing of the others.
-    with mock.patch.object(fsdp2, "gather_object", lambda values: values * ranks):
-        fsdp2.FSDP2(accelerator).place(policy)
+    with mock.patch.object(distributed, "gather_object", lambda values: values * ranks):
+        distributed.FSDP2(accelerator).place(policy)
     parameters = dict(transformer.named_parameters())
     base = [p for name, p in parameters.items() if "lora_" not in name]
     adapter = [p for name, p in parameters.items() if "lora_" in name]

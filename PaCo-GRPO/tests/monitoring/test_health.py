@@ -8,11 +8,16 @@ import torch
 from PIL import Image
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.monitoring.health import against_first, judge_epoch, judge_evaluation
-from paco_grpo.monitoring.observe import ReferenceProbe, SampleObserver
+from paco_grpo.monitoring.health import (
+    ReferenceProbe,
+    SampleObserver,
+    against_first,
+    judge_epoch,
+    judge_evaluation,
+)
 from paco_grpo.policies.lora import reference_weights
 from paco_grpo.training.build import build_run
-from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.resume import TrainingStopped
 
 WELL = {
     "health/velocity_change": 0.05,

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from reward_factories import checked
 
-from paco_grpo.distributed.processes import Stopped
+from paco_grpo.distributed import Stopped
 from paco_grpo.item import Item
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 

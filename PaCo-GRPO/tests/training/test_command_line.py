@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
-from paco_grpo.distributed.processes import StopSignal
 from paco_grpo.options import ConfigError
 from paco_grpo.training.checks import require_promised_gpu
+from paco_grpo.training.resume import StopSignal
 from paco_grpo.training.trainer import Trainer
 
 NO_JUDGE = {

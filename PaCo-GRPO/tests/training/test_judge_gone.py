@@ -6,8 +6,8 @@ import pytest
 from fakes import fake_judge
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.checkpoint import files as ckpt
-from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training import checkpoints as ckpt
+from paco_grpo.training.resume import TrainingStopped
 
 PAIRS = 8  # of an epoch: 8 images of two panels
 PROOF = 1  # the question that a run begins with

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_run import rows_of, tiny_options, train
 
-from paco_grpo.checkpoint.files import CheckpointError, RunFolder
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run
+from paco_grpo.training.checkpoints import CheckpointError, RunFolder
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
 from paco_judge.errors import UserError

@@ -13,9 +13,8 @@ import pytest
 import torch
 from tiny_run import sampled, tiny_options, write_rows
 
-from paco_grpo.distributed.processes import Strategy
+from paco_grpo.distributed import Strategy
 from paco_grpo.training.build import build_run
-from paco_grpo.training.sample import sample_epoch
 from paco_grpo.training.state import make_plan
 from paco_grpo.training.trainer import Trainer
 
@@ -68,7 +67,7 @@ def make(flux, folder, unscored=None, **changes):
 def test_an_image_is_scored_with_its_own_item(tiny_flux_dir, tmp_path):
     run = make(tiny_flux_dir, tmp_path)
     rollouts, scores = sampled(run)
-    samples = run.state.sampler.samples(0)
+    samples = run.sampler.groups.samples(0)
     expected = []
     for number, sample in enumerate(rollouts.samples):
         position = rollouts.positions[number]
@@ -156,8 +155,8 @@ def test_two_processes_sample_and_train_what_one_would(tiny_flux_dir, tmp_path):
                 reduce=reduce,
             )
             strategy = state.strategy = Strategy(fake)
-        plan = make_plan(run.options, processes, 1)
-        rollouts = sample_epoch(state, plan, run.train_items, run.options, lambda *_: None)
+        run.sampler.batch_size = make_plan(run.options, processes, 1).sample_batch_size
+        rollouts = run.sampler.sample(lambda *_: None)
         for number, position in enumerate(rollouts.positions.tolist()):
             latents[processes, position] = rollouts.samples[number].clean_latents
         run.updater.update(rollouts, advantages, kept, epoch=0)

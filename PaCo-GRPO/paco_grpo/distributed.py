@@ -1,26 +1,32 @@
-"""Communication between the processes of a run, and the default way to share weights and gradients.
+"""The processes of a run: how they communicate, and share weights and gradients.
 
+``Strategy`` keeps whole weights on every process, ``FSDP2`` shards them (torch's ``fully_shard``).
 Every function that takes an ``Accelerator`` is a collective operation: all processes call it.
 """
 
-from __future__ import annotations
-
 import logging
-import signal
-import time
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-if TYPE_CHECKING:
-    from paco_grpo.policies.base import Policy
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.policies.base import Policy
+from paco_grpo.policies.lora import lora_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -221,32 +227,105 @@ class Strategy:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-class StopSignal:
-    """SIGTERM, SIGINT and SIGHUP (a closed terminal): save and exit at the next safe point."""
+class FSDP2(Strategy):
+    """The transformer's weights are sharded over the processes, block by block.
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._time = 0.0
+    With LoRA only the frozen base is sharded: adapters are small, float32 next to a bfloat16 base,
+    and stay whole on every process. Without LoRA everything is sharded: parameters, gradients and
+    optimizer.
+    """
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handlers are installed inside the block."""
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._handle) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    name = "fsdp2"
+    lockstep = True
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = number
-            self._time = time.monotonic()
-            name = signal.Signals(number).name
-            logger.warning("%s received: saving and exiting at the next safe point", name)
-        # Launchers forward one Ctrl-C as several signals: only a later one means "now".
-        elif number == signal.SIGINT and time.monotonic() - self._time > 2:
-            raise KeyboardInterrupt
+    @property
+    def loading_device(self) -> torch.device:
+        """Main memory: a model that needs sharding may not fit on one device."""
+        return torch.device("cpu")
+
+    def place(self, policy: Policy) -> None:
+        """Shard block by block: a device never holds more than its share and one block.
+
+        Nor does main memory hold more than one block's float32 copy, if all weights are trained.
+        """
+        device = self.accelerator.device
+        policy.device = device
+        transformer = policy.transformer
+        names = set(transformer._no_split_modules or transformer._repeated_blocks or ())
+        blocks = [module for module in transformer.modules() if type(module).__name__ in names]
+        if not blocks:
+            raise ConfigError(
+                f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its "
+                "blocks"
+            )
+        kept_whole = set(lora_parameters(policy).values())
+        for parameter in kept_whole:
+            parameter.data = parameter.data.to(device)
+        trains_everything = trains_transformer(policy)
+        mesh = _mesh(device.type, self.accelerator.num_processes)
+        for module in (*blocks, transformer):
+            if trains_everything:
+                make_float32(module)
+            fully_shard(module, mesh=mesh, ignored_params=kept_whole, reshard_after_forward=True)
+        for module in transformer.modules():
+            if isinstance(module, FSDPModule):
+                # Sums, not means, and the only reduction that gloo supports.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def finish_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
+        """As in ``Strategy``; gradients of sharded parameters were summed during the backward."""
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
+            return super().finish_gradients(parameters, max_norm)
+        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def _mesh(device_type: str, processes: int) -> DeviceMesh:
+    """(machines, processes of one), so that weights travel only inside a machine.
+
+    Every machine holds all shards then. It is one dimension on a single machine, where machines
+    have different numbers of processes, and where each has a single one.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    is_even = set(gather_object([local])) == {local}
+    if not is_even or local in (1, processes):
+        return init_device_mesh(device_type, (processes,))
+    shape = (processes // local, local)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("machines", "processes"))
+
+
+def start_processes(options: RunOptions) -> Strategy:
+    """The strategy over the processes that the launcher started."""
+    # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
+    # gets none.
+    # Processes wait for each other's rewards, which may take longer than the default timeout.
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+    return build_strategy(options, accelerator)
+
+
+def build_strategy(options: RunOptions, accelerator: Accelerator) -> Strategy:
+    """The strategy that ``config.train.sharding`` names."""
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise ConfigError(
+            f"accelerate was started with {kind}; use MULTI_GPU, and "
+            "config.train.sharding='fsdp2' to shard"
+        )
+    if options.train.sharding is None:
+        return Strategy(accelerator)
+    if accelerator.num_processes == 1:
+        logger.warning(
+            "config.train.sharding='fsdp2', but there is only one process: nothing is sharded"
+        )
+        return Strategy(accelerator)
+    for option, value in (
+        ("speed.compile", options.speed.compile),
+        ("pretrained.quantize", options.pretrained.quantize),
+    ):
+        if value:
+            raise ConfigError(
+                f"config.{option} cannot be combined with config.train.sharding='fsdp2'"
+            )
+    return FSDP2(accelerator)

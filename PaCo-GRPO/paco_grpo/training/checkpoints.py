@@ -1,37 +1,146 @@
-"""Checkpoints: the whole state of a run is written to a folder, and read from it again."""
-
-from __future__ import annotations
+"""What a run saves: its folder, checkpoints by epoch, and the whole state in each of them."""
 
 import contextlib
 import json
 import logging
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
-from paco_grpo.checkpoint import files
-from paco_grpo.checkpoint.model_card import write_model_card
-from paco_grpo.distributed.fsdp2 import save_transformer
-from paco_grpo.distributed.processes import any_process, full_tensor
+from paco_grpo.distributed import any_process, full_tensor, shard_like
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.adapters import log_adapter, save_diffusers, save_peft
-
-if TYPE_CHECKING:
-    from paco_grpo.training.state import TrainState
+from paco_grpo.training.model_card import write_model_card
+from paco_grpo.training.state import TrainState
+from paco_judge.errors import UserError
+from paco_judge.files import locked, sync_folder
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 3  # of trainer.json and the files beside it
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be written or read."""
+
+
+class RunFolder:
+    """The folder of one run. The main process claims it, so that two trainers never share one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = contextlib.ExitStack()
+
+    def claim(self) -> None:
+        """Make the folder and lock it; a ``UserError`` if another trainer has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.enter_context(locked(self.path))
+
+    def release(self) -> None:
+        """Let another trainer have the folder."""
+        self._lock.close()
+
+
+# --- checkpoints by epoch -----------------------------------------------------------------------
+
+
+def checkpoint_name(epoch: int) -> str:
+    """Folder name after ``epoch`` epochs."""
+    return f"epoch_{epoch:04d}"
+
+
+def _by_epoch(folder: Path) -> list[tuple[int, Path]]:
+    """Epoch and path of what ``checkpoint_name`` named, oldest first.
+
+    Not of others: ``epoch_0001_keep`` is the user's own.
+    """
+    named = []
+    for path in folder.glob("epoch_*"):
+        name = re.fullmatch(r"epoch_(\d+)", path.name)
+        if name:
+            named.append((int(name[1]), path))
+    return sorted(named)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in ``folder``, oldest first. One gets its name only when it is whole."""
+    return [path for _, path in _by_epoch(folder) if (path / "state").is_dir()]
+
+
+def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
+    """The checkpoint that ``config.resume_from`` means.
+
+    It is ``latest`` (in ``run_dir``), or the path of a checkpoint or run. Returns None for
+    ``latest`` when this run has no checkpoint yet; another path without one is a
+    ``CheckpointError``.
+    """
+    path = run_dir
+    if resume_from != "latest":
+        path = Path(resume_from).expanduser().absolute()
+    if (path / "state").is_dir():
+        return path
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints and resume_from != "latest":
+        raise CheckpointError(f"config.resume_from={resume_from!r} holds no checkpoint")
+    return checkpoints[-1] if checkpoints else None
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Sync the folder to disk and give it its name: a checkpoint appears when it is whole."""
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_folder(path)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def archive_superseded(folder: Path, epoch: int) -> None:
+    """Rename what is later than ``epoch``, where a run resumes.
+
+    ``latest`` must not mean the abandoned course.
+    """
+    for number, path in _by_epoch(folder):
+        if number > epoch:
+            target = path.with_name(f"replaced_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
+
+
+def prune(root: Path, limit: int) -> None:
+    """Remove the oldest checkpoints beyond ``limit``, and what was killed while it was written."""
+    for path in (*list_checkpoints(root)[:-limit], *root.glob(".*.partial")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@torch.no_grad()
+def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy saved weights into ``tensors``, sharded or not."""
+    saved = load_file(path)
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    if saved_shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        raise CheckpointError(f"{path} holds other weights than this run trains")
+    for name, tensor in tensors.items():
+        tensor.copy_(shard_like(saved[name], tensor))
+
+
+# --- the state ------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -57,7 +166,7 @@ class Checkpoints:
         the limit are removed. When one process could not write, every process raises a
         ``CheckpointError``; the earlier checkpoints are intact.
         """
-        final = self.root / (name or files.checkpoint_name(self.state.epoch))
+        final = self.root / (name or checkpoint_name(self.state.epoch))
         partial = self.root / f".{final.name}.partial"
         is_main = self.accelerator.is_main_process
         if is_main:
@@ -67,9 +176,9 @@ class Checkpoints:
             self._write_average(partial)
         with self._all_succeed(final):
             if is_main:
-                files.commit(partial, final)
+                commit(partial, final)
         if name is None and is_main:
-            files.prune(self.root, self.options.num_checkpoint_limit)
+            prune(self.root, self.options.num_checkpoint_limit)
         logger.info("saved %s", final)
         return final
 
@@ -123,7 +232,7 @@ class Checkpoints:
         except (OSError, SafetensorError, RuntimeError) as error:  # the last one of torch.save
             problem = error
         if any_process(self.accelerator, problem is not None):
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"checkpoint {final} could not be written "
                 f"({problem or 'another process failed'}); earlier ones are intact"
             ) from problem
@@ -141,7 +250,7 @@ class Checkpoints:
             if part == "ema" and not path.is_file():
                 logger.info("the average of the weights starts here: it was off before")
                 path = folder / "state" / "trainable.safetensors"
-            files.load_into(path, tensors)
+            load_into(path, tensors)
         moments = torch.load(folder / "state" / "optimizer.pt", weights_only=True)
         if moments:
             self._load_moments(moments["state"])
@@ -185,5 +294,27 @@ def read_numbers(folder: Path) -> dict[str, Any]:
     """trainer.json of a checkpoint."""
     numbers = json.loads((folder / "state" / "trainer.json").read_bytes())
     if numbers.get("format") != _FORMAT:
-        raise files.CheckpointError(f"{folder} was saved by another version of PaCo-GRPO")
+        raise CheckpointError(f"{folder} was saved by another version of PaCo-GRPO")
     return numbers
+
+
+def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
+    """Write ``transformer`` as diffusers reads it; without ``write``, only help to gather it."""
+    if not isinstance(transformer, FSDPModule):
+        if write:
+            transformer.save_pretrained(folder)
+        return
+    weights = {}
+    for name, tensor in transformer.state_dict().items():
+        value = full_tensor(tensor)
+        if write:
+            weights[name] = value.cpu()
+    if not write:
+        return
+    # fully_shard prepends its own class to the model's; the copy that is written has the model's
+    # class.
+    (model_class,) = (base for base in type(transformer).__bases__ if base is not FSDPModule)
+    with torch.device("meta"):
+        copy = model_class.from_config(transformer.config)
+    copy.load_state_dict(weights, assign=True)
+    copy.save_pretrained(folder)

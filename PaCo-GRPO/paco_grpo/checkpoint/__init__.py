@@ -1,1 +1,0 @@
-"""What a run saves and loads: checkpoints, averaged weights, adapters with their model cards."""

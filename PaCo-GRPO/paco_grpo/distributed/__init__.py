@@ -1,1 +1,0 @@
-"""How weights, gradients and optimizer states are spread over processes."""
