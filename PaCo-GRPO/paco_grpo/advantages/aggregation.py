@@ -1,53 +1,44 @@
 """How several rewards become one number per sample (docs/method.md §5; PaCo-RL, arXiv 2512.04784).
 
-An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key:
+``groups`` has the default, the weighted sum. An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key:
 np.ndarray (n,)}``. It returns one such mapping, which is group-normalized unless the function
 carries ``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after
 each call.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from scipy.stats import gmean, hmean
 
+from paco_grpo.advantages.groups import (
+    STD_FLOOR,
+    AggregateFn,
+    GroupedRewards,
+    SetRewards,
+    concatenate,
+    normalize,
+    per_group,
+    weighted_sum,
+)
+from paco_grpo.data.sets import PromptSet
 from paco_grpo.names import find_function, place_of
-
-GroupedRewards = Mapping[str, np.ndarray]
-AggregateFn = Callable[..., dict[str, np.ndarray]]
-
-STD_FLOOR = 1e-6
-
-
-def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
-    """(values − mean) / max(std, 1e-6); the default is the population std of ``values``."""
-    return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
-
-
-def weighted_sum(
-    reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards
-) -> dict[str, np.ndarray]:
-    """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
-    missing = [name for name in grouped_rewards if name not in reward_weights]
-    if missing:
-        raise ValueError(
-            f"reward_weights has no weight for {', '.join(missing)} "
-            f"(it has {', '.join(reward_weights)})"
-        )
-    return _per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.rewards.registry import reward_weights
 
 
 def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
     """(Π_r r)^(1/R), for R rewards ≥ 0."""
-    return _per_group(lambda r: gmean(list(r.values()), axis=0), grouped_rewards, least=0)
+    return per_group(lambda r: gmean(list(r.values()), axis=0), grouped_rewards, least=0)
 
 
 def harmonic_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
     """R / Σ_r 1/r, for R rewards ≥ 0; 0 where one of them is 0."""
-    return _per_group(lambda r: hmean(list(r.values()), axis=0), grouped_rewards, least=0)
+    return per_group(lambda r: hmean(list(r.values()), axis=0), grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
@@ -63,7 +54,7 @@ class product_aggregate_fn:
             powers = [values ** self.reward_weights[name] for name, values in rewards.items()]
             return np.prod(powers, axis=0)
 
-        return _per_group(product, grouped_rewards, least=0)
+        return per_group(product, grouped_rewards, least=0)
 
 
 @dataclass(eq=False)
@@ -92,7 +83,7 @@ class log_tame_aggregate_fn:
         """The weighted sum of each group; ``stats`` is set."""
         variations = {}
         for name, groups in grouped_rewards.items():
-            variations[name] = _coefficient_of_variation(_concatenate(groups))
+            variations[name] = _coefficient_of_variation(concatenate(groups))
         threshold = self.threshold
         if threshold == "mean":
             threshold = np.mean(list(variations.values()))
@@ -120,7 +111,7 @@ def _coefficient_of_variation(values: np.ndarray) -> float:
 
 
 def _log_tamed(name: str, groups: GroupedRewards) -> dict[str, np.ndarray]:
-    least = _concatenate(groups).min()
+    least = concatenate(groups).min()
     if least <= -1:
         raise ValueError(
             f"log_tame_aggregate_fn: {name!r} reaches {least:g}, but log(1 + r) needs r > −1"
@@ -145,13 +136,13 @@ class weighted_advantage_sum_aggregate_fn:
         """The advantages of each group."""
         normalized: dict[str, dict[str, np.ndarray]] = {}
         for name, groups in grouped_rewards.items():
-            std = float(_concatenate(groups).std()) if self.global_std else None
+            std = float(concatenate(groups).std()) if self.global_std else None
             normalized[name] = {}
             for key, values in groups.items():
                 normalized[name][key] = normalize(np.asarray(values, np.float64), std)
         total = weighted_sum(self.reward_weights, **normalized)
         if self.batch_std:
-            std = max(float(_concatenate(total).std()), STD_FLOOR)
+            std = max(float(concatenate(total).std()), STD_FLOOR)
             total = {key: values / std for key, values in total.items()}
         return total
 
@@ -234,28 +225,26 @@ def _arguments(factory: type) -> list[str]:
     return [field.name for field in dataclasses.fields(factory) if field.init]
 
 
-def _per_group(
-    function: Callable[[dict[str, np.ndarray]], np.ndarray],
-    grouped: Mapping[str, GroupedRewards],
-    least: float = -np.inf,
-) -> dict[str, np.ndarray]:
-    """``function`` of each group's ``{reward: (n,) float64}``.
-
-    Raises ValueError where a reward is below ``least``.
-    """
-    for name, groups in grouped.items():
-        smallest = _concatenate(groups).min()
-        if smallest < least:
-            raise ValueError(
-                f"reward {name!r} reaches {smallest:g}, "
-                f"but this aggregation needs rewards ≥ {least:g}"
+def set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
+    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
+    weights = {}
+    for name, weight in reward_weights(prompt_set.train.weights).items():
+        if weight:
+            weights[name] = weight
+    try:
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
+    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
+    if prompt_set.name and weights_of_function is not None:
+        others = [name for name in weights if weights_of_function[name] != weights[name]]
+        if others:
+            raise ConfigError(
+                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
+                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
+                "'product_aggregate_fn'"
             )
-    totals = {}
-    for key in next(iter(grouped.values())):
-        rewards = {name: np.asarray(groups[key], np.float64) for name, groups in grouped.items()}
-        totals[key] = function(rewards)
-    return totals
-
-
-def _concatenate(groups: GroupedRewards) -> np.ndarray:
-    return np.concatenate([np.asarray(values, np.float64) for values in groups.values()])
+    return SetRewards(prompt_set.name, weights, aggregate_fn)

@@ -3,24 +3,18 @@
 A sample with a missing reward is left out of its group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from scipy.stats import rankdata
 
-from paco_grpo.advantages.aggregation import (
-    AggregateFn,
-    get_aggregate_fn,
-    normalize,
-    weighted_sum,
-)
-from paco_grpo.data.sets import PromptSet
-from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.rewards.registry import reward_weights
+from paco_grpo.options import RunOptions
 from paco_grpo.types import Item
 
+GroupedRewards = Mapping[str, np.ndarray]
+AggregateFn = Callable[..., dict[str, np.ndarray]]
+STD_FLOOR = 1e-6
 _STATS = ("missing_share", "dropped_share", "group_size_mean", "zero_std_share", "mean_abs")
 
 
@@ -31,31 +25,6 @@ class SetRewards:
     name: str  # "" for the only set of a run
     weights: Mapping[str, float]  # by short name; rewards with weight 0 are not in it
     aggregate_fn: AggregateFn
-
-
-def set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
-    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
-    weights = {}
-    for name, weight in reward_weights(prompt_set.train.weights).items():
-        if weight:
-            weights[name] = weight
-    try:
-        aggregate_fn = get_aggregate_fn(
-            options.train.aggregate_fn, weights, options.sample.global_std
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
-    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
-    if prompt_set.name and weights_of_function is not None:
-        others = [name for name in weights if weights_of_function[name] != weights[name]]
-        if others:
-            raise ConfigError(
-                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
-                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
-                "'product_aggregate_fn'"
-            )
-    return SetRewards(prompt_set.name, weights, aggregate_fn)
 
 
 @dataclass(frozen=True)
@@ -173,6 +142,51 @@ def advantages_of_sets(
         of_sets = [total.stats[f"{of_set.name}/{name}"] for of_set in set_rewards]
         total.stats[name] = float(np.average(of_sets, weights=sizes))
     return total
+
+
+def normalize(values: np.ndarray, std: float | None = None) -> np.ndarray:
+    """(values − mean) / max(std, 1e-6); the default is the population std of ``values``."""
+    return (values - values.mean()) / max(values.std() if std is None else std, STD_FLOOR)
+
+
+def weighted_sum(
+    reward_weights: Mapping[str, float], /, **grouped_rewards: GroupedRewards
+) -> dict[str, np.ndarray]:
+    """Σ_r weight_r · r, the default (``aggregate_fn = None``)."""
+    missing = [name for name in grouped_rewards if name not in reward_weights]
+    if missing:
+        raise ValueError(
+            f"reward_weights has no weight for {', '.join(missing)} "
+            f"(it has {', '.join(reward_weights)})"
+        )
+    return per_group(lambda r: sum(reward_weights[name] * r[name] for name in r), grouped_rewards)
+
+
+def per_group(
+    function: Callable[[dict[str, np.ndarray]], np.ndarray],
+    grouped: Mapping[str, GroupedRewards],
+    least: float = -np.inf,
+) -> dict[str, np.ndarray]:
+    """``function`` of each group's ``{reward: (n,) float64}``.
+
+    Raises ValueError where a reward is below ``least``.
+    """
+    for name, groups in grouped.items():
+        smallest = concatenate(groups).min()
+        if smallest < least:
+            raise ValueError(
+                f"reward {name!r} reaches {smallest:g}, "
+                f"but this aggregation needs rewards ≥ {least:g}"
+            )
+    totals = {}
+    for key in next(iter(grouped.values())):
+        rewards = {name: np.asarray(groups[key], np.float64) for name, groups in grouped.items()}
+        totals[key] = function(rewards)
+    return totals
+
+
+def concatenate(groups: GroupedRewards) -> np.ndarray:
+    return np.concatenate([np.asarray(values, np.float64) for values in groups.values()])
 
 
 def _ranks(values: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:

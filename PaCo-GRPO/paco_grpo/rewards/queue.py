@@ -33,7 +33,7 @@ class ScoringError(RuntimeError):
 class Submission(NamedTuple):
     """An image to score."""
 
-    row: int  # of the result: the image's number, or its position where all processes share a call
+    row: int  # of its scores in what ``ScoreQueue.results`` returns next
     image: Image.Image
     item: Item
 
@@ -185,8 +185,9 @@ class ScoreQueue:
     ) -> np.ndarray:
         """``results`` of all processes: a row for each of the ``total`` positions of the epoch.
 
-        This is a collective operation with the same result, or exception, everywhere. The numbers
-        0, 1, … of process r of P are the positions r, r + P, …
+        This is a collective operation with the same result, or exception, everywhere. First every
+        process has rows of its own numbers 0, 1, …, which are the positions r, r + P, … of process
+        r of P. Then rewards that compare images fill rows of positions.
         """
         local_count = len(range(accelerator.process_index, total, accelerator.num_processes))
         scores = interleave(self._results_everywhere(local_count, should_stop), total)
@@ -198,7 +199,7 @@ class ScoreQueue:
         return scores
 
     def _start_comparisons(self, accelerator: Accelerator, total: int) -> None:
-        """Call the rewards that compare images, with whole items; rows are positions now."""
+        """Call the rewards that compare images, with whole items; their rows are positions."""
         local = {}
         for number, image, item in self._to_compare:
             position = number * accelerator.num_processes + accelerator.process_index

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import describe
-from paco_grpo.advantages.groups import SetRewards, set_rewards
+from paco_grpo.advantages.aggregation import describe, set_rewards
+from paco_grpo.advantages.groups import SetRewards
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.monitoring.health import ReferenceProbe

@@ -117,16 +117,18 @@ class Rollouts:
     samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
 
-    def numbers_at(self, positions: np.ndarray) -> np.ndarray:
-        """The numbers of this process's samples among those at ``positions``, in their order."""
-        number_of = {position: number for number, position in enumerate(self.positions.tolist())}
-        local = [number_of[position] for position in positions.tolist() if position in number_of]
-        return np.array(local, np.int64)
+    def batches_at(self, positions: np.ndarray, size: int) -> list[np.ndarray]:
+        """Numbers of this process's samples among those at ``positions``, in their order.
 
-    def batches(self, numbers: Sequence[int], size: int) -> list[np.ndarray]:
-        """The samples ``numbers`` in micro-batches of one key, of at most ``size``, in order."""
+        In micro-batches of one key, of at most ``size``.
+        """
+        number_of = {position: number for number, position in enumerate(self.positions.tolist())}
+        numbers = []
+        for position in positions.tolist():
+            if position in number_of:
+                numbers.append(number_of[position])
         batches = batches_by_key([self.keys[number] for number in numbers], size)
-        return [np.asarray(numbers)[batch] for batch in batches]
+        return [np.array(numbers)[batch] for batch in batches]
 
     def stack(self, numbers: Sequence[int]) -> Rollout:
         """The samples ``numbers``, of one key, as one rollout."""

@@ -11,7 +11,7 @@ From the old log-probabilities to the optimizer step: ``recompute_old_log_probs`
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,21 +78,21 @@ class Updater:
     def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
         """Replace recorded means and log-probabilities by those of the weights before the update.
 
-        This is done in place: always with ``train.old_log_prob='recompute'``, and with 'auto' where
-        low precision or compiled blocks make the first ratio not 1.
+        Always with ``train.old_log_prob='recompute'``, and with 'auto' where low precision or
+        compiled blocks make the first ratio not 1. Done in place.
         """
         if not self._must_recompute(rollouts):
             return
-        policy = self.state.policy
-        compiled = self.options.speed.compile
-        batches = self._all_batches(rollouts)
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
-            recomputed = with_current_log_probs(policy, rollouts.stack(numbers), compiled)
+        for numbers, is_dummy in self._synced_batches(rollouts, rollouts.positions):
+            recomputed = with_current_log_probs(
+                self.state.policy, rollouts.stack(numbers), self.options.speed.compile
+            )
             if is_dummy:
                 continue
             for number, sample in zip(numbers, recomputed.split(), strict=True):
+                recorded = rollouts.samples[number]
                 rollouts.samples[number] = dataclasses.replace(
-                    rollouts.samples[number], noise_steps=sample.noise_steps
+                    recorded, noise_steps=sample.noise_steps
                 )
 
     def update(
@@ -108,11 +108,9 @@ class Updater:
         Args:
             rollouts: What this process sampled, after ``recompute_old_log_probs``.
             advantages: (N,) over all processes, by position.
-            kept: (N,) bool; the others are left out. The loss of each optimizer step is divided by
-                the number kept in its chunk, over all processes.
+            kept: (N,) bool; the others are left out.
             epoch: For random streams.
-            should_stop: Asked before each micro-batch of the first optimizer step; later the epoch
-                is finished.
+            should_stop: Asked before each micro-batch of the first optimizer step.
         """
         train = self.options.train
         policy = self.state.policy
@@ -124,6 +122,7 @@ class Updater:
                 kept_positions = chunk[kept[chunk]]  # samples with an advantage
                 if len(kept_positions) == 0:
                     continue
+                # Each sample counts 1 / (kept samples of the chunk, over all processes).
                 micro_batches = self._micro_batches(
                     rollouts, advantages, kept_positions, epoch, inner_epoch
                 )
@@ -189,13 +188,20 @@ class Updater:
             state.must_recompute = self._deviates(rollouts)
         return state.must_recompute
 
-    def _all_batches(self, rollouts: Rollouts) -> list[np.ndarray]:
-        everything = range(len(rollouts.samples))
-        return rollouts.batches(everything, self.options.train.batch_size)
+    def _synced_batches(
+        self, rollouts: Rollouts, positions: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, bool]]:
+        """This process's samples among those at ``positions``: (their numbers, is_dummy).
+
+        Where a forward is a collective operation, dummies make the number of micro-batches the same
+        on every process.
+        """
+        batches = rollouts.batches_at(positions, self.options.train.batch_size)
+        return self.state.strategy.synced_batches(batches, _DUMMY)
 
     def _deviates(self, rollouts: Rollouts) -> bool:
         """Whether the first micro-batch's log-probabilities deviate beyond the limit."""
-        numbers = self._all_batches(rollouts)[0]
+        numbers = rollouts.batches_at(rollouts.positions, self.options.train.batch_size)[0]
         policy = self.state.policy
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
@@ -243,17 +249,13 @@ class Updater:
     ) -> list[MicroBatch]:
         """This process's samples among those of a chunk, which are at ``kept_positions``.
 
-        Each inner epoch draws σ and noise again, as in DGPO. Where a forward is a collective
-        operation, dummies make the number of micro-batches the same on every process.
+        Each inner epoch draws σ and noise again, as in DGPO.
         """
         words = [Stream.SHARED_NOISE, self.options.seed, epoch, inner_epoch]
         epoch_seed = int(np.random.default_rng(words).integers(2**63))
         indices = self._trained_indices(rollouts, epoch, inner_epoch)
-        batches = rollouts.batches(
-            rollouts.numbers_at(kept_positions), self.options.train.batch_size
-        )
         micro_batches = []
-        for numbers, is_dummy in self.state.strategy.synced_batches(batches, _DUMMY):
+        for numbers, is_dummy in self._synced_batches(rollouts, kept_positions):
             positions = rollouts.positions[numbers]
             micro_batch = MicroBatch(
                 samples=[rollouts.samples[number] for number in numbers],
@@ -269,7 +271,7 @@ class Updater:
         return micro_batches
 
     def _trained_indices(self, rollouts: Rollouts, epoch: int, inner_epoch: int) -> Sequence[int]:
-        """Positions of the schedule to train on, the same for all samples of a pass."""
+        """Steps of the schedule to train on, the same for all samples of a pass."""
         words = [Stream.TRAINED_STEPS, self.options.seed, epoch, inner_epoch]
         return self.objective.steps(rollouts.samples[0], np.random.default_rng(words))
 
