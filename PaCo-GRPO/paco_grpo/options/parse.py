@@ -289,7 +289,6 @@ _DERIVED = (
     "derived from config.sample.unique_sample_num_per_epoch (prompts) and "
     "config.sample.num_images_per_prompt (images of each)"
 )
-_PROMPT_SET = "use config.prompt_fn: geneval_image or arrow_editing"
 
 # Names of the published code's options that are others here.
 PUBLISHED = {
@@ -312,11 +311,9 @@ PUBLISHED = {
     "train.cfg": "use config.sample.negative_prompt (None: no true CFG)",
     "train.timestep_fraction": "use config.train.timesteps, which are step indices",
     "enable_flexible_size": "use config.item_size: exact or aspect",
-    "prompt_fn_kwargs": _PROMPT_SET,
+    "prompt_fn_kwargs": "use config.prompt_fn: geneval_image or arrow_editing",
     "test.aggregate_fn": "not needed: an evaluation reports each reward",
 }
-# Values of the published code, by option.
-PUBLISHED_VALUES = {("prompt_fn", "general_editing"): _PROMPT_SET}
 
 
 def _problem(error: Mapping[str, Any]) -> str:
@@ -328,12 +325,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     if "reward_fn" not in name:  # else entries of a table; here, alternatives of a union
         depths = dict.fromkeys(GROUPS, 2) | {"datasets": 3}
         name = ".".join(words[: depths.get(words[0], 1)])
-    value = error["input"]
     message = error["msg"].removeprefix("Value error, ")
-    published = PUBLISHED_VALUES.get((name, value)) if isinstance(value, str) else None
-    if published:
-        message += f"; the published code's {value}: {published}"
-    return f"config.{name}={value!r}: {message}"
+    return f"config.{name}={error['input']!r}: {message}"
 
 
 def _unknown(name: str) -> str:

@@ -66,8 +66,7 @@ def add_lora(
         option: What the user wrote ``lora_path`` into; errors begin with it.
 
     Raises:
-        PolicyLoadError: ``lora_path`` is missing, unreadable, not finite, or has tensors that no
-            layer takes.
+        PolicyLoadError: ``lora_path`` is missing, unreadable, or has tensors that no layer takes.
         ConfigError: A target names no linear layer.
     """
     transformer = policy.transformer
@@ -246,11 +245,6 @@ def _load(policy: Policy, place: Path, option: str) -> None:
             f"{option}: the LoRA at {place} is damaged, or made for another model than "
             f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
         ) from error
-    weights = _weights(policy.transformer)
-    if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-        raise PolicyLoadError(
-            f"{option}: the LoRA at {place} is not finite in {', '.join(broken[:3])}"
-        )
     log_adapter(policy, str(place))
 
 
@@ -274,22 +268,15 @@ def log_adapter(policy: Policy, source: str) -> None:
     ``source`` is where it was read from.
     """
     layers = lora.lora_layers(policy)
-    ranks = {layer.r[TRAINED] for layer in layers}
-    scales = {layer.scaling[TRAINED] for layer in layers}
     logger.info("LoRA from %s: %d layers", source, len(layers))
-    logger.info("rank %s, scale %s", _span(ranks), _span(scales))
-    if not any(_changes_something(layer) for layer in layers):
+    if not any(map(_changes_something, layers)):
         logger.warning("the LoRA from %s changes nothing: A·B is zero in each layer", source)
 
 
 def _changes_something(layer: BaseTunerLayer) -> bool:
-    factors = layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight
-    return layer.scaling[TRAINED] != 0 and all(bool(factor.any()) for factor in factors)
-
-
-def _span(values: set[float]) -> str:
-    """``64``, or ``4 to 64``."""
-    return " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
+    a = layer.lora_A[TRAINED].weight
+    b = layer.lora_B[TRAINED].weight
+    return layer.scaling[TRAINED] != 0 and bool(a.any()) and bool(b.any())
 
 
 def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.speed import compile_blocks, set_attention
@@ -114,15 +113,10 @@ def policy_class(model_path: str | Path) -> type[Policy]:
     """The class of the generator, by ``_class_name`` in its ``model_index.json``."""
     class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
-        import diffusers
-
-        if hasattr(diffusers, str(class_name)):  # another architecture, and no misspelling
-            problem = "a pipeline of diffusers that PaCo-GRPO does not support."
-        else:
-            problem = "which is no pipeline of diffusers." + did_you_mean(str(class_name), POLICIES)
         raise PolicyLoadError(
-            f"{model_path}/model_index.json names {class_name}, {problem} Supported: "
-            f"{', '.join(sorted(POLICIES))}. To add one, see docs/recipes.md#a-generator"
+            f"{model_path}/model_index.json names {class_name}, a pipeline that PaCo-GRPO does not "
+            f"support. Supported: {', '.join(sorted(POLICIES))}. To add one, see "
+            "docs/recipes.md#a-generator"
         )
     module, name = POLICIES[class_name].split(":")
     return getattr(importlib.import_module(module), name)

@@ -6,12 +6,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from paco_grpo.distributed import any_process, full_tensor, shard_like
+from paco_grpo.distributed import full_tensor, shard_like
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.adapters import log_adapter, save_diffusers, save_peft
 from paco_grpo.training.model_card import write_model_card
@@ -34,7 +33,7 @@ _FORMAT = 3  # of trainer.json and the files beside it
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written or read."""
+    """There is no such checkpoint, or it is of another run or version."""
 
 
 class RunFolder:
@@ -163,26 +162,24 @@ class Checkpoints:
         """Write a checkpoint into a hidden folder that is renamed when it is complete.
 
         A collective operation. Without ``name``, it is named by the epoch, and checkpoints beyond
-        the limit are removed. When one process could not write, every process raises a
-        ``CheckpointError``; the earlier checkpoints are intact.
+        the limit are removed. An error leaves the earlier checkpoints as they are.
         """
         final = self.root / (name or checkpoint_name(self.state.epoch))
         partial = self.root / f".{final.name}.partial"
         is_main = self.accelerator.is_main_process
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        self._write_state(partial / "state", final)
-        with self._all_succeed(final):
-            self._write_average(partial)
-        with self._all_succeed(final):
-            if is_main:
-                commit(partial, final)
-        if name is None and is_main:
-            prune(self.root, self.options.num_checkpoint_limit)
+        self._write_state(partial / "state")
+        self._write_average(partial)
+        if is_main:
+            commit(partial, final)
+            if name is None:
+                prune(self.root, self.options.num_checkpoint_limit)
+        self.accelerator.wait_for_everyone()
         logger.info("saved %s", final)
         return final
 
-    def _write_state(self, folder: Path, final: Path) -> None:
+    def _write_state(self, folder: Path) -> None:
         """Everything that a resumed run needs. Sharded tensors are gathered part by part."""
         state = self.state
         is_main = self.accelerator.is_main_process
@@ -192,10 +189,9 @@ class Checkpoints:
                 value = full_tensor(tensor)
                 if is_main:
                     whole[name] = value.cpu().contiguous().clone()
-            with self._all_succeed(final):
-                if is_main:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    save_file(whole, folder / f"{part}.safetensors")
+            if is_main:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(whole, folder / f"{part}.safetensors")
         # It is empty before the first step, where torch would fill it.
         moments = self._moments() if state.optimizer_steps else {}
         numbers = {
@@ -205,10 +201,9 @@ class Checkpoints:
             "step": state.optimizer_steps,
             "recompute_old": state.must_recompute,
         }
-        with self._all_succeed(final):
-            if is_main:
-                torch.save(moments, folder / "optimizer.pt")
-                (folder / "trainer.json").write_text(json.dumps(numbers, indent=1))
+        if is_main:
+            torch.save(moments, folder / "optimizer.pt")
+            (folder / "trainer.json").write_text(json.dumps(numbers, indent=1))
 
     def _moments(self) -> dict[str, Any]:
         """The state of the optimizer by the names of the weights, on the CPU of the main process.
@@ -219,23 +214,6 @@ class Checkpoints:
         transformer = self.state.policy.transformer
         saved = get_optimizer_state_dict(transformer, self.state.optimizer, options=options)
         return {"state": saved.get("state", {})}  # other processes have none
-
-    @contextlib.contextmanager
-    def _all_succeed(self, final: Path) -> Iterator[None]:
-        """A ``CheckpointError`` on every process if one could not write in the block.
-
-        A full disk on one process must not leave the others in a collective operation.
-        """
-        problem = None
-        try:
-            yield
-        except (OSError, SafetensorError, RuntimeError) as error:  # the last one of torch.save
-            problem = error
-        if any_process(self.accelerator, problem is not None):
-            raise CheckpointError(
-                f"checkpoint {final} could not be written "
-                f"({problem or 'another process failed'}); earlier ones are intact"
-            ) from problem
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote.

@@ -126,7 +126,7 @@ def test_all_problems_are_said_at_once():
         "config.train.beta='much'",
         "config.seed=-1",
         "use config.save_dir",
-        "geneval_image or arrow_editing",
+        "'geneval_image' or 'arrow_editing'",
     ):
         assert str(caught.value).count(named) == 1, named
 

@@ -137,16 +137,12 @@ def test_a_target_without_a_layer_is_an_error(tiny_folder, target):
 
 
 def test_bad_loras_are_refused(tiny_flux_dir, tmp_path):
-    not_finite = trained("flux", tiny_flux_dir)
-    with torch.no_grad():
-        trainable_parameters(not_finite)[1][0, 0] = float("nan")
-    save_diffusers(not_finite, tmp_path / "not finite")
     build_tiny_flux(width=48).save_pretrained(tmp_path / "other")
     save_diffusers(trained("flux", tmp_path / "other"), tmp_path / "of another model")
     save_diffusers(trained("flux", tiny_flux_dir), tmp_path / "pickle")
     file = next((tmp_path / "pickle").glob("*.safetensors"))
     file.rename(file.with_suffix(".bin"))
-    for name in ("nowhere", "not finite", "of another model", "pickle"):
+    for name in ("nowhere", "of another model", "pickle"):
         with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path"):
             add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path / name)
 
@@ -297,11 +293,10 @@ def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_di
     assert_same_updates(again, policy)
 
 
-def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path, caplog):
+def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path):
     """An adapter of someone else may have a rank and an alpha for each layer, and rsLoRA's
     scale.
     """
-    caplog.set_level(logging.INFO, "paco_grpo")
     save_peft(trained("flux", tiny_flux_dir, rank=4, alpha=10), tmp_path / "peft")
     small = "transformer_blocks.0.attn.to_q"
     rewrite(
@@ -320,9 +315,7 @@ def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, 
     file.write_text(json.dumps(json.loads(file.read_text()) | patterns | {"use_rslora": True}))
     policy = load("flux", tiny_flux_dir)
     add_lora(policy, lora_path=tmp_path / "peft")
-    assert "rank 2 to 4, scale 2.12132 to 5" in caplog.text  # 3 / √2 and 10 / √4
     save_diffusers(policy, tmp_path / "diffusers")
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path / "diffusers")
-    assert "rank 2 to 4, scale 1" in caplog.text
     assert_same_updates(again, policy)
