@@ -174,18 +174,11 @@ class ReferenceImagePolicy(DiffusersPolicy):
         return tokens, [self._grid(inputs.height, inputs.width), *shared]
 
     def _read(self, item: Item) -> tuple[Reference, ...]:
-        images = item.images
-        if self.needs_image and not images:
-            raise ValueError(
-                f"item {item.item_id} has no reference image, but {self.family} edits one"
-            )
-        if len(images) > 1 and not self.several_images:
-            raise ValueError(
-                f"item {item.item_id} has {len(images)} reference images, but {self.family} edits "
-                "one"
-            )
-        originals = [image.convert("RGB") for image in images]
-        return tuple(Reference(self._resize(image, item), image) for image in originals)
+        references = []
+        for image in item.images:
+            original = image.convert("RGB")
+            references.append(Reference(self._resize(original, item), original))
+        return tuple(references)
 
     def _resize(self, image: Image.Image, item: Item) -> Image.Image:
         """``image`` at its ``reference_size``."""

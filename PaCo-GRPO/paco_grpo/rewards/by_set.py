@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_grpo.data.sets import RewardTable, prompt_sets
+from paco_grpo.data.sets import PromptSet, RewardTable, prompt_sets
 from paco_grpo.item import Item
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.rewards.registry import (
@@ -54,8 +54,7 @@ def build_reward_sets(
     ``items_of_sets``: training and test items of each prompt set. Raises ConfigError.
     """
     sets = prompt_sets(options)
-    require_distinct_names([prompt_set.train for prompt_set in sets])
-    require_distinct_names([prompt_set.test for prompt_set in sets])
+    require_distinct_names(sets)
     built: dict[str, CheckedReward] = {}  # the same one for several uses is loaded once
     trained = []
     tested = []
@@ -63,10 +62,10 @@ def build_reward_sets(
     for prompt_set, (train_items, test_items) in zip(sets, items_of_sets, strict=True):
         trained.append(_build_table(prompt_set.train, device, built))
         tested.append(_build_table(prompt_set.test, device, built))
-        uses = [(reward, train_items) for reward in trained[-1].values()]
-        uses += [(reward, test_items) for reward in tested[-1].values()]
         where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
-        problems += [f"{where}{problem}" for problem in find_problems(uses)]
+        for rewards, items in ((trained[-1], train_items), (tested[-1], test_items)):
+            for problem in find_problems(rewards.values(), items):
+                problems.append(f"{where}{problem}")
         has_open = any(item.metadata.get("open") for item in train_items)
         if prompt_set.train.weights.get("between_images") and not has_open:
             problems.append(
@@ -75,7 +74,7 @@ def build_reward_sets(
                 "makes open prompts"
             )
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     names = [prompt_set.name for prompt_set in sets]
     return RewardSets(merge_sets(trained, names), merge_sets(tested, names))
 
@@ -85,7 +84,7 @@ def evaluation_rewards(
 ) -> dict[str, Reward]:
     """The rewards of an evaluation on ``items``, which have answered. Raises UserError."""
     sets = prompt_sets(options)
-    require_distinct_names([prompt_set.test for prompt_set in sets])
+    require_distinct_names(sets)
     built: dict[str, CheckedReward] = {}
     rewards = []
     for number, prompt_set in enumerate(sets):
@@ -118,13 +117,16 @@ class RewardBySet:
 
     def __init__(self, name: str, of_sets: Mapping[int, CheckedReward], names: Sequence[str]):
         """``of_sets``: by number of the set. ``names``: of all sets."""
-        rewards = list(of_sets.values())
+        first = next(iter(of_sets.values()))
         self.name = name
         self.of_sets = dict(of_sets)
-        self.compares_images = rewards[0].compares_images
-        self.parallel_calls = min(reward.parallel_calls for reward in rewards)
-        records = {names[number]: reward.record for number, reward in of_sets.items()}
-        self.record = {key: value for key, value in records.items() if value} or None
+        self.compares_images = first.compares_images
+        self.parallel_calls = first.parallel_calls
+        self.record: dict[str, Any] = {}
+        for number, reward in of_sets.items():
+            self.parallel_calls = min(self.parallel_calls, reward.parallel_calls)
+            if reward.record:
+                self.record[names[number]] = reward.record
 
     def applies_to(self, item: Item) -> bool:
         """Whether the item's prompt set has this reward."""
@@ -153,31 +155,35 @@ def merge_sets(
         rewards: Short name → reward, of each set.
         names: Of the sets.
     """
+    by_name: dict[str, dict[int, CheckedReward]] = {}
+    for number, of_set in enumerate(rewards):
+        for name, reward in of_set.items():
+            by_name.setdefault(name, {})[number] = reward
     merged: dict[str, CheckedReward | RewardBySet] = {}
-    for name in dict.fromkeys(name for of_set in rewards for name in of_set):
-        of_sets = {number: r[name] for number, r in enumerate(rewards) if name in r}
-        first = next(iter(of_sets.values()))
-        is_common = len(of_sets) == len(rewards)
-        if is_common and all(reward is first for reward in of_sets.values()):
-            merged[name] = first
+    for name, of_sets in by_name.items():
+        distinct = set(of_sets.values())
+        if len(of_sets) == len(rewards) and len(distinct) == 1:
+            (merged[name],) = distinct
         else:
             merged[name] = RewardBySet(name, of_sets, names)
     return merged
 
 
-def require_distinct_names(tables: Sequence[RewardTable]) -> None:
-    """Raise UserError if two rewards, of one prompt set or of several, have one short name."""
-    everything: dict[str, float] = {}
-    for table in tables:
-        everything |= table.weights
-    reward_weights(everything)
+def require_distinct_names(sets: Sequence[PromptSet]) -> None:
+    """Raise UserError if two rewards of training or evaluation have one short name."""
+    trained: dict[str, float] = {}
+    tested: dict[str, float] = {}
+    for prompt_set in sets:
+        trained |= prompt_set.train.weights
+        tested |= prompt_set.test.weights
+    reward_weights(trained)
+    reward_weights(tested)
 
 
 def watched_rewards(tables: Sequence[RewardTable]) -> list[str]:
     """Short names of the rewards that have no weight in any prompt set."""
-    names = dict.fromkeys(name for table in tables for name in table.weights)
-    watched = []
-    for name in names:
-        if not any(table.weights.get(name) for table in tables):
-            watched.append(short_name(name))
-    return watched
+    largest: dict[str, float] = {}
+    for table in tables:
+        for name, weight in table.weights.items():
+            largest[name] = max(abs(weight), largest.get(name, 0.0))
+    return [short_name(name) for name, weight in largest.items() if weight == 0]

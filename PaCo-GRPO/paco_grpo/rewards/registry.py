@@ -27,7 +27,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +108,16 @@ def build_rewards(
     }
 
 
-def find_problems(uses: Sequence[tuple["CheckedReward", Sequence[Item]]]) -> list[str]:
-    """Check rewards, and whether each can score its items; what is wrong, one text a problem."""
+def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> list[str]:
+    """Check rewards, and whether each can score ``items``; what is wrong, one text a problem."""
     problems = []
-    for reward, items in uses:
+    for reward in rewards:
         try:
             reward.check()
             reward.check_items(items)
         except UserError as error:
             problems.append(str(error))
-    return list(dict.fromkeys(problems))
+    return problems
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:

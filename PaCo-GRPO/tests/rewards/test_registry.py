@@ -127,7 +127,7 @@ def test_all_rewards_that_cannot_be_used_are_named_with_their_options():
         "consistency_score": {"base_url": "http://127.0.0.1:9"},
     }
     rewards = build_rewards(names, kwargs)
-    unusable, grid, quoted = find_problems([(reward, ITEMS) for reward in rewards.values()])
+    unusable, grid, quoted = find_problems(rewards.values(), ITEMS)
     assert "no file" in unusable and f"reward_fn_kwargs.{PLACE}.result|error" in unusable
     assert "127.0.0.1:9" in grid and "reward_fn_kwargs.consistency_score.base_url|model" in grid
     assert "item 0 " in quoted and "'ocr'" in quoted
