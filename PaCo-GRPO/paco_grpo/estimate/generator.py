@@ -19,12 +19,12 @@ from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measu
 from paco_grpo.objectives import Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES
+from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.policies.loading import needed_length
+from paco_grpo.policies.loading import needed_length, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.training.build import add_adapters, policy_settings
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Item, Rollout
 
@@ -153,7 +153,8 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     train = dataclasses.replace(options.train, lora_path=None)
     objective = create_objective(train)
     with torch.device("meta"):
-        add_adapters(policy, dataclasses.replace(options, train=train), objective)
+        names = [snapshot.name for snapshot in objective.snapshots]
+        add_adapters(policy, dataclasses.replace(options, train=train), names)
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)
