@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 from tiny_run import brightness, overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
-from paco_grpo.checkpoint import files as ckpt
 from paco_grpo.policies.flux import FluxPolicy
+from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.build import build_run
-from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
 

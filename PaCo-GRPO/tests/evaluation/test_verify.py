@@ -1,18 +1,17 @@
 """The saved adapter in plain diffusers gives the trainer's image; damage to the file shows."""
 
 import logging
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_policies import disturb, items, trained
-from tiny_run import load_script, tiny_options, train
+from tiny_run import tiny_options, train
 
-from paco_grpo.evaluation.verify import verify_adapter
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
 from paco_grpo.policies import adapters, lora
+from paco_grpo.training.evaluations import verify_adapter
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
 
@@ -66,18 +65,6 @@ def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path, name):
     assert result.difference < result.effect / 4  # plain diffusers rounds elsewhere
     disturb(policy, seed=3)  # the file is of other weights than the policy's
     assert not verify_adapter(policy, OPTIONS, tmp_path, item).passed
-
-
-def test_the_command(trained_run, tmp_path):
-    main = load_script("evaluate").main
-    checkpoint = tmp_path / "epoch_0002"
-    shutil.copytree(trained_run.folder / "checkpoints" / "epoch_0002", checkpoint)
-    of_run = ["--verify", str(trained_run.folder / "checkpoints" / "epoch_0002")]
-    assert main(of_run) == 0  # with the configuration of its run
-    arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--verify", str(checkpoint)]
-    file = checkpoint / "diffusers" / "pytorch_lora_weights.safetensors"
-    save_file({k: t * (-1) ** ("lora_B" in k) for k, t in load_file(file).items()}, file)
-    assert main(arguments) == 1
 
 
 def test_a_run_ends_with_it(tiny_flux_dir, tmp_path, caplog):

@@ -14,16 +14,10 @@ from paco_grpo.policies import PolicyLoadError, load_policy
 def test_broken_index(tmp_path):
     with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.model"):
         load_policy(tmp_path / "nowhere")
-    for text, named in (
-        (None, ""),
-        ("{", ""),
-        ("[1]", ""),
-        ("[]", ""),
-        ('{"_class_name": "FluxPipelin"}', ".*'FluxPipeline'"),
-    ):
+    for text in (None, "{", "[1]", "[]", '{"_class_name": "FluxPipelin"}'):
         if text is not None:
             (tmp_path / "model_index.json").write_text(text)
-        with pytest.raises(PolicyLoadError, match=rf"model_index\.json{named}"):
+        with pytest.raises(PolicyLoadError, match=r"model_index\.json"):
             load_policy(tmp_path)
 
 

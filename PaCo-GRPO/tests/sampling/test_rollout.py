@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
-from paco_grpo.sampling.denoise import Draws, Sampling, integrate, rollout, sample_noise_steps
-from paco_grpo.sampling.sde import cps_step, sde_step
+from paco_grpo.sampling.denoise import (
+    Draws,
+    Sampling,
+    cps_step,
+    integrate,
+    rollout,
+    sample_noise_steps,
+    sde_step,
+)
 from paco_grpo.types import Item
 
 

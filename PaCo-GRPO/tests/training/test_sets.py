@@ -27,7 +27,6 @@ from reward_factories import checked
 from tiny_run import rows_of, tiny_options, train, write_rows
 
 from paco_grpo.commands.compare import results
-from paco_grpo.data.sampler import GroupSampler
 from paco_grpo.data.sets import (
     divide,
     items_in_turn,
@@ -44,7 +43,8 @@ from paco_grpo.rewards.by_set import merge_sets
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.training.build import build_run
 from paco_grpo.training.checks import contradictions
-from paco_grpo.training.stopping import TrainingStopped
+from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.sample import GroupSampler
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.types import Item
 

@@ -63,7 +63,7 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
         build_run(other_seed).close()
     assert "config.save_freq: 1 -> 7" in caplog.text
     run = train(other_seed).run
-    assert run.state.epoch == 2 and run.state.sampler.seed == 7
+    assert run.state.epoch == 2 and run.sampler.groups.seed == 7
 
 
 @pytest.mark.parametrize("objective", ["ppo", "awm"])
