@@ -114,5 +114,6 @@ def test_paco_grpo(place, published, open_clip, tmp_path):
     (first_run,) = re.findall(
         r"^bash scripts/\S+ toy_t2is.*?[^\\]$", page, re.DOTALL | re.MULTILINE
     )
-    bash("-c", first_run)
+    # As printed, it runs in test_readmes.py.
+    bash("-c", f"{first_run} --config.num_epochs=1 --config.test.num_images=1")
     bash("-c", "python -m paco_grpo.report runs/first")

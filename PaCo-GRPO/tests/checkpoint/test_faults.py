@@ -49,5 +49,5 @@ def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_d
         run(tiny_flux_dir, tmp_path, 2, fault, num_epochs=1, train__batch_size=4) == [STOPPED] * 2
     )
     for rank in range(2):
-        assert "in epoch 1 before optimizer step 2" in message(tmp_path, rank)
+        assert "optimizer step 2" in message(tmp_path, rank)
     assert checkpoints(tmp_path) == ["stopped_epoch_0001"]

@@ -79,7 +79,7 @@ def test_which_strategy_is_chosen(tiny_flux_dir, tmp_path, caplog):
         with pytest.raises(ConfigError, match=next(iter(changes)).replace("__", ".")):
             build_strategy(tiny_options(tiny_flux_dir, tmp_path, **changes, **FSDP2), CPUS)
     build_run(tiny_options(tiny_flux_dir, tmp_path, **FSDP2))
-    assert "config.train.sharding='fsdp2', but there is only one process" in caplog.text
+    assert "config.train.sharding='fsdp2'" in caplog.text
 
 
 def test_any_error_of_the_main_process_ends_all(monkeypatch):

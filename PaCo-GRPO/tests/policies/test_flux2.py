@@ -43,7 +43,7 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
         72,
         112,
     )  # 78 x 117 before
-    with pytest.raises(ValueError, match="item 7 has 100x6 pixels"):
+    with pytest.raises(ValueError, match="item 7"):
         klein.encode([Item(7, "x", 32, 32, references=(picture(0, 6, 100),))])
 
 

@@ -152,7 +152,7 @@ def test_offloaded_encoders_are_copied_to_work(tiny_folder, name):
     assert all(at == seen[0] for at in seen), "copied once for all three"
     assert addresses(modules) == home
     latents = policy.initial_latents([1, 2], 32, 32)
-    ours, theirs = (each.decode(latents, 32, 32) for each in (policy, plain))
+    ours, theirs = (loaded.decode(latents, 32, 32) for loaded in (policy, plain))
     assert [image.tobytes() for image in ours] == [image.tobytes() for image in theirs]
     assert addresses(modules) == home
 

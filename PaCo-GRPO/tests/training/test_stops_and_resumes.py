@@ -53,7 +53,7 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
         ("train__use_8bit_adam", True),
         ("seed", 7),  # half of the random streams would go on with 42
     ):
-        with pytest.raises(ConfigError, match=f"another config.{name.replace('__', '.')} "):
+        with pytest.raises(ConfigError, match=f"config.{name.replace('__', '.')} "):
             build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **{name: value}))
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     other_seed = dataclasses.replace(
