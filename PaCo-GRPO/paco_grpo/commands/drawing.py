@@ -71,7 +71,9 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         captions = list(map(_caption, rows))
-    references = [item.image for item, _ in images if item.image is not None]
+    references = []
+    for item, _ in images:
+        references += item.images[:1]
     contact_sheet(pictures, captions, references).save(folder / "sheet.png")
     return num_kept
 

@@ -21,7 +21,9 @@ def epoch_metrics(
     Of rewards (NaN = missing): mean, std and cv = std / |mean|. What has no meaning is left out (a
     cv where the mean is 0). What is not finite stays, for ``health`` to judge.
     """
-    metrics = {f"train/{name}": value for name, value in losses.items()}
+    metrics: dict[str, float] = {}
+    for name, value in losses.items():
+        metrics[f"train/{name}"] = float(value)
     for name, values in rewards.items():
         present = values[~np.isnan(values)]
         if len(present):
@@ -33,8 +35,9 @@ def epoch_metrics(
                 metrics[f"reward/{name}_cv"] = std / abs(mean)
     for name, value in advantage_stats.items():
         group = "reward" if name == "missing_share" else "advantage"
-        metrics[f"{group}/{name}"] = value
-    metrics |= {f"time/{name}_s": value for name, value in times.items()}
+        metrics[f"{group}/{name}"] = float(value)
+    for name, seconds in times.items():
+        metrics[f"time/{name}_s"] = seconds
     metrics |= health
     if memory:
         import torch  # here, so that what only reads runs does not wait for it
@@ -42,7 +45,7 @@ def epoch_metrics(
         metrics["memory/peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if torch.cuda.is_available():
             metrics["memory/peak_cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics
 
 
 def epoch_line(metrics: Mapping[str, float]) -> str:
@@ -100,7 +103,7 @@ def evaluation_metrics(
         if share:
             metrics[f"eval/{name}_missing"] = share
     for category in sorted({*categories} - {None}, key=str):
-        in_category = [other == category for other in categories]
+        in_category = np.array(categories, object) == category
         for key, value in summarize(scores[in_category], names).items():
             if key.endswith("_mean"):
                 metrics[f"category/{category}/{key}"] = value

@@ -12,10 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import diffusers
 import numpy as np
 import torch
-import transformers
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from PIL import Image
@@ -24,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
+from paco_grpo.policies.loading import load_models, place
 from paco_grpo.policies.memory import (
     Offloaded,
     TensorCache,
@@ -31,7 +30,6 @@ from paco_grpo.policies.memory import (
     quantize_layers,
 )
 from paco_grpo.types import Conditioning, Item, to_device
-from paco_judge.weights import from_pretrained_strict
 
 logger = logging.getLogger(__name__)
 
@@ -142,18 +140,18 @@ class DiffusersPolicy(Policy):
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
             module.requires_grad_(False).eval()
         if settings.quantize is not None:
-            _place(pipeline.transformer, torch.device("cpu"), self.dtype)
+            place(pipeline.transformer, torch.device("cpu"), self.dtype)
             quantize_layers(pipeline.transformer, self.dtype, self.device)
             pipeline.transformer.to(self.device)  # the other layers; the quantized ones are there
         else:
-            _place(pipeline.transformer, self.device, self.dtype)
+            place(pipeline.transformer, self.device, self.dtype)
         # The VAE is small, and decoding in bfloat16 is visible in the pixels.
-        _place(pipeline.vae, self.device, torch.float32)
+        place(pipeline.vae, self.device, torch.float32)
         on_gpu = self.device.type == "cuda"
         for encoder in self.text_encoders():
             # Weights that never leave main memory stay parts of mapped files, which processes
             # share.
-            _place(encoder, torch.device("cpu") if on_gpu else self.device, self.dtype)
+            place(encoder, torch.device("cpu") if on_gpu else self.device, self.dtype)
         self.offloads_text_encoders = on_gpu
         self._offloaded_text = Offloaded(self.text_encoders() if on_gpu else (), self.device)
         self._offloaded_vae = Offloaded((), self.device)
@@ -162,7 +160,7 @@ class DiffusersPolicy(Policy):
     def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
         """As in ``Policy``."""
         try:
-            models = _models(path, settings.dtype)
+            models = load_models(path, settings.dtype)
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=settings.dtype, **models)
         except (
             OSError,
@@ -455,77 +453,3 @@ def on_white(image: Image.Image) -> Image.Image:
     """``image`` as RGB, over white where it is transparent."""
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-
-
-def _models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's models by name.
-
-    diffusers would load them too, but also where tensors are missing.
-    """
-    config = DiffusionPipeline.load_config(path)
-    models = {}
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
-        library, class_name = config.get(name, (None, None))
-        if library is None:
-            continue
-        folder = Path(path) / name
-        if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-            # reading a pickle runs its code
-            raise ValueError(
-                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: "
-                "convert them"
-            )
-        if library == "transformers":
-            models[name] = from_pretrained_strict(
-                getattr(transformers, class_name), path, subfolder=name, dtype=dtype
-            )
-            continue
-        models[name] = _load_model(getattr(diffusers, class_name), path, name, dtype)
-    return models
-
-
-def _load_model(
-    model_class: type[nn.Module], path: str | Path, name: str, dtype: torch.dtype
-) -> nn.Module:
-    """A diffusers model, all of whose tensors come from the files in ``path/name``.
-
-    What else the files hold is a warning.
-    """
-    # The VAE is not rounded on the way to its float32: FLUX.2's normalization of latents is in it.
-    model, info = model_class.from_pretrained(
-        path,
-        subfolder=name,
-        dtype=torch.float32 if name == "vae" else dtype,
-        output_loading_info=True,
-    )
-    missing = set(info["missing_keys"])
-    # diffusers believes the index of several files: a tensor that none of them has stays on "meta".
-    missing |= {key for key, tensor in model.state_dict().items() if tensor.is_meta}
-    if missing:
-        raise ValueError(
-            f"the weights in {path}/{name} lack the model's {', '.join(sorted(missing)[:5])}"
-        )
-    if extra := sorted(info["unexpected_keys"]):
-        logger.warning(
-            "diffusers %s does not use %d of the tensors in %s/%s: %s",
-            diffusers.__version__,
-            len(extra),
-            path,
-            name,
-            ", ".join(extra[:5]),
-        )
-    return model
-
-
-def _place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move, and cast where needed, since diffusers warns at each cast.
-
-    A transformer may keep layers in float32, as Krea 2 its norms.
-    """
-    is_transformer = isinstance(module, diffusers.ModelMixin)
-    kept = (module._keep_in_fp32_modules if is_transformer else None) or ()
-    for name, parameter in module.named_parameters():
-        if parameter.dtype != dtype and not any(part in kept for part in name.split(".")):
-            nn.Module.to(module, dtype=dtype)
-            break
-    module.to(device)

@@ -86,12 +86,10 @@ class Evaluations:
         metrics["time/eval_s"] = time.perf_counter() - started
         # As in training, rewards with weight 0 are only monitored.
         for prompt_set in run.prompt_sets:
-            weights = reward_weights(prompt_set.test.weights)
-            shares = {
-                name: metrics.get(f"{prompt_set.metrics}{name}_missing", 0.0)
-                for name in weights
-                if weights[name]
-            }
+            shares = {}
+            for name, weight in reward_weights(prompt_set.test.weights).items():
+                if weight:
+                    shares[name] = metrics.get(f"{prompt_set.metrics}{name}_missing", 0.0)
             share = max(shares.values(), default=0.0)
             of_name = f" of {prompt_set.name}" if prompt_set.name else ""
             images = f"the images{of_name} in the evaluation after epoch {epoch}"

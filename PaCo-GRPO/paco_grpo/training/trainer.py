@@ -175,11 +175,14 @@ class Trainer:
         images = f"the images of epoch {self.state.epoch + 1}"
         for number, of_set in enumerate(set_rewards):
             members = datasets == number
-            missing = {name: np.isnan(scores[name][members]) for name in of_set.weights}
-            share = np.any(list(missing.values()), axis=0).mean()
-            shares = {name: values.mean() for name, values in missing.items()}
+            lacks_one = np.zeros(members.sum(), bool)
+            shares = {}
+            for name in of_set.weights:
+                is_missing = np.isnan(scores[name][members])
+                lacks_one |= is_missing
+                shares[name] = is_missing.mean()
             of_name = f" of {of_set.name}" if of_set.name else ""
-            require_scores(share, shares, f"{images}{of_name}", self.options.train)
+            require_scores(lacks_one.mean(), shares, f"{images}{of_name}", self.options.train)
         try:
             return advantages_of_sets(
                 scores, rollouts.item_ids, run.train_items, set_rewards, self.options
