@@ -1,4 +1,4 @@
-"""The folder of an evaluation: its images and pages of them, and who may continue there."""
+"""The folder of an evaluation: its images, and pages of them."""
 
 import io
 import math
