@@ -16,11 +16,10 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from paco_judge.errors import UserError
-from paco_judge.weights import local_folder
+from paco_judge.weights import PROCESSOR_FILES, local_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")  # only this machine reaches servers there
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TRAINED_MAX_PIXELS = 2_097_152  # image_max_pixels of the judge's training configurations
 
 
@@ -111,7 +110,7 @@ class Model:
 
 def read_model(name: str, path: str) -> Model:
     """Read a model's configuration. Raises UserError."""
-    folder = local_folder(path, ["config.json", *_PROCESSOR_FILES])
+    folder = local_folder(path, ["config.json", *PROCESSOR_FILES])
     if not (folder / "config.json").is_file():
         raise UserError(
             f"VLLM_MODEL_PATHS: there is no model in {folder}, which has no config.json"
@@ -123,7 +122,7 @@ def read_model(name: str, path: str) -> Model:
 
 
 def _processor_max_pixels(folder: Path) -> int | None:
-    for name in _PROCESSOR_FILES:
+    for name in PROCESSOR_FILES:
         if not (folder / name).is_file():
             continue
         settings = json.loads((folder / name).read_text())
@@ -235,22 +234,12 @@ def count_gpus() -> int:
 def visible_gpus(environment: Mapping[str, str], num_needed: int) -> tuple[str, ...]:
     """The GPUs in CUDA_VISIBLE_DEVICES, or the first ``num_needed`` if it is not set.
 
-    They are indices, or UUIDs of GPUs and MIG instances. Raises UserError: There is no such GPU.
+    They are indices, or UUIDs of GPUs and MIG instances.
     """
-    count = count_gpus()
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
-        return tuple(map(str, range(min(num_needed, count))))
-    if variable.startswith("-1"):
-        return ()
-    gpus = tuple(split_list(variable))
-    for gpu in gpus:
-        if count == 0 or (gpu.isdigit() and int(gpu) >= count):
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES: there is no GPU {gpu} here (nvidia-smi lists {count}); "
-                "leave it empty (CUDA_VISIBLE_DEVICES=) to serve on the CPU"
-            )
-    return gpus
+        return tuple(map(str, range(min(num_needed, count_gpus()))))
+    return () if variable.startswith("-1") else tuple(split_list(variable))
 
 
 def divide_gpus(

@@ -1,6 +1,6 @@
 """The servers of each launch: the note of what runs, whether it answers, and how it ends.
 
-    python -m vllm_server.servers status [--json]
+    python -m vllm_server.servers status
         exit status 0 when all are healthy, else 3
     python -m vllm_server.servers stop
         ends the servers of VLLM_LABEL and no other process; twice is fine
@@ -11,7 +11,6 @@ ended.
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -31,7 +30,7 @@ from paco_judge.files import write_atomically
 GATEWAY = "gateway"  # engine of the gateway's record
 _STATE = "state.json"  # of a label
 _CLOCK_S = 2.0  # psutil's start times move by less when the system's clock is corrected
-_LINE = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}"
+_LINE = "{label:<16} {name:<24} {engine:<12} {url:<28} {pid:>8}  {state}  {log}"
 
 
 @dataclass
@@ -156,18 +155,15 @@ def all_servers(root: Path) -> dict[str, list[Server]]:
     return {file.parent.name: read_servers(file.parent) for file in files}
 
 
-def status(as_json: bool) -> int:
+def status() -> int:
     """Print a row for each server; returns the exit status."""
     rows = []
     for label, servers in all_servers(runtime_root(os.environ)).items():
         for server in servers:
             state = server.state(os.environ.get("VLLM_API_KEY"))
             rows.append({"label": label, "state": state} | asdict(server))
-    if as_json:
-        print(json.dumps(rows))
-    elif rows:
-        print("\n".join(_LINE.format(**row) for row in rows))
-    else:
+            print(_LINE.format(**rows[-1]))
+    if not rows:
         print("No servers.")
     return 0 if all(row["state"] == "healthy" for row in rows) else 3
 
@@ -190,9 +186,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["status", "stop"])
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    arguments = parser.parse_args()
-    command = stop if arguments.command == "stop" else lambda: status(arguments.json)
+    command = stop if parser.parse_args().command == "stop" else status
     return run_command(command, OSError)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Show which servers run and whether they answer:  bash vllm_server/status.sh [--json]
+# Show which servers run and whether they answer:  bash vllm_server/status.sh
 #
 # Exit status: 0 if all are healthy, 3 if one is not, 1 after errors. States: healthy; loading or
 # stuck; other key (VLLM_API_KEY is not the one of the launch); ended.

@@ -18,52 +18,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
 from paco_judge.errors import run_command
 from paco_judge.images import read_image
-from paco_judge.scorer import EDGES, Chat, JudgeScorer, set_limits
+from paco_judge.scorer import Chat, JudgeScorer
+from paco_judge.weights import lower_limits
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 32  # requests
 _LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
-
-
-class _TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class _ImageUrl(BaseModel):
-    url: str = Field(pattern=r"^data:image/[a-z+.-]{1,20};base64,")  # nothing is fetched
-
-
-class _ImagePart(BaseModel):
-    type: Literal["image_url"]
-    image_url: _ImageUrl
-
-
-_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
-
-
-class _Message(BaseModel):
-    role: Literal["system", "user", "assistant"]
-    content: list[_Part] = Field(min_length=1)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _as_parts(cls, content: Any) -> Any:
-        """A string is a list of one text."""
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class ChatRequest(BaseModel):
@@ -72,7 +45,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[dict]
     max_tokens: int = Field(512, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -81,19 +54,21 @@ class ChatRequest(BaseModel):
     stream: Literal[False] = False
 
     def chat(self) -> Chat:
-        """What the scorer is asked. Raises ValueError."""
+        """What the scorer is asked. Raises ValueError, LookupError or TypeError."""
         images = []
         messages = []
         for message in self.messages:
             content = []
-            for part in message.content:
-                if isinstance(part, _ImagePart):
-                    _, _, data = part.image_url.url.partition(",")
-                    images.append(read_image(base64.b64decode(data, validate=True)))
-                    content.append({"type": "image"})
-                else:
-                    content.append({"type": "text", "text": part.text})
-            messages.append({"role": message.role, "content": content})
+            for part in message["content"]:
+                if part["type"] == "text":
+                    content.append(part)
+                    continue
+                form, _, data = part["image_url"]["url"].partition(";base64,")
+                if not form.startswith("data:image/"):  # nothing is fetched
+                    raise ValueError("an image must be a data URL")
+                images.append(read_image(base64.b64decode(data, validate=True)))
+                content.append({"type": "image"})
+            messages.append({"role": message["role"], "content": content})
         return Chat(messages, images)
 
 
@@ -146,8 +121,8 @@ class BatchWorker:
                 job.chat = job.request.chat()
                 self.scorer.check(job.chat)
                 batches[job.request.max_tokens].append(job)
-            except ValueError as error:
-                job.result = ApiError(str(error), param="messages")
+            except (ValueError, LookupError, TypeError) as error:
+                job.result = ApiError(f"{type(error).__name__}: {error}", param="messages")
         for batch in batches.values():
             self._answer(batch)
 
@@ -238,12 +213,6 @@ def build_app(worker: BatchWorker, name: str, api_key: str | None = None) -> Fas
     return app
 
 
-def limit_images(scorer: JudgeScorer, max_pixels: int) -> None:
-    """Shrink images of more pixels, and no others: a limit of the model's own is not raised."""
-    size = scorer.processor.image_processor.size
-    set_limits(scorer.processor, {edge: min(size[edge], max_pixels) for edge in EDGES})
-
-
 def serve() -> None:
     """The command, which runs until it is ended."""
     parser = argparse.ArgumentParser(
@@ -263,7 +232,7 @@ def serve() -> None:
     logger.info("loading the weights of %s", arguments.model)
     scorer = JudgeScorer.from_pretrained(arguments.model)
     if arguments.max_pixels:
-        limit_images(scorer, arguments.max_pixels)
+        lower_limits(scorer.processor, arguments.max_pixels)
     app = build_app(
         BatchWorker(scorer), arguments.served_model_name, os.environ.get("VLLM_API_KEY")
     )

@@ -1,4 +1,4 @@
-"""Each benchmark from its files to its table through a server, and one through transformers.
+"""Each benchmark from its files to its table through a server.
 
 Items, images, sizes, texts, labels and answers all differ. What is expected comes from the files.
 """
@@ -10,12 +10,10 @@ import pytest
 from bench_tools import p_yes_of, read_lines
 from fakes import fake_judge
 from PIL import Image
-from tiny_judge import save_answering, save_new_judge
 
 from paco_eval import edit
 from paco_eval.rank import table_main
-from paco_judge.questions import Pair, shipped
-from paco_judge.scorer import JudgeScorer
+from paco_judge.questions import shipped
 
 
 @pytest.fixture
@@ -32,32 +30,11 @@ def server():
         yield ["--server", judge.url, "--model", "judge"], p_yes
 
 
-@pytest.fixture
-def transformers(tmp_path):
-    """As ``server``, with a judge in this process."""
-    random = save_new_judge(tmp_path / "random", "qwen3_vl")
-    judge = save_answering(random, tmp_path / "judge")
-    scorer = JudgeScorer.from_pretrained(judge)
-
-    def p_yes(question, *files):
-        first, second = (Image.open(file) for file in files)
-        (verdict,) = scorer.score([Pair(first, second, question)])
-        return verdict.p_yes
-
-    return ["--engine", "transformers", "--model", judge], p_yes
-
-
-def about(p_yes):
-    """What a toy judge computes in another batch."""
-    return pytest.approx(p_yes, abs=5e-5)
-
-
 QUESTIONS = {"prompt_following": "editing_instruction", "consistency": "editing_consistency"}
 
 
-@pytest.mark.parametrize("engine", ["server", "transformers"])
-def test_rank(engine, rank, tmp_path, request):
-    options, p_yes = request.getfixturevalue(engine)
+def test_rank(server, rank, tmp_path):
+    options, p_yes = server
     question = tmp_path / "mine.txt"
     question.write_text("{theme} Is it so: {criterion}")
     assert rank.main(*options, "--question", question) == 0
@@ -79,7 +56,7 @@ def test_rank(engine, rank, tmp_path, request):
                 of_dimensions.append(np.mean(answers))
             scores[name] = np.mean(of_dimensions)
         all_scores += scores.values()
-        assert row["scores"] == about(list(scores.values()))
+        assert row["scores"] == pytest.approx(list(scores.values()))
         order = sorted(scores, key=scores.get, reverse=True)
         assert row["predicted_images"] == order
         hits = np.equal(order, item["rank_images"])
@@ -107,9 +84,9 @@ def test_edits(server, edits, tmp_path, capsys):
                 if item["dimension"] in (about_what, "overall"):
                     text = shipped()[name].replace("{instruction}", item["instruction"])
                     expected[about_what] = p_yes(text, *files)
-            assert answers == about(expected)
+            assert answers == pytest.approx(expected)
             scores.append(np.prod(list(expected.values())) ** (1 / len(expected)))
-        assert row["scores"] == about(scores)
+        assert row["scores"] == pytest.approx(scores)
         of_task = right.setdefault((item["dimension"], item["task_type"]), [])
         of_task.append(scores[0] > scores[1])
     text = (tmp_path / "summary.txt").read_text()
@@ -145,7 +122,7 @@ def test_choices(server, choices, tmp_path, compares):
         if compares:
             shown = [(before, first, second), (before, second, first)]
         scores = [p_yes(text, *files) for files in shown]
-        assert row["scores"] == about(scores) and row["key"] == item["key"]
+        assert row["scores"] == pytest.approx(scores) and row["key"] == item["key"]
         right.setdefault(item["task"], []).append(np.argmax(scores) == int(item["winner"]))
     right["average"] = np.concatenate([*right.values()])
     head, line = (tmp_path / "table.txt").read_text().splitlines()

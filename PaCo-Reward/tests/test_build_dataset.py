@@ -163,44 +163,27 @@ def contents(output: Path) -> dict[str, list]:
     return {name: rows(output, name) for name in index}
 
 
-def test_each_input_keeps_the_data_sets_of_the_others(world, edits, own_pairs, tmp_path):
-    """A repeated one replaces its own, also where it leaves no test set."""
-    build(world, tmp_path / "cut", sets_only=True)
-    ranked = rank_like_people(tmp_path / "cut")
-    metadata = {"metadata": world / "metadata.jsonl", "rankings": ranked}
-    inputs = {
-        "consistency_reward": {"grids": world / "grids"} | metadata,
-        "sharegpt_editing": {"editing": edits / "edits.jsonl", "duplicate_bits": 0},
-        "own": {"pairs": own_pairs, "sets_per_prompt": None, "name": "own"},
-    }
-    output = tmp_path / "out"
-    expected = {}
-    for name, options in inputs.items():
-        build(None, tmp_path / name, **options)
-        expected |= contents(tmp_path / name)
-        build(None, output, **options)
-        assert contents(output) == expected
-    build(None, output, **inputs["own"] | {"test_share": 0.0})
-    del expected["own_test"]
-    found = contents(output)
-    assert len(found["own_train"]) > len(expected["own_train"])
-    assert found == expected | {"own_train": found["own_train"]}
-
-
-def test_a_folder_is_not_built_from_other_inputs(edits, own_pairs, tmp_path):
-    """Labels may be corrected; other pairs, prompts or instructions are another data set."""
+def test_inputs_of_one_folder_keep_each_others_data_sets_and_are_not_exchanged(
+    edits, own_pairs, tmp_path
+):
+    """Labels may be corrected; other pairs or instructions are another data set."""
     output = tmp_path / "out"
     build(None, output, pairs=own_pairs, sets_per_prompt=None)
-    build(None, output, editing=edits / "edits.jsonl", duplicate_bits=0)
     before = contents(output)
+    build(None, output, editing=edits / "edits.jsonl", duplicate_bits=0)
+    both = contents(output)
+    assert both == both | before and len(both) == 4
     changed = tmp_path / "changed.jsonl"
     edit_lines = read_lines(edits / "edits.jsonl")
     edit_lines[0]["instruction"] = "another"
     write_lines(changed, edit_lines)
     with pytest.raises(UserError, match="sharegpt_editing"):
         build(None, output, editing=changed)
-    assert contents(output) == before
+    assert contents(output) == both
     pairs = read_lines(own_pairs)
     write_lines(changed, [pair | {"reason": "seen in both"} for pair in pairs])
-    build(None, output, pairs=changed, sets_per_prompt=None)
-    assert contents(output) != before
+    build(None, output, pairs=changed, sets_per_prompt=None, test_share=0.0)
+    del both["consistency_reward_test"]
+    assert list(contents(output)) == ["sharegpt_editing_train", "sharegpt_editing_test"] + [
+        "consistency_reward_train"
+    ]

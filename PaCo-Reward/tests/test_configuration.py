@@ -54,7 +54,6 @@ def problem(config, row: dict | None = None) -> str:
     [
         ({"images": ["nowhere.png"] * 2}, "nowhere.png"),
         ({"messages": [QUESTION]}, "assistant"),
-        ({"messages": [QUESTION | {"content": "Yes. <|image_pad|>"}]}, "<|image_pad|>"),
         ({"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],
 )
@@ -74,18 +73,6 @@ def test_what_unpacks_missing_images_is_named(config, data):
     assert "images do not exist" in problem(config)
     (data / "decompress.sh").touch()
     assert f"(cd {data} && bash decompress.sh)" in problem(config)
-
-
-def test_other_labels_are_announced(config, data, caplog):
-    """Data sets that only LLaMA-Factory reads are left to it."""
-    info = json.loads((data / "dataset_info.json").read_text())
-    (data / "dataset_info.json").write_text(json.dumps(info | {"hub": {"hf_hub_url": "some/set"}}))
-    rows = json.loads((data / "pairs.json").read_text())
-    rows[3]["messages"][1]["content"] = "Yesterday"
-    (data / "pairs.json").write_text(json.dumps(rows))
-    check_data(config | {"dataset": "pairs, hub", "eval_dataset": ["held_out"]})
-    (warning,) = caplog.messages
-    assert "row 3" in warning
 
 
 def test_every_configuration_file_can_be_trained_with():

@@ -8,7 +8,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from paco_judge.scorer import JudgeScorer, set_limits
+from paco_judge.scorer import JudgeScorer
+from paco_judge.weights import set_limits
 from paco_reward.cli import main
 from paco_reward.export import export, synthetic_pairs
 

@@ -10,7 +10,8 @@ from llamafactory.hparams import get_train_args
 from training_tools import adapter, train_config
 
 from paco_judge.errors import UserError
-from paco_judge.scorer import JudgeScorer, trained_limits
+from paco_judge.scorer import JudgeScorer
+from paco_judge.weights import trained_limits
 from paco_reward import launch, overlay
 from paco_reward.datasets import labeled_pairs
 from paco_reward.export import export

@@ -4,8 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from fakes import fake_judge
-from pairing_tools import all_bytes, build, judge_model, noise, write_lines
+from pairing_tools import all_bytes, build, noise, write_lines
 from PIL import ExifTags, Image
 
 from paco_judge.errors import UserError
@@ -139,17 +138,3 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     message = problem(write_lines(tmp_path / "pairs.jsonl", pairs), tmp_path / "out")
     assert "pairs.jsonl row 2: " in message and "1 more rows" in message
     assert named in message
-
-
-def test_a_model_writes_the_reasons_that_are_missing(pairs, tmp_path):
-    """A user's own stay."""
-    file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    output = tmp_path / "out"
-    with fake_judge.FakeJudge(judge_model) as server:
-        own(file, output, test_share=0.0, server=server.url, reasons=True)
-        assert len(server.requests) == sum(not line["reason"] for line in pairs)
-    answers = [example.answer for example in load_examples(output, "consistency_reward_cot_train")]
-    for verdict in ("Yes", "No"):
-        written = [answer for answer in answers if answer.startswith(f"{verdict}. The shape")]
-        assert len(written) == COUNT / 4
-    assert len(set(answers)) == COUNT

@@ -1,7 +1,5 @@
 """A repeated training resumes, and its adapter loads as on the card."""
 
-import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -21,48 +19,32 @@ from paco_judge.scorer import JudgeScorer
 from paco_reward.launch import run, with_resume
 
 
-@pytest.fixture
-def resumable(tmp_path, caplog):
-    """A configuration whose output folder has two checkpoints."""
-    caplog.set_level(logging.INFO, "paco_reward")
-    for step in (9, 10):
-        checkpoint = tmp_path / f"checkpoint-{step}"
-        checkpoint.mkdir()
-        state = {"global_step": step, "max_steps": 20}
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-        (checkpoint / "optimizer.pt").touch()
-    return {"output_dir": str(tmp_path), "do_train": True, "learning_rate": 1e-4}
-
-
-def test_the_last_checkpoint_is_resumed_and_differences_are_listed(resumable, tmp_path, caplog):
-    before = resumable | {"dataset": "a", "resume_from_checkpoint": "earlier"}
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before, sort_keys=False))
-    changed = resumable | {"learning_rate": 2e-4, "lora_rank": 8}
-    newest = str(tmp_path / "checkpoint-10")
-    assert with_resume(changed) == changed | {"resume_from_checkpoint": newest}
-    resumed, *differences = caplog.messages
-    assert newest in resumed and "step 10 of 20" in resumed
-    assert [difference.partition(": ")[2] for difference in differences] == [
-        "learning_rate 0.0002, before 0.0001",
-        "dataset None, before 'a'",
-        "lora_rank 8, before None",
-    ]
-
-
-def test_a_checkpoint_that_was_cut_off_is_not_resumed(resumable, tmp_path, caplog):
-    (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()
-    (tmp_path / "checkpoint-9" / "optimizer.pt").unlink()
-    whole = str(tmp_path / "checkpoint-9")
-    assert with_resume(resumable)["resume_from_checkpoint"] == whole
-    assert "checkpoint-10 is incomplete" in caplog.text and "no optimizer state" in caplog.text
-    (tmp_path / "checkpoint-9" / "trainer_state.json").unlink()
-    assert with_resume(resumable) == resumable | {"overwrite_output_dir": True}
-
-
-def test_finished_weights_are_not_overwritten(tmp_path):
-    (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(UserError, match="overwrite_output_dir"):
-        with_resume({"output_dir": str(tmp_path), "do_train": True})
+@pytest.mark.parametrize(
+    ("files", "added"),
+    [
+        ("9/trainer_state.json 10/trainer_state.json", {"resume_from_checkpoint": "checkpoint-10"}),
+        ("9/trainer_state.json 10/optimizer.pt", {"resume_from_checkpoint": "checkpoint-9"}),
+        ("9/optimizer.pt", {"overwrite_output_dir": True}),  # cut off
+        ("", {}),
+    ],
+)
+def test_the_newest_whole_checkpoint_is_resumed(tmp_path, monkeypatch, files, added):
+    monkeypatch.chdir(tmp_path)
+    for name in files.split():
+        file = Path("out", f"checkpoint-{name}")
+        file.parent.mkdir(parents=True)
+        file.touch()
+    if "resume_from_checkpoint" in added:
+        added = {"resume_from_checkpoint": f"out/{added['resume_from_checkpoint']}"}
+    config = {"output_dir": "out", "do_train": True}
+    assert with_resume(config) == config | added
+    Path("out").mkdir(exist_ok=True)
+    Path("out", "adapter_model.safetensors").touch()
+    if files:
+        assert with_resume(config) == config | added
+    else:
+        with pytest.raises(UserError, match="overwrite_output_dir"):
+            with_resume(config)
 
 
 def test_two_trainings_do_not_write_into_one_folder(judge_dir, data_dir, tmp_path):

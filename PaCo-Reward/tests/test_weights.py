@@ -73,7 +73,6 @@ def test_an_adapter_says_how_much_of_the_model_it_changes(judge_dir, adapter_dir
     [
         ("merged", "judge", True),  # a merged judge with its own adapter: each change counts twice
         ("judge", "Org/JUDGE", False),
-        ("judge", "", False),  # unknown
     ],
 )
 def test_an_adapter_on_another_base_is_a_warning(

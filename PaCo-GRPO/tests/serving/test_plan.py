@@ -102,7 +102,6 @@ def test_two_models_behind_a_gateway_share_the_gpus(planned, two, gpus, expected
 @pytest.mark.parametrize(
     "variables",
     [
-        "CUDA_VISIBLE_DEVICES=8",
         "CUDA_VISIBLE_DEVICES=0,1 VLLM_REPLICAS=3",
         "VLLM_MODEL_NAMES=a,b CUDA_VISIBLE_DEVICES=0",
         "VLLM_MODEL_PATHS=.",

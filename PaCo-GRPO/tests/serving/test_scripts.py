@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from serving_tools import REPO, ROOT
 
-from paco_grpo.rewards.judge import ServerReward
-
 SCRIPTS = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("vllm_server/*.sh")]
 SCRIPTS += REPO.glob("PaCo-Reward/train/*.sh")
 
@@ -22,15 +20,6 @@ def test_help_is_the_comment_at_the_top(script):
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     comment = re.match(r"#!.*\n((?:#.*\n)+)", script.read_text()).group(1)
     assert printed.stdout == re.sub("^# ?", "", comment, flags=re.MULTILINE)
-
-
-def test_rewards_send_the_key_of_their_environment(monkeypatch):
-    """Options are saved in config.yaml and shown in process lists."""
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert "Bearer secret" in ServerReward().client._headers.values()
-    assert "Bearer other" in ServerReward(api_key="other").client._headers.values()
-    monkeypatch.delenv("VLLM_API_KEY")
-    assert "secret" not in str(ServerReward().client._headers)
 
 
 NOTE = """#!/usr/bin/env bash

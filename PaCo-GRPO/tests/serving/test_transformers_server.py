@@ -14,7 +14,8 @@ from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages
 from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import p_yes_from_top_logprobs
-from vllm_server.transformers_server import BatchWorker, build_app, limit_images
+from paco_judge.weights import lower_limits
+from vllm_server.transformers_server import BatchWorker, build_app
 
 
 @pytest.fixture
@@ -79,10 +80,10 @@ def shows(url: str) -> dict:
 REFUSED = [
     ({"model": "other"}, 404),
     ({"temperature": 0.7}, 422),
-    (shows("http://example.test/a.png"), 422),
+    (shows("http://example.test/a.png"), 400),
     (shows(data_url(Image.new("RGB", (1, 300)))), 400),
     (shows(HALF), 400),
-    ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, 400),
+    ({"messages": build_messages([], "<|image_pad|>")}, 400),
 ]
 
 
@@ -131,5 +132,5 @@ def test_a_limit_shrinks_large_images_and_raises_no_limit(judge_folder, limit, i
     large = Image.new("RGB", (300, 200))
     chat = scorer.chat(Pair(large, large, "same?"))
     whole = len(scorer.inputs([chat])["pixel_values"])
-    limit_images(scorer, limit)
+    lower_limits(scorer.processor, limit)
     assert (len(scorer.inputs([chat])["pixel_values"]) < whole) is is_smaller

@@ -353,8 +353,8 @@ def tables_main(arguments: list[str] | None = None) -> int:
 
 def write_tables(output: str, *tables: pd.DataFrame) -> None:
     """Print the tables, and write them to ``<output>.txt`` and ``<output>.tex``."""
-    text = "\n".join(as_text(table) for table in tables)
-    latex = "\n".join(as_latex(table) for table in tables)
+    text = "\n".join(map(as_text, tables))
+    latex = "\n".join(map(as_latex, tables))
     # Not by with_suffix: a name may be v1.5.
     Path(f"{output}.txt").write_text(text, encoding="utf-8")
     Path(f"{output}.tex").write_text(latex, encoding="utf-8")

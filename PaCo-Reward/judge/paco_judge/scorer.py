@@ -8,7 +8,6 @@
 transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,13 @@ from PIL import Image
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import ANSWER_TOKENS, Answer, Verdict, p_yes_from_logits
-from paco_judge.weights import explain_missing, from_pretrained_strict, load_adapter, local_folder
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
+from paco_judge.weights import (
+    explain_missing,
+    from_pretrained_strict,
+    load_adapter,
+    set_limits,
+    trained_limits,
+)
 
 
 @dataclass(frozen=True)
@@ -265,24 +267,3 @@ def silence_transformers() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-
-
-def trained_limits(adapter: str | Path) -> dict[str, int] | None:
-    """Fewest and most pixels of an image in an adapter's training.
-
-    None if its folder does not say.
-    """
-    folder = local_folder(adapter, PROCESSOR_FILES)
-    for name in PROCESSOR_FILES:
-        if (folder / name).is_file():
-            settings = json.loads((folder / name).read_bytes())
-            size = settings.get("image_processor", settings).get("size", {})
-            if size.keys() >= set(EDGES):
-                return {edge: size[edge] for edge in EDGES}
-    return None
-
-
-def set_limits(processor: Any, limits: dict[str, int]) -> None:
-    """Give the processor the limits of ``trained_limits``."""
-    # A new object, because processors without a size of their own share their class's.
-    processor.image_processor.size = type(processor.image_processor.size)(**limits)

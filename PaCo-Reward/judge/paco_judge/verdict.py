@@ -85,7 +85,9 @@ def p_yes_from_top_logprobs(
         entries = list(top.items())
     else:
         entries = [(entry["token"], entry["logprob"]) for entry in top]
-    yes, no = (_log_sum(entries, tokens) for tokens in ANSWER_TOKENS[answer_tokens])
+    yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
+    yes = _log_sum(entries, yes_tokens)
+    no = _log_sum(entries, no_tokens)
     if yes == no == -np.inf:
         return None
     if -np.inf in (yes, no) and len(entries) < asked:

@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 # Adapters that were trained with transformers before 4.52 name the layers as the published folders
 # do.
 _NEW_NAMES = {
@@ -94,31 +96,13 @@ def local_folder(name: str | Path, patterns: Sequence[str]) -> Path:
 def from_pretrained_strict(model_class: type, path: str | Path, **options: Any) -> Any:
     """``model_class.from_pretrained(path, **options)``, complete or not at all.
 
-    Raises UserError: They are not available, a file is damaged or missing, or tensors of the model
-    are missing or have another shape.
+    Raises UserError: They are not available, or tensors of the model are missing.
     """
-    from safetensors import SafetensorError
-
-    try:
-        with explain_missing(path):
-            model, report = model_class.from_pretrained(
-                path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-    except (SafetensorError, FileNotFoundError) as error:  # not found: a shard that the index lists
-        raise UserError(
-            f"the weights in {path} are damaged or incomplete ({error}): download or export them "
-            "again"
-        ) from error
+    with explain_missing(path):
+        model, report = model_class.from_pretrained(path, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"the weights in {path} lack {len(missing)} of the model's tensors: {some_of(missing)}"
-        )
-    if other := sorted(report["mismatched_keys"]):
-        shapes = []
-        for name, stored, needed in other:
-            shapes.append(f"{name} is {list(stored)} instead of {list(needed)}")
-        raise UserError(
-            f"the weights in {path} do not fit the model of its config.json: {some_of(shapes)}"
         )
     return model
 
@@ -175,24 +159,10 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
 def _report(folder: Path, layers: Sequence, tensors: dict) -> None:
     """Log one line about an adapter that was loaded, and a warning if it changes nothing."""
     with_tensors = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
-    ranks = sorted({rank for layer in layers for rank in layer.r.values()})
-    scales = sorted({scale for layer in layers for scale in layer.scaling.values()})
-    logger.info(
-        "adapter %s: %d of %d layers, %d tensors, rank %s, scale %s",
-        folder,
-        len(with_tensors),
-        len(layers),
-        len(tensors),
-        _numbers(ranks),
-        _numbers(scales),
-    )
+    logger.info("adapter %s: %d of %d layers", folder, len(with_tensors), len(layers))
     # The update is B·A, and B is zero before training.
     if not any(tensor.any() for name, tensor in tensors.items() if ".lora_A" not in name):
         logger.warning("the adapter %s changes nothing: its lora_B are zero everywhere", folder)
-
-
-def _numbers(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def _warn_of_another_base(folder: Path, model: str) -> None:
@@ -207,3 +177,30 @@ def _warn_of_another_base(folder: Path, model: str) -> None:
             trained_on,
             model,
         )
+
+
+def trained_limits(adapter: str | Path) -> dict[str, int] | None:
+    """Fewest and most pixels of an image in an adapter's training.
+
+    None if its folder does not say.
+    """
+    folder = local_folder(adapter, PROCESSOR_FILES)
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_bytes())
+            size = settings.get("image_processor", settings).get("size", {})
+            if size.keys() >= set(EDGES):
+                return {edge: size[edge] for edge in EDGES}
+    return None
+
+
+def set_limits(processor: Any, limits: dict[str, int]) -> None:
+    """Give the processor the limits of ``trained_limits``."""
+    # A new object, because processors without a size of their own share their class's.
+    processor.image_processor.size = type(processor.image_processor.size)(**limits)
+
+
+def lower_limits(processor: Any, max_pixels: int) -> None:
+    """Shrink images of more pixels, and no others: a limit of the model's own is not raised."""
+    size = processor.image_processor.size
+    set_limits(processor, {edge: min(size[edge], max_pixels) for edge in EDGES})

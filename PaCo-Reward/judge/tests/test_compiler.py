@@ -12,9 +12,6 @@ def test_a_compiler_and_the_headers_are_needed(tmp_path, monkeypatch):
     assert missing_for_compilation(tmp_path) is None
     programs.clear()
     assert "gcc" in missing_for_compilation(tmp_path)
-    programs["clang"] = "/usr/bin/clang"
-    assert missing_for_compilation(tmp_path) is None
-    programs.clear()
     programs["my-cc"] = "/opt/my-cc"
     monkeypatch.setenv("CC", "my-cc")
     assert missing_for_compilation(tmp_path) is None

@@ -74,17 +74,12 @@ def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
 
 
 class _Options(pydantic.BaseModel):
-    """The options that this package reads itself; the others are LLaMA-Factory's."""
+    """Options that this package reads itself, and whose values LLaMA-Factory would not check."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
     model_name_or_path: str = Field(min_length=1)
     output_dir: str = Field(min_length=1)
-    dataset_dir: str | None = None
-    media_dir: str | None = None
-    template: str | None = None
-    dataset: str | list[str] | None = None
-    eval_dataset: str | list[str] | None = None
     global_batch_size: PositiveInt | None = None
     per_device_train_batch_size: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None

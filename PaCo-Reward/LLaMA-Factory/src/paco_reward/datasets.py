@@ -14,8 +14,6 @@ from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
 from paco_judge.verdict import verdict_of
 
 TAG = "<image>"
-# They stand for images in the models; in a text they would end the training.
-RESERVED = ("<|image_pad|>", "<|video_pad|>")
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
 
@@ -97,11 +95,6 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     answers: list[str] = []
     for message in row[columns.get("messages", "conversations")]:
         text = message[content_tag]
-        for token in RESERVED:
-            if token in text:
-                raise ValueError(
-                    f"a text holds {token}, which stands for an image in the model; remove it"
-                )
         if message[role_tag] == tags.get("user_tag", "human"):
             prompts.append(text)
         elif message[role_tag] == tags.get("assistant_tag", "gpt"):

@@ -9,13 +9,14 @@ from PIL import Image
 
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair, theme_question
-from paco_judge.scorer import JudgeScorer, trained_limits
+from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import (
     explain_missing,
     from_pretrained_strict,
     load_adapter,
     local_folder,
     save_model,
+    trained_limits,
 )
 from paco_reward.families import write_limits
 

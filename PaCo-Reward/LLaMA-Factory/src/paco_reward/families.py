@@ -6,14 +6,12 @@ resize once, alike.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
 from paco_judge.questions import CHAT_OPTIONS
-from paco_judge.scorer import EDGES, PROCESSOR_FILES, set_limits
-from paco_judge.weights import explain_missing
+from paco_judge.weights import PROCESSOR_FILES, explain_missing, lower_limits
 
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat
 # template renders.
@@ -21,33 +19,25 @@ TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5"
 _NO_LIMIT = 1 << 60
 
 
-def model_type_of(config: dict[str, Any]) -> str | None:
-    """The ``model_type`` of a configuration's model; None if it comes from another hub.
+def with_template(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without thinking, and with its model's template unless it names one.
 
     Raises:
-        UserError: There is no such folder, and the hub has no such model.
+        UserError: There is no such folder, and the hub has no such model; or no template is known.
     """
     from transformers import PretrainedConfig
 
-    model = config["model_name_or_path"]
-    other_hubs = ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB")  # LLaMA-Factory's variables
-    if not Path(model).is_dir() and any(os.environ.get(name) for name in other_hubs):
-        return None
-    with explain_missing(model):
-        settings, _ = PretrainedConfig.get_config_dict(model)
-    return settings.get("model_type")
-
-
-def with_template(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without thinking, and with its model's template unless it names one."""
     config = CHAT_OPTIONS | config
     if config.get("template"):
         return config
-    model_type = model_type_of(config)
+    model = config["model_name_or_path"]
+    with explain_missing(model):
+        settings, _ = PretrainedConfig.get_config_dict(model)
+    model_type = settings.get("model_type")
     if model_type not in TEMPLATES:
         raise UserError(
-            f"model {config['model_name_or_path']} is of type {model_type}, not "
-            f"{', '.join(TEMPLATES)}; set template: (LLaMA-Factory's)"
+            f"model {model} is of type {model_type}, not {', '.join(TEMPLATES)}; set template: "
+            "(LLaMA-Factory's)"
         )
     return config | {"template": TEMPLATES[model_type]}
 
@@ -72,8 +62,7 @@ def check_prompt(template: Any, tokenizer: Any, chat_template: str | None) -> No
 
 def limit_images(processor: Any, max_pixels: int) -> None:
     """Let the processor, not LLaMA-Factory, resize images, to ``max_pixels`` or its own limit."""
-    size = processor.image_processor.size
-    set_limits(processor, {edge: min(size[edge], max_pixels) for edge in EDGES})
+    lower_limits(processor, max_pixels)
     processor.image_max_pixels = _NO_LIMIT
     processor.image_min_pixels = 1
 

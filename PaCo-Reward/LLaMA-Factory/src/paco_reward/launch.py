@@ -1,6 +1,5 @@
 """`paco-reward train`: checks a configuration, then trains here or in several processes."""
 
-import json
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from paco_judge.files import locked, write_atomically
 from paco_reward import overlay
 from paco_reward.config import check_combinations, check_options, load_config, with_accumulation
 from paco_reward.datasets import check_data
-from paco_reward.families import model_type_of, with_template
+from paco_reward.families import with_template
 
 CONFIG_FILE = "train.yaml"  # the options that a training was started with
 STATE_FILE = "trainer_state.json"  # the last file that transformers writes into a checkpoint
@@ -37,12 +36,9 @@ def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) 
     overlay.install()
     check_options(config)
     check_data(config)
-    model_type = model_type_of(config)
     config = with_template(config)
     check_combinations(config)
     torchrun_arguments = plan_processes(config, environment)
-    warn_of_slow_attention(config, model_type)
-    describe(config)
 
     folder = Path(config["output_dir"])
     is_first_node = environment.get("NODE_RANK", "0") == "0"
@@ -61,47 +57,8 @@ def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) 
         else:
             status = run_processes([*torchrun_arguments, "-m", "paco_reward.launch", str(file)])
     if status == 0 and is_first_node and config.get("do_train"):
-        print(next_commands(config), flush=True)
+        print(f"saved in {folder}; next: paco-reward accuracy, paco-reward export", flush=True)
     return status
-
-
-def describe(config: dict[str, Any]) -> None:
-    """Print what a reader of the log must know."""
-    weight = config.get("first_token_weight")
-    if weight is None:
-        loss = "LLaMA-Factory's own (first_token_weight: null)"
-    else:
-        scheme = config.get("first_token_scheme", "sequence")
-        loss = f"first-token weight {weight}, scheme {scheme}"
-    print(f"template: {config['template']}\nloss: {loss}", flush=True)
-
-
-def next_commands(config: dict[str, Any]) -> str:
-    """Where a finished training is, and how to measure and merge it."""
-    output = config["output_dir"]
-    names = config.get("eval_dataset") or "DATASET"
-    dataset = names if isinstance(names, str) else ",".join(names)
-    judge = f"--model {output}"
-    lines = [f"saved in {output}; next:"]
-    if config.get("finetuning_type", "lora") == "lora":
-        base = config["model_name_or_path"]
-        judge = f"--model {base} --adapter {output}"
-        lines.append(f"  paco-reward export --base {base} --adapter {output} --output FOLDER")
-    folder = config.get("dataset_dir") or "data"  # LLaMA-Factory's default
-    measure = f"  paco-reward accuracy {judge} --dataset_dir {folder} --dataset '{dataset}'"
-    return "\n".join([lines[0], measure, *lines[1:]])
-
-
-def warn_of_slow_attention(config: dict[str, Any], model_type: str | None) -> None:
-    """Say that Qwen2.5-VL's tower runs one window of an image at a time without FlashAttention."""
-    if model_type != "qwen2_5_vl" or num_gpus(config) == 0:
-        return
-    if config.get("flash_attn") not in ("fa2", "fa3"):
-        logger.warning(
-            "the vision tower of Qwen2.5-VL computes each window of an image by itself without "
-            "FlashAttention, which is slow: pip install flash-attn --no-build-isolation, and add "
-            "flash_attn=fa2"
-        )
 
 
 def train(config: dict[str, Any]) -> int:
@@ -117,16 +74,12 @@ def train(config: dict[str, Any]) -> int:
     return 0
 
 
-def num_gpus(config: dict[str, Any]) -> int:
-    """GPUs that a training uses on this machine."""
-    return 0 if config.get("use_cpu") else torch.cuda.device_count()
-
-
 def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> list[str] | None:
     """Options of torchrun on this node, or None when one plain process is enough."""
     nodes = int(environment.get("NNODES") or 1)
     # On a CPU the default is two: with small models they use two cores better than two threads do.
-    default = num_gpus(config) or min(2, os.cpu_count() or 1)
+    num_gpus = 0 if config.get("use_cpu") else torch.cuda.device_count()
+    default = num_gpus or min(2, os.cpu_count() or 1)
     processes = int(environment.get("NPROC_PER_NODE") or default)
     if nodes == 1 and processes == 1 and not config.get("deepspeed"):
         return None
@@ -140,55 +93,28 @@ def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> li
 
 
 def with_resume(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the checkpoint that a repeated command continues; says which and why.
+    """The configuration with the checkpoint that a repeated command continues.
 
     LLaMA-Factory alone silently takes the newest folder, even one that a kill cut off.
 
     Raises:
         UserError: The folder has a finished training without checkpoints.
     """
-    folder = Path(config["output_dir"])
     chosen = config.get("resume_from_checkpoint")
     if chosen or config.get("overwrite_output_dir") or not config.get("do_train"):
         return config
+    folder = Path(config["output_dir"])
     checkpoints = sorted(folder.glob("checkpoint-*"), key=_step_of)
-    if not checkpoints:
-        if any((folder / name).is_file() for name in WEIGHTS):
-            raise UserError(
-                f"{folder} has trained weights and no checkpoints; set another output_dir, or "
-                "overwrite_output_dir=true"
-            )
-        return config
-    whole = []
-    for checkpoint in checkpoints:
-        if (checkpoint / STATE_FILE).is_file():
-            whole.append(checkpoint)
-        else:
-            logger.warning("%s is incomplete and is not used", checkpoint)
-    if not whole:
-        return config | {"overwrite_output_dir": True}
-    newest = whole[-1]
-    state = json.loads((newest / STATE_FILE).read_bytes())
-    logger.info("resuming from %s, step %s of %s", newest, state["global_step"], state["max_steps"])
-    has_optimizer = any(newest.glob("optimizer.*")) or any(newest.glob("global_step*"))
-    if not has_optimizer:
-        logger.warning("it has no optimizer state (save_only_model): the moments start at zero")
-    for change in changes(folder, config):
-        logger.warning("differs from the training that is resumed: %s", change)
-    return config | {"resume_from_checkpoint": str(newest)}
-
-
-def changes(folder: Path, config: dict[str, Any]) -> list[str]:
-    """What a configuration changes of the one that ``folder`` was trained with, one by one."""
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        return []
-    before = yaml.safe_load(file.read_bytes())
-    differences = []
-    for key in {**before, **config}:
-        if key != "resume_from_checkpoint" and config.get(key) != before.get(key):
-            differences.append(f"{key} {config.get(key)!r}, before {before.get(key)!r}")
-    return differences
+    whole = [checkpoint for checkpoint in checkpoints if (checkpoint / STATE_FILE).is_file()]
+    if whole:
+        logger.info("resuming from %s", whole[-1])
+        return config | {"resume_from_checkpoint": str(whole[-1])}
+    if not checkpoints and any((folder / name).is_file() for name in WEIGHTS):
+        raise UserError(
+            f"{folder} has trained weights and no checkpoints; set another output_dir, or "
+            "overwrite_output_dir=true"
+        )
+    return config | {"overwrite_output_dir": True} if checkpoints else config
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -1,7 +1,6 @@
 """Options that name a judge, shared by the commands."""
 
 import argparse
-import os
 from typing import Any
 
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
@@ -54,11 +53,6 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
 def add_server_options(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add the options that ``client_of`` reads."""
     parser.add_argument("--server", metavar="URL", help=help_text)
-    parser.add_argument(
-        "--api_key_env",
-        metavar="VARIABLE",
-        help="variable with the server's key; default: VLLM_API_KEY",
-    )
 
 
 def load_scorer(args: argparse.Namespace) -> Any:
@@ -87,18 +81,16 @@ def judge_of(args: argparse.Namespace) -> Judge:
     return Judge(
         args.server,
         args.model or DEFAULT_MODEL,
-        api_key=_api_key(args),
         max_concurrency=MAX_CONCURRENCY,
         form=form,
     )
 
 
 def client_of(args: argparse.Namespace, form: RequestForm) -> JudgeClient:
-    """The client of --server, --model and --api_key_env."""
+    """The client of --server and --model."""
     return JudgeClient(
         args.server,
         args.model,
-        api_key=_api_key(args),
         max_concurrency=MAX_CONCURRENCY,
         form=form,
     )
@@ -112,15 +104,3 @@ def _prepare_loading(args: argparse.Namespace) -> None:
     from paco_judge.scorer import silence_transformers
 
     silence_transformers()
-
-
-def _api_key(args: argparse.Namespace) -> str | None:
-    """The key, from a variable: other users of a machine can see command lines."""
-    if not args.api_key_env:
-        return None  # the client reads VLLM_API_KEY
-    key = os.environ.get(args.api_key_env)
-    if not key:
-        raise UserError(
-            f"--api_key_env {args.api_key_env}: this environment variable is not set; export it"
-        )
-    return key

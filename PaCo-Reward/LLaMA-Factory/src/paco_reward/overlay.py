@@ -6,8 +6,7 @@
 | ``workflow.CustomSeq2SeqTrainer`` | ``_trainer_class`` | our loss and metrics, less memory |
 | ``workflow.load_tokenizer`` | ``_load_tokenizer`` | the processor limits image sizes |
 | ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
-| ``workflow.get_dataset`` | ``_get_dataset`` | refuses examples above ``cutoff_len`` |
-| ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | cuts nothing |
+| ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | refuses, cuts nothing |
 | ``MMPluginMixin._regularize_images`` | ``_regularize_images`` | formats, EXIF, transparency |
 
 In a training of ours, the output layer computes logits of the answers only (``loss.py``), and a
@@ -75,7 +74,6 @@ def install() -> None:
     workflow.get_template_and_fix_tokenizer = partial(
         _get_template, workflow.get_template_and_fix_tokenizer
     )
-    workflow.get_dataset = partial(_get_dataset, workflow.get_dataset)
     _replace_method(SupervisedDatasetProcessor, "_encode_data_example", _encode_whole)
     _replace_method(MMPluginMixin, "_regularize_images", _regularize_images)
 
@@ -128,48 +126,21 @@ def _picture(image: Any) -> Image.Image:
 def _encode_whole(original: Callable, processor: Any, **example: Any) -> tuple[list, list]:
     """An example's input ids and labels in full length: LLaMA-Factory would cut the question first.
 
-    ``_get_dataset`` counts those that are too long. Where rows are packed or read one by one, it
-    cannot, so that the first one is refused here.
+    Raises:
+        UserError: It is longer than ``cutoff_len``.
     """
-    data_args = processor.data_args
+    cutoff = processor.data_args.cutoff_len
     whole = copy.copy(processor)
-    whole.data_args = copy.copy(data_args)
+    whole.data_args = copy.copy(processor.data_args)
     whole.data_args.cutoff_len = _NO_CUTOFF
     input_ids, labels = original(whole, **example)
-    if data_args.packing or data_args.streaming:
-        _check_lengths([len(input_ids)], data_args.cutoff_len)
-    return input_ids, labels
-
-
-def _get_dataset(
-    original: Callable, template: Any, model_args: Any, data_args: Any, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
-    from pyarrow.compute import list_value_length
-
-    datasets = original(template, model_args, data_args, *args, **kwargs)
-    if data_args.packing or data_args.streaming:
-        return datasets
-    for dataset in datasets.values():
-        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-        for part in parts:
-            lengths: list[int] = []
-            for table in part.select_columns("input_ids").with_format("arrow").iter(1000):
-                lengths += list_value_length(table["input_ids"]).to_pylist()
-            _check_lengths(lengths, data_args.cutoff_len)
-    return datasets
-
-
-def _check_lengths(lengths: list[int], cutoff: int) -> None:
-    too_long = [length for length in lengths if length > cutoff]
-    if too_long:
-        examples = f"{len(too_long)} of {len(lengths)} examples are"
-        if len(lengths) == 1:
-            examples = "an example is"
+    if len(input_ids) > cutoff:
         raise UserError(
-            f"{examples} longer than the {cutoff} tokens of cutoff_len, up to {max(too_long)}. "
-            "A judge must see the whole question and answer: raise cutoff_len, lower "
-            "image_max_pixels, or remove what is too long"
+            f"an example has {len(input_ids)} tokens, more than cutoff_len: {cutoff}. A judge must "
+            "see the whole question and answer: raise cutoff_len, lower image_max_pixels, or "
+            "remove what is too long"
         )
+    return input_ids, labels
 
 
 def _arguments_class(base: type) -> type:

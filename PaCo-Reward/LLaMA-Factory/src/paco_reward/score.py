@@ -141,7 +141,7 @@ def sheet(report: ScoreReport, whole_page: bool = False) -> str:
     html = Path(__file__).with_name("sheet.html").read_text(encoding="utf-8")
     template = jinja2.Template(html, autoescape=True, undefined=jinja2.StrictUndefined)
     scores = {(row.first, row.second, row.dimension): row.verdict for row in report.rows}
-    pictures = [_picture(image) for image in report.images]
+    pictures = list(map(_picture, report.images))
     are_small = [max(image.size) < _SIDE for image in report.images]
     return template.render(
         report=report,

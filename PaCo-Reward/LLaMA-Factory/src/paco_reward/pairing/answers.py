@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paco_judge.errors import UserError
 from paco_judge.files import Journal
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
+from paco_judge.verdict import Answer, Verdict
 from paco_reward.datasets import TAG
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
@@ -35,7 +37,6 @@ _FEWEST_REASON_CHARACTERS = 12
 logger = logging.getLogger(__name__)
 
 PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
-ValueOrError = tuple[Any, str | None]
 
 
 def scores(
@@ -45,14 +46,10 @@ def scores(
 
     Raises UserError: The server answers nothing.
     """
-
-    def ask(pairs: list[Pair]) -> list[ValueOrError]:
-        return [(verdict.p_yes, verdict.error) for verdict in judge.score(pairs)]
-
     model = judge.check()
     form = astuple(judge.form)
     keys = {question: json.dumps([model, *question, *form]) for question in questions}
-    return _ask(keys, output / "work" / "scores.jsonl", output, ask, what)
+    return _ask(keys, output / "work" / "scores.jsonl", output, judge.score, what)
 
 
 def texts(
@@ -62,20 +59,17 @@ def texts(
 
     Raises UserError: The server answers nothing.
     """
-
-    def ask(pairs: list[Pair]) -> list[ValueOrError]:
-        return [(answer.text, answer.error) for answer in judge.generate(pairs, REASON_TOKENS)]
-
     model = judge.check()
     keys = {question: json.dumps([model, *question]) for question in questions}
-    return _ask(keys, output / "work" / "reasons.jsonl", output, ask, what)
+    write = partial(judge.generate, max_tokens=REASON_TOKENS)
+    return _ask(keys, output / "work" / "reasons.jsonl", output, write, what)
 
 
 def _ask(
     keys: Mapping[PairQuestion, str],
     file: Path,
     output: Path,
-    ask: Callable[[list[Pair]], list[ValueOrError]],
+    ask: Callable[[list[Pair]], list[Verdict] | list[Answer]],
     what: str,
 ) -> dict[PairQuestion, Any]:
     """Ask what the journal ``file`` does not hold; returns what it holds then.
@@ -98,7 +92,8 @@ def _ask(
             for first, second, text in batch:
                 pairs.append(Pair(load_image(output / first), load_image(output / second), text))
             batch_errors = []
-            for question, (value, error) in zip(batch, ask(pairs), strict=True):
+            for question, answer in zip(batch, ask(pairs), strict=True):
+                value, error = astuple(answer)
                 if error is None:
                     values[keys[question]] = value
                     journal.append({"key": keys[question], "value": value})
@@ -153,7 +148,7 @@ def rank_by_scores(
             counts["rankings_without_answer"] += 1
             continue
         ranked = sorted(p_yes, key=p_yes.get, reverse=True)
-        values = [p_yes[name] for name in ranked]
+        values = list(map(p_yes.get, ranked))
         rankings.append(Ranking(**dict(candidates), rank_images=ranked, scores=values))
     return rankings
 

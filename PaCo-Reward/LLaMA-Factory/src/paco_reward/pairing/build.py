@@ -283,8 +283,13 @@ def with_reasons(parts: Parts, options: Namespace, read: Inputs, counts: Counter
     if read.reasons is not None:
         explained = answers.given_reasons(pairs, read.reasons, counts)
     else:
-        explained = [pair for pair in pairs if pair.reason is not None]
-        bare = [pair for pair in pairs if pair.reason is None]
+        explained = []
+        bare = []
+        for pair in pairs:
+            if pair.reason is None:
+                bare.append(pair)
+            else:
+                explained.append(pair)
         explained += answers.write_reasons(bare, options.output, read.judge, counts)
         explained = select.shuffled(explained, options.seed)
     testing = {pair.group for pair in parts[TEST]}
