@@ -183,9 +183,8 @@ class JudgeScorer:
                             "remove it"
                         )
         images = self.processor.image_processor
-        if hasattr(
-            images, "merge_size"
-        ):  # one of Qwen's, which knows an image's tokens by its size
+        # Qwen's processors know an image's tokens by its size, and refuse some.
+        if hasattr(images, "merge_size"):
             for image in chat.images:
                 images.get_number_of_image_patches(image.height, image.width, {})
 
