@@ -17,7 +17,7 @@
 #   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
 #                          training); 0 = the model's own
 #   VLLM_MAX_IMAGES        images in one request to vLLM (default: 16)
-#   MAX_MODEL_LEN          longest request in tokens (default: 8192)
+#   MAX_MODEL_LEN          vLLM's longest request in tokens (default: 8192)
 #   GPU_MEMORY_UTILIZATION vLLM's share of a GPU's memory (default: 0.85)
 #   VLLM_EXTRA_ARGS        further arguments for the engine; they win
 #   VLLM_START_TIMEOUT     seconds until the models must answer (default: 1800)

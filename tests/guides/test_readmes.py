@@ -193,7 +193,12 @@ MODEL_PLACES = (
     "evaluation/Consistency_Rank/path/to/judge",
     "evaluation/Edit-Bench/path/to/judge",
 )
-MY_PAIRS = "image1,image2,label\na.png,b.png,Yes\nc.png,photo.png,No\n"
+MY_PAIRS = """image1,image2,label
+a.png,b.png,Yes
+c.png,photo.png,No
+d.png,e.png,Yes
+edit1.png,edit2.png,No
+"""
 
 
 @pytest.mark.long
@@ -202,7 +207,7 @@ def test_judge(terminal, port, published):
     for place in MODEL_PLACES:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).symlink_to(published["X-GenGroup/PaCo-Reward-7B"])
-    for number, name in enumerate(("a", "b", "c", "photo", "edit1", "edit2")):
+    for number, name in enumerate(("a", "b", "c", "d", "e", "photo", "edit1", "edit2")):
         tiny_judge.picture(number).save(folder / f"{name}.png")
     (folder / "mine.txt").write_text("Are these two images alike?")
     (folder / "my_pairs.csv").write_text(MY_PAIRS)
