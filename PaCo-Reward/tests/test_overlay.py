@@ -78,9 +78,9 @@ def test_a_loss_that_is_not_finite_ends_a_training(judge_dir, data_dir, tmp_path
     losses_until_nan = iter((1.0, float("nan")))
     loss = overlay.first_token_loss_func
 
-    def loss_until_nan(*args, weight, scheme):
-        assert (weight, scheme) == (0.3, "released")  # as they are set
-        return loss(*args, weight=weight, scheme=scheme) * next(losses_until_nan)
+    def loss_until_nan(*args, **settings):
+        assert (settings["weight"], settings["scheme"]) == (0.3, "released")  # as they are set
+        return loss(*args, **settings) * next(losses_until_nan)
 
     monkeypatch.setattr(overlay, "first_token_loss_func", loss_until_nan)
     weighted = {"first_token_weight": 0.3, "first_token_scheme": "released"}

@@ -63,9 +63,17 @@ class JudgeClient:
 
     def check(self) -> str:
         """The served name of the model; the server is asked once. Raises UserError."""
-        if self._served is None:
-            self._served = self._find_model(self._list_models())
-        return self._served
+        if self._served is not None:
+            return self._served
+        served = self._list_models()
+        alike = [name for name in served if name.casefold() == self.model.casefold()]
+        if alike:
+            self._served = self.model if self.model in alike else alike[0]
+            return self._served
+        names = ", ".join(map(repr, served)) or "nothing"
+        raise UserError(
+            f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
+        )
 
     def _list_models(self) -> list[str]:
         url = f"{self.base_url}/v1/models"
@@ -87,20 +95,6 @@ class JudgeClient:
             raise UserError(
                 f"{url} does not answer like an OpenAI-compatible server: {error!r}"
             ) from error
-
-    def _find_model(self, served: Sequence[str]) -> str:
-        if self.model in served:
-            return self.model
-        for name in served:
-            if name.casefold() == self.model.casefold():
-                logger.warning(
-                    "the judge at %s serves %r; using it for %r", self.base_url, name, self.model
-                )
-                return name
-        names = ", ".join(map(repr, served)) or "nothing"
-        raise UserError(
-            f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
-        )
 
     def prove(self, pair: Pair, writes: bool = False, seconds: float = FIRST_ANSWER_S) -> None:
         """Ask one pair before a long run: a server may list its models and answer no question.

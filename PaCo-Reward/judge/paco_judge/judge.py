@@ -11,6 +11,7 @@ judge.explain("a.png", "b.png")                                                 
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class Judge:
         ``theme``: what both images are about, such as the first sentence of a grid's prompt.
         """
         rows, is_list = _pair_rows(image_a, image_b, theme)
-        scores = list(map(_value, _asked(self.verdicts, rows, Verdict, is_list)))
+        scores = list(map(_value_of, _asked(self.verdicts, rows, Verdict, is_list)))
         return scores if is_list else scores[0]
 
     def score_edit(
@@ -132,7 +133,7 @@ class Judge:
         scores = []
         for answers in zip(verdicts[::2], verdicts[1::2], strict=True):
             for answer in answers:
-                _value(answer)  # says why there is none
+                _value_of(answer)  # says why there is none
             scores.append(editing_score(*answers))
         return scores if is_list else scores[0]
 
@@ -146,7 +147,7 @@ class Judge:
         """The whole answer to ``score``'s question, Yes or No and reasons, or a list for lists."""
         rows, is_list = _pair_rows(image_a, image_b, theme)
         ask = partial(self.answers, max_tokens=max_tokens)
-        texts = list(map(_text, _asked(ask, rows, Answer, is_list)))
+        texts = list(map(_value_of, _asked(ask, rows, Answer, is_list)))
         return texts if is_list else texts[0]
 
     def verdicts(self, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -210,13 +211,9 @@ def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
     return rows, bool(lengths)
 
 
-def _value(verdict: Verdict) -> float | None:
-    if not verdict.ok:
-        logger.warning("no score: %s", verdict.error)
-    return verdict.p_yes
-
-
-def _text(answer: Answer) -> str | None:
-    if answer.error is not None:
-        logger.warning("no answer: %s", answer.error)
-    return answer.text
+def _value_of(answer: Verdict | Answer) -> Any:
+    """P(Yes) or text. None, with a line in the log, if there is none."""
+    value, error = astuple(answer)
+    if error is not None:
+        logger.warning("no answer: %s", error)
+    return value

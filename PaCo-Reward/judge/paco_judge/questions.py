@@ -23,7 +23,7 @@ EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditRewar
 _ABOUT = {"editing_consistency": "consistency", "editing_instruction": "prompt_following"}
 IMAGE_FORMATS = ("png", "jpeg")
 _FIELD = re.compile(r"\{([a-z_]+)\}")
-_KNOWN = (
+_KNOWN = [
     "theme",
     "criterion",
     "criterion_sentence",
@@ -33,9 +33,8 @@ _KNOWN = (
     "rows_s",
     "cols",
     "cols_s",
-    "question",
-    "verdict",
-)
+]
+_KNOWN += ["question", "verdict"]  # of a request for reasons
 
 
 @cache

@@ -252,17 +252,3 @@ def answer_ids(tokenizer: Any, answer_tokens: str = "exact") -> tuple[list[int],
             raise ValueError("the tokenizer splits Yes or No into several tokens")
         ids.append(sorted(single))
     return tuple(ids)
-
-
-def option_ids(tokenizer: Any) -> tuple[int, int]:
-    """Token ids of Yes and No. Raises ValueError."""
-    (yes_id,), (no_id,) = answer_ids(tokenizer)
-    return yes_id, no_id
-
-
-def silence_transformers() -> None:
-    """Turn off transformers' progress bars and warnings."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()

@@ -120,9 +120,10 @@ def test_the_form_says_which_tokens_count():
 
 
 def test_the_model_is_looked_up_whatever_its_case():
-    with FakeJudge(models=("Paco-Reward-7B", "other")) as judge:
+    with FakeJudge(models=("Paco-Reward-7B", "OTHER", "other")) as judge:
         assert client(judge, model="PaCo-Reward-7B").check() == "Paco-Reward-7B"
-        with pytest.raises(UserError, match="'Paco-Reward-7B', 'other'"):
+        assert client(judge, model="other").check() == "other"
+        with pytest.raises(UserError, match="'Paco-Reward-7B', 'OTHER'"):
             client(judge, model="Qwen").check()
 
 

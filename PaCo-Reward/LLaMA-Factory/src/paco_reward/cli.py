@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from paco_judge.errors import run_command
 from paco_judge.questions import form_of
 from paco_reward import demo, score
-from paco_reward.options import add_judge_options, load_scorer
+from paco_reward.options import add_judge_options, load_scorer, silence_transformers
 from paco_reward.pairing import command as build_command
 
 
@@ -77,7 +77,6 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from paco_judge.scorer import silence_transformers
     from paco_reward.export import export
 
     silence_transformers()

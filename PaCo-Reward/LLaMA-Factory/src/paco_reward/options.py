@@ -101,6 +101,12 @@ def _prepare_loading(args: argparse.Namespace) -> None:
         raise UserError(
             "name the judge: --model FOLDER or hub NAME, with --adapter FOLDER, or --server URL"
         )
-    from paco_judge.scorer import silence_transformers
-
     silence_transformers()
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' progress bars and warnings."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()

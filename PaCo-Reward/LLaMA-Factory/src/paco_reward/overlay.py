@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from paco_judge.errors import UserError
 from paco_judge.images import load_image, read_image
-from paco_judge.scorer import option_ids
+from paco_judge.scorer import answer_ids
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 from paco_reward.metrics import answer_statistics, judge_metrics
@@ -182,7 +182,7 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
 
         def __init__(self, finetuning_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(kwargs.get("compute_metrics"), upstream_metric):
-                yes_id, no_id = option_ids(kwargs["tokenizer"])
+                (yes_id,), (no_id,) = answer_ids(kwargs["tokenizer"])
                 kwargs["compute_metrics"] = judge_metrics
                 kwargs["preprocess_logits_for_metrics"] = partial(
                     answer_statistics, yes_id=yes_id, no_id=no_id
