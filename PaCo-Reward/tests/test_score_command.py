@@ -72,22 +72,3 @@ def test_scores_and_reasons_of_a_server(paths, capsys, monkeypatch):
         assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
     shown = capsys.readouterr().out
     assert "0.8000" in shown and "    Yes. Both are boats." in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["A", "B", "--server", "http://127.0.0.1:9"], "vllm_server/launch.sh"),
-        (["A", "B"], "--model"),
-        (["A", "B", "--model", "JUDGE", "--reasons", "--reason_tokens", "1"], "1 of 1"),
-        (["A", "B", "--model", "org/no"], "hf download org/no"),
-    ],
-)
-def test_problems_are_one_line(paths, judge_dir, arguments, named, capsys):
-    """The random judge answers neither Yes nor No: its reasons are printed, but no mean."""
-    places = {"A": paths[0], "B": paths[1], "JUDGE": str(judge_dir)}
-    assert score(*(places.get(argument, argument) for argument in arguments)) == 1
-    shown = capsys.readouterr()
-    error = shown.err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and named in error
-    assert ("no score: " in shown.out) == ("--reasons" in arguments)

@@ -28,7 +28,6 @@ class Example:
     prompt: str
     answer: str  # the first of them
     images: tuple[Path, ...]
-    num_answers: int = 1
 
     @property
     def label(self) -> bool | None:
@@ -112,7 +111,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     num_tags = prompt.count(TAG)
     if num_tags != len(paths):
         raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
-    return Example(place, prompt, answers[0], tuple(paths), len(answers))
+    return Example(place, prompt, answers[0], tuple(paths))
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -200,10 +199,10 @@ def labeled_pairs(
     labels: list[bool] = []
     for example in examples:
         is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
-        if not is_pair or example.label is None or example.num_answers > 1:
+        if not is_pair or example.label is None:
             raise UserError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
-                "(see --image_labels), and its only answer begins with Yes or No"
+                "(see --image_labels), and its answer begins with Yes or No"
             )
         rows.append((*example.images, example.prompt.removeprefix(prefix)))
         labels.append(example.label)

@@ -4,9 +4,8 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +40,18 @@ def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) 
     torchrun_arguments = plan_processes(config, environment)
 
     folder = Path(config["output_dir"])
-    is_first_node = environment.get("NODE_RANK", "0") == "0"
-    with ExitStack() as stack:
-        if is_first_node:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder))
-            config_folder = folder
-        else:  # nodes that share the output folder are one training: the first one writes
-            config_folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = environment.get("NODE_RANK", "0")
+    # Nodes that share the folder are one training: the first one locks it.
+    with locked(folder) if rank == "0" else nullcontext():
         config = with_resume(config)
-        file = config_folder / CONFIG_FILE
+        file = folder / (CONFIG_FILE if rank == "0" else f".node-{rank}.yaml")
         write_atomically(file, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         if torchrun_arguments is None:
             status = train(config)
         else:
             status = run_processes([*torchrun_arguments, "-m", "paco_reward.launch", str(file)])
-    if status == 0 and is_first_node and config.get("do_train"):
+    if status == 0 and rank == "0" and config.get("do_train"):
         print(f"saved in {folder}; next: paco-reward accuracy, paco-reward export", flush=True)
     return status
 
