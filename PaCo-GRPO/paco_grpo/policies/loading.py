@@ -42,7 +42,7 @@ POLICIES: dict[str, str] = {
     "QwenImagePipeline": "paco_grpo.policies.qwen_image:QwenImagePolicy",
     "QwenImage21Pipeline": "paco_grpo.policies.qwen_image_21:QwenImage21Policy",
     "QwenImageEditPipeline": "paco_grpo.policies.qwen_image_edit:QwenImageEditPolicy",
-    "QwenImageEditPlusPipeline": "paco_grpo.policies.qwen_image_edit_plus:QwenImageEditPlusPolicy",
+    "QwenImageEditPlusPipeline": "paco_grpo.policies.qwen_image_edit:QwenImageEditPlusPolicy",
     "StableDiffusion3Pipeline": "paco_grpo.policies.stable_diffusion_3:StableDiffusion3Policy",
     "ZImagePipeline": "paco_grpo.policies.z_image:ZImagePolicy",
 }

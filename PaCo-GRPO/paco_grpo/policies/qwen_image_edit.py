@@ -1,4 +1,6 @@
-"""Qwen-Image-Edit: the text encoder sees the references, whose latents are further tokens."""
+"""Qwen-Image-Edit, -2509 and -2511: the text encoder sees the references, whose latents are further
+tokens.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -6,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, QwenImageEditPipeline
+from diffusers import DiffusionPipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
 from PIL import Image
 
 from paco_grpo.policies.base import PolicySettings
@@ -99,3 +102,24 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
 
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
+
+
+class QwenImageEditPlusPolicy(QwenImageEditPolicy):
+    """Qwen-Image-Edit-2509, -2511 and everything saved as a ``QwenImageEditPlusPipeline``.
+
+    The text encoder sees each image at the pipeline's own area of 384² pixels, whatever size is
+    generated.
+    """
+
+    pipeline_class = QwenImageEditPlusPipeline
+    family = "Qwen-Image-Edit-Plus"
+    several_images = True
+    shape_from = -1
+
+    def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
+        seen = []
+        for reference in references:
+            image = reference.original
+            size = self.fit_area(CONDITION_IMAGE_SIZE, image.width / image.height)
+            seen.append(self.pipeline.image_processor.resize(image, *size))
+        return seen
