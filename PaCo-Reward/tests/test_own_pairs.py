@@ -138,3 +138,15 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     message = problem(write_lines(tmp_path / "pairs.jsonl", pairs), tmp_path / "out")
     assert "pairs.jsonl row 2: " in message and "1 more rows" in message
     assert named in message
+
+
+def test_nearly_equal_images_may_have_labels_of_their_own(pairs, tmp_path):
+    """What makes them differ may be what the judge is to learn."""
+    image = Image.open(pairs[0]["image1"])
+    image.putpixel((0, 0), (1, 2, 3))
+    image.save(tmp_path / "near.png")
+    same = {"image2": pairs[0]["image2"], "theme": pairs[0]["theme"]}
+    pairs[1] |= same | {"image1": str(tmp_path / "near.png")}
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    stats = own(file, tmp_path / "out", test_share=0.0)
+    assert stats["datasets"][TRAIN]["pairs"] == COUNT

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 5.0  # between two attempts
+_silent: set[str] = set()  # URLs of which a request gave up at its deadline
 _start_lock = threading.Lock()
 _exit_probe = ThreadPoolExecutor(1)
 
@@ -81,12 +82,16 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
     """Post until there is an answer or a permanent error, or until the deadline. Raises NoAnswer.
 
     Without a connection, and after 429 and 5xx, it is repeated with growing pauses. A request that
-    the server fails on (500) gives up after six seconds, because some fail always.
+    the server fails on (500) gives up after six seconds, because some fail always. Once one has
+    given up, later ones are tried once, until one is answered: else the calls of an epoch would
+    wait for hours, one deadline after the other.
     """
     pause_s = 0.1
     while True:
         try:
-            return await request("POST", url, headers, deadline, body)
+            answer = await request("POST", url, headers, deadline, body)
+            _silent.discard(url)
+            return answer
         except NoAnswer as error:
             failure = error
         status = failure.status
@@ -94,7 +99,8 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
         if is_permanent or (status == 500 and pause_s >= LONGEST_PAUSE_S):
             raise failure
         wait_s = pause_s * random.uniform(0.5, 1.5)
-        if time.monotonic() + wait_s >= deadline:
+        if url in _silent or time.monotonic() + wait_s >= deadline:
+            _silent.add(url)
             raise NoAnswer(f"gave up at the deadline; last: {failure}")
         _warn_once(url, failure.status)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -119,6 +119,20 @@ def test_the_form_says_which_tokens_count():
     assert p_yes == [None, pytest.approx(0.8)]
 
 
+def test_an_outage_is_waited_for_once_and_not_by_every_call():
+    with FakeJudge() as judge:
+        scorer = client(judge, deadline_s=2.0)
+        scorer.check()
+    seconds = []
+    for _ in range(2):
+        start = time.monotonic()
+        assert not any(verdict.ok for verdict in scorer.score([PAIR] * 8))
+        seconds.append(time.monotonic() - start)
+    assert seconds[1] < 1.0 < seconds[0]
+    with FakeJudge(port=judge.port):
+        assert all(verdict.ok for verdict in scorer.score([PAIR] * 8)), "it is back"
+
+
 def test_the_model_is_looked_up_whatever_its_case():
     with FakeJudge(models=("Paco-Reward-7B", "OTHER", "other")) as judge:
         assert client(judge, model="PaCo-Reward-7B").check() == "Paco-Reward-7B"
