@@ -3,7 +3,7 @@
 # report.
 #   bash quickstart/run.sh [--seed N] [--minutes M] [--fresh] [--config.a.b=value …]
 # --seed N            of data, judge and RL (default 0)
-# --minutes M         most time for RL's 16 epochs (default 6.5); with more, RL goes on
+# --minutes M         most time for RL's 16 epochs (default 12); with more, RL goes on
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues after
 #                     the last finished stage, and repeats stages whose settings have changed
@@ -11,7 +11,7 @@
 # first use. The judge's server has a port of this clone's own; VLLM_PORT=N chooses another.
 # QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
 set -euo pipefail
-minutes=6.5
+minutes=12
 total=6
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 training=runs/toy_t2is_nft
@@ -53,7 +53,7 @@ if stage world 1 "World: render prompts and grids, build the judge's pairs"; the
     finish
 fi
 
-if stage judge 6 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
+if stage judge 5 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
     rm -rf "$out/judge" "$out/judge_lora"
     accuracy=(
         paco-reward accuracy --model "$toy/models/judge"
@@ -89,9 +89,8 @@ if grep -q "^rl " "$done_file"; then
 else
     sed -i '/^server /d' "$done_file" # it did not outlive the last run
     stage server 0.3 "Server: the judge over HTTP"
-    # The trainer's processes sleep while the judge scores an epoch's images, so it may use both
-    # cores.
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" VLLM_MODEL_PATHS="$out/judge" \
+    # With two threads, such small matrices take longer.
+    OMP_NUM_THREADS=1 VLLM_MODEL_PATHS="$out/judge" \
         VLLM_MODEL_NAMES=PaCo-Reward-Toy VLLM_PORT="$port" VLLM_LABEL="$label" \
         run PaCo-GRPO 4-launch bash vllm_server/launch.sh
     finish

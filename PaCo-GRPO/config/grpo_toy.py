@@ -46,7 +46,7 @@ def toy_t2is_nft() -> ConfigDict:
     """The quickstart: panels agree and choices stay open, where ppo learns little of either."""
     config = toy_t2is()
     without_noise(config)
-    config.eval_freq = 8
+    config.eval_freq = 16
     config.num_epochs = 16  # epochs end it, not the machine's speed
     config.train.loss_type = "nft"
     config.train.sigma_one = True
