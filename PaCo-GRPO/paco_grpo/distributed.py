@@ -309,8 +309,7 @@ class FSDP2(Strategy):
         device = self.accelerator.device
         policy.device = device
         transformer = policy.transformer
-        names = set(transformer._no_split_modules or transformer._repeated_blocks or ())
-        blocks = [module for module in transformer.modules() if type(module).__name__ in names]
+        blocks = blocks_of(transformer)
         if not blocks:
             raise ConfigError(
                 f"config.train.sharding='fsdp2': {type(transformer).__name__} does not name its "
@@ -338,6 +337,12 @@ class FSDP2(Strategy):
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, max_norm)
         return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The parts of a transformer of diffusers that are sharded, and gathered, one by one."""
+    names = set(transformer._no_split_modules or transformer._repeated_blocks or ())
+    return [module for module in transformer.modules() if type(module).__name__ in names]
 
 
 def _mesh(device_type: str, processes: int) -> DeviceMesh:

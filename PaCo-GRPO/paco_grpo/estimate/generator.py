@@ -13,7 +13,7 @@ from torch import nn
 
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.data.sets import has_references, prompt_sets
-from paco_grpo.distributed import Strategy
+from paco_grpo.distributed import Strategy, blocks_of
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
 from paco_grpo.objectives import Objective, Step, create_objective
@@ -290,9 +290,7 @@ def memory(
     policy = pieces.policy
     sampled = pieces.training
     shown = pieces.evaluation
-    layer = 0  # the largest layer in 4 bits, decoded
-    if options.pretrained.quantize:
-        layer = max(linear.weight.nbytes for _, linear in quantizable_layers(policy))
+    weights = bytes_to_compute(options, policy, plan.num_processes)
     resident, offloaded, gradients = weight_bytes(options, policy, plan.num_processes, gpu_bytes)
     vae = offloaded.get("VAE", 0)
     moved = offloaded.get("text encoders", 0)
@@ -301,16 +299,17 @@ def memory(
     records = _record_bytes(options, plan, sampled)
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
+    aside = gradients if options.train.ema else 0  # while the averaged weights are in their place
     adds = {
         "encode": {"weights": moved, "activations": sampled.encode.peak},
         "sample": {
             "records": records,
-            "activations": max(sampled.denoise.peak + layer, sampled.decode.peak + vae),
+            "activations": max(sampled.denoise.peak + weights, sampled.decode.peak + vae),
         },
         "train": {
             "records": records,
             "gradients": gradients,
-            "activations": activations + layer,
+            "activations": activations + weights,
         },
         "update": {
             "records": records,
@@ -318,12 +317,27 @@ def memory(
             "gradients in one message": in_one_message,
         },
         "evaluate": {
-            "trained weights set aside": gradients if options.train.ema else 0,
-            "denoising": shown.denoise.peak + layer,
+            "trained weights set aside": aside,
+            "activations": max(shown.denoise.peak + weights, shown.encode.peak + moved),
         },
-        "show": {"decoding": shown.decode.peak + vae},
+        "show": {"trained weights set aside": aside, "decoding": shown.decode.peak + vae},
     }
     return resident | reward_bytes(options), adds
+
+
+def bytes_to_compute(options: RunOptions, policy: DiffusersPolicy, processes: int) -> int:
+    """Bytes of the weights that exist only while a layer or block computes."""
+    if options.pretrained.quantize:
+        return max(linear.weight.nbytes for _, linear in quantizable_layers(policy))
+    if options.train.sharding != "fsdp2" or processes == 1:
+        return 0
+    largest = 0
+    for block in blocks_of(policy.transformer):
+        base = [p for name, p in block.named_parameters() if "lora_" not in name]
+        largest = max(largest, bytes_of(base))
+    # The message that brings a block's weights and the weights themselves; trained weights have
+    # gradients, and these a message, too.
+    return (2 if options.use_lora else 4) * largest
 
 
 def weight_bytes(

@@ -76,10 +76,10 @@ class FakeGPU(FakeDevice):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        _check(func, tensors, args, kwargs)
         if not fakes and torch.device(kwargs.get("device") or "cpu").type != "cuda":
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        _check(func, args, kwargs)
         if func is aten._local_scalar_dense.default and _known(args[0]) is not None:
             with unset_fake_temporarily():
                 return _known(args[0]).item()
@@ -105,8 +105,10 @@ class FakeGPU(FakeDevice):
         return empty
 
 
-def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _check(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
     """What a GPU refuses, or gets wrong, and shapes do not show."""
+    if func.namespace == "c10d" and any(tensor.device.type == "cpu" for tensor in tensors):
+        raise RuntimeError(f"{func}: NCCL takes no tensor of the CPU")
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
     device = operands[0].device if operands else torch.device("cpu")
     device = torch.device(kwargs.get("device") or device)
@@ -119,25 +121,29 @@ def _check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         raise RuntimeError(f"{func}: a copy to the CPU that is read before it is finished")
 
 
+# Creates integers, by which models decide what they compute.
+_KNOWN_FROM_THE_START = (aten.arange, aten.ones, aten.zeros, aten.scalar_tensor)
+
+
 def _known(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return getattr(tensor, "known", None) if isinstance(tensor, FakeTensor) else tensor
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, "known", None)
+    return None if tensor is None or tensor.is_floating_point() else tensor
 
 
 def _values(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """The result of ``func`` if it follows from known integers, else None."""
+    """The result of ``func`` if it follows from known numbers, else None."""
     known = {id(tensor): _known(tensor) for tensor in tensors}
-    if not all(v is not None and not v.is_floating_point() for v in known.values()):
+    if any(value is None for value in known.values()):
         if func._schema.is_mutable and tensors:
             tensors[0].known = None
         return None
-    if not tensors and func._overloadpacket is not aten.arange:
+    if not tensors and func._overloadpacket not in _KNOWN_FROM_THE_START:
         return None
     kwargs = {name: kwargs[name] for name in kwargs if name not in ("device", "pin_memory")}
     with unset_fake_temporarily():
         args, kwargs = tree_map_only(torch.Tensor, lambda t: known[id(t)], (args, kwargs))
-        out = func(*args, **kwargs)
-    results = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
-    return None if any(value.is_floating_point() for value in results) else out
+        return func(*args, **kwargs)
 
 
 def _resize(gpu: FakeGPU, storage: torch.UntypedStorage, num_bytes: int) -> None:

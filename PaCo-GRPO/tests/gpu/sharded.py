@@ -32,7 +32,14 @@ def main(name: str, ranks: int, blocks: int, *words: str) -> dict[str, Any]:
         with fake_gpu(80) as gpu:
             shown = shard_and_train(options, ranks, gpu)
     dist.destroy_process_group()
-    return shown | {"expected_gib": sum(estimated.adds["train"].values()) / GIB}
+    adds = estimated.adds["train"]
+    return shown | {"expected_gib": (adds["gradients"] + adds["activations"]) / GIB}
+
+
+def reduce(tensor, reduction):
+    """As accelerate's."""
+    dist.all_reduce(tensor)
+    return tensor
 
 
 def shard_and_train(options, ranks, gpu):
@@ -41,10 +48,12 @@ def shard_and_train(options, ranks, gpu):
     transformer = policy.transformer
     parameters = dict(transformer.named_parameters())
     elements = sum(p.numel() for name, p in parameters.items() if "lora_" not in name)
-    accelerator = SimpleNamespace(device=torch.device("cuda:0"), num_processes=ranks)
+    device = torch.device("cuda:0")
+    accelerator = SimpleNamespace(device=device, num_processes=ranks, reduce=reduce)
     # A fake collective operation returns nothing of the others.
     with mock.patch.object(distributed, "gather_object", lambda values: values * ranks):
-        distributed.FSDP2(accelerator).place(policy)
+        strategy = distributed.FSDP2(accelerator)
+        strategy.place(policy)
     parameters = dict(transformer.named_parameters())
     base = [p for name, p in parameters.items() if "lora_" not in name]
     adapter = [p for name, p in parameters.items() if "lora_" in name]
@@ -57,7 +66,10 @@ def shard_and_train(options, ranks, gpu):
     live = gpu.live
     gpu.peak = live
     objective.loss(step, policy).loss.sum().backward()
+    train_peak = gpu.peak
     trained = [p for p in parameters.values() if p.requires_grad]
+    num_gradients = sum(p.grad is not None for p in trained)
+    strategy.finish_gradients(trained, 1.0)
     local = [p.to_local() for p in base if isinstance(p, DTensor)]
     return {
         "base": elements,
@@ -67,7 +79,7 @@ def shard_and_train(options, ranks, gpu):
         "adapter_whole": not any(isinstance(p, DTensor) for p in adapter),
         "adapter_kinds": sorted({f"{p.dtype} {p.device}" for p in adapter}),
         "trained": len(trained),
-        "gradients": sum(p.grad is not None for p in trained),
+        "gradients": num_gradients,
         "mesh": list(base[0].device_mesh.shape),
-        "train_gib": (gpu.peak - live) / GIB,
+        "train_gib": (train_peak - live) / GIB,
     }

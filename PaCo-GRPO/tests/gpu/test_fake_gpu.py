@@ -16,13 +16,13 @@ from paco_grpo.estimate.report import GIB, GPUS
 CARDS = {"_24gb": "RTX 4090 24GB", "_48gb": "L40S 48GB", "_80gb": "H100 80GB"}
 # With and without true CFG, reference images, 4 bits, and weights in main memory.
 MORE = [
-    "t2is_24gb",
     "kontext_editing_24gb",
     "klein_editing",
     "qwen_editing_48gb",
     "sd3_t2is_24gb",
     "krea_t2is_48gb",
     "longcat_editing_24gb",
+    "qwen21_t2is_48gb",
 ]
 ON_GPU = "torch.float32 cuda:0"
 FUSED = ["scaled_dot_product_efficient_attention", "scaled_dot_product_flash_attention"]
@@ -38,7 +38,7 @@ def check_step(seen: dict[str, Any]) -> None:
     options = load(name)
     trained = seen["trained"]
     # Nothing reads what the last block of Qwen-Image writes to the text: three layers, A and B.
-    unread = 6 if "qwen" in name else 0
+    unread = 6 if "qwen" in name and "qwen21" not in name else 0
     assert seen["gradients"].pop("missing", 0) == unread, name
     assert seen["gradients"] == {ON_GPU: trained - unread}, name
     moments = {f"{moment} {ON_GPU}": trained for moment in ("step", "exp_avg", "exp_avg_sq")}
@@ -57,7 +57,7 @@ def check_step(seen: dict[str, Any]) -> None:
     pairs = {
         "sample": max(estimated["encode"], estimated["sample"]),
         "train": max(estimated["train"], estimated["update"]),
-        "evaluate": max(estimated["encode"], estimated["evaluate"], estimated["show"]),
+        "evaluate": max(estimated["evaluate"], estimated["show"]),
     }
     for phase, gib in pairs.items():
         # The estimate adds the largest layer in 4 bits, decoded, to every peak.
@@ -113,5 +113,6 @@ def test_fsdp2_shards_the_base_inside_a_machine(tmp_path):
         assert seen["base_kinds"] == ["torch.bfloat16 cuda:0"]
         assert seen["adapter_kinds"] == [ON_GPU]
         assert seen["gradients"] == seen["trained"] > 0
+        assert 0.9 < seen["train_gib"] / seen["expected_gib"] < 1.03
     assert everything["base_kinds"] == [ON_GPU]
     assert everything["gradients"] == everything["trained"] > 0
