@@ -95,7 +95,8 @@ class FakeGPU(FakeDevice):
             out = self.compute_shapes(func, args, kwargs)
         if values is not None:
             for tensor, value in zip(tree_leaves(out), tree_leaves(values), strict=True):
-                tensor.known = value
+                if isinstance(tensor, FakeTensor):  # else the handle of a collective operation
+                    tensor.known = value
         return out
 
     def _empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
