@@ -53,7 +53,7 @@ if stage world 1 "World: render prompts and grids, build the judge's pairs"; the
     finish
 fi
 
-if stage judge 5 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
+if stage judge 6 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
     rm -rf "$out/judge" "$out/judge_lora"
     accuracy=(
         paco-reward accuracy --model "$toy/models/judge"
