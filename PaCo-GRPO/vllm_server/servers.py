@@ -3,7 +3,7 @@
     python -m vllm_server.servers status
         exit status 0 when all are healthy, else 3
     python -m vllm_server.servers stop
-        ends the servers of VLLM_LABEL and no other process; twice is fine
+        ends the servers of VLLM_LABEL and no other process; may be repeated
 
 A state is healthy, loading or stuck, other key (VLLM_API_KEY is not the one of the launch), or
 ended.

@@ -106,9 +106,9 @@ def advantages_of_sets(
     set_rewards: Sequence[SetRewards],
     options: RunOptions,
 ) -> AdvantageResult:
-    """Advantages of all N samples of an epoch, those of each prompt set by its own rewards.
+    """Advantages of all N samples of an epoch, by the rewards of their prompt sets.
 
-    What is taken over all samples, such as a standard deviation, is taken over those of the set.
+    Statistics over all samples, such as a standard deviation, are taken over those of the set.
     With several sets, ``stats`` has the numbers of each, and their means weighted by images.
 
     Args:

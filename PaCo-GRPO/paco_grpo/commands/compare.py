@@ -112,7 +112,7 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
     for _, _, names in BENCHMARKS.values():
         others.update(names)
     others.difference_update(rewards)
-    # Their arguments go with them. Those of a name that no reward has stay, so that it is refused.
+    # Arguments of these rewards go, too. Those of a misspelt name stay, so that it is refused.
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),

@@ -39,7 +39,7 @@ def make_item(
     where: str,
     references: Sequence[Callable[[], Image.Image]] = (),
 ) -> Item:
-    """The item of a row, whose other fields nobody reads. Raises UserError, naming ``where``.
+    """The item of a row; its other fields are for rewards. Raises UserError, naming ``where``.
 
     ``prompt`` is a text. Optional are ``height`` and ``width`` (pixels, both or none), ``open``
     (true or false), ``category`` (a text, by which an evaluation groups its scores) and
@@ -86,8 +86,8 @@ def load_prompts(
             arguments = "t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins"
             hint = f"; make it with `python dataset/fetch.py {arguments}`"
         raise UserError(
-            f"prompt set {str(dataset)!r} (config.{option}) is no folder "
-            f"(looked from {Path.cwd()}){hint}"
+            f"prompt set {str(dataset)!r} (config.{option}) is not a folder "
+            f"(relative to {Path.cwd()}){hint}"
         )
     try:
         items = KINDS[kind](folder, split)

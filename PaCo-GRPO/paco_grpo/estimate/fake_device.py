@@ -1,4 +1,4 @@
-"""A device that computes shapes alone: what a program would do and hold, without its weights.
+"""A device that computes only shapes, and counts what a program would compute and store.
 
 ``FakeDevice`` counts bytes and FLOPs. ``fake_cpu`` is what estimate.py uses: PyTorch's own forward
 and backward, in the data types of CUDA's autocast. The tests count the same on fake CUDA tensors

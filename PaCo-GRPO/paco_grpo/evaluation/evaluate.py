@@ -37,7 +37,7 @@ _ENCODED_AHEAD = 32  # batches, where text encoders must be moved to the acceler
 
 
 class EvaluationError(UserError):
-    """An evaluation without one image that is finite: there is nothing to score."""
+    """No image of an evaluation is finite, so there is nothing to score."""
 
 
 class EvaluationImage(NamedTuple):

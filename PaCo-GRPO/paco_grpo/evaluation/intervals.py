@@ -31,7 +31,7 @@ class Interval:
 def interval(values: np.ndarray) -> Interval | None:
     """Mean of ``values`` (prompts,) with Efron's percentile interval; NaN = missing.
 
-    None if all are missing. Always the same prompts are drawn.
+    None if all are missing. The resampling has a fixed seed.
     """
     values = values[~np.isnan(values)]
     count = len(values)

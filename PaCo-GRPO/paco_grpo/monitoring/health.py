@@ -172,7 +172,7 @@ _SIGNS = (
         lowest=0.5,
         highest=2,
         message="latents have {:.2f} times the spread of the first epoch",
-        cause=f"{_TOO_FAST}; or a reward that broken images satisfy; look at the last evaluation's "
+        cause=f"{_TOO_FAST}; or broken images get a high reward; look at the last evaluation's "
         "sheet.png",
         collapse=True,
     ),
@@ -187,8 +187,8 @@ _SIGNS = (
     Sign(
         metric="health/diversity_vs_first",
         lowest=0.7,
-        message="different images of an open prompt agree more: {:.2f} of the first epochs' "
-        "diversity 1 − b is left",
+        message="images of an open prompt become alike: their diversity 1 − b is {:.2f} times "
+        "that of the first epochs",
         cause="images of a prompt become the same; use between_images as a factor "
         "(docs/rewards.md)",
         collapse=False,
@@ -224,8 +224,8 @@ def judge_epoch(metrics: Row) -> list[Finding]:
             not_finite.append(name)
     if not_finite:
         message = (
-            f"{', '.join(not_finite)} not finite: the generator makes images or velocities that "
-            f"are no numbers. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: "
+            f"{', '.join(not_finite)} not finite: the generator's images or velocities are NaN "
+            f"or infinite. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: "
             "resume from an earlier checkpoint"
         )
         findings.append(Finding(not_finite[0], message, collapse=True))

@@ -52,7 +52,7 @@ class MetricsFile:
         write_atomically(self.path, "".join(lines))
 
     def set_aside(self) -> None:
-        """Rename the file where a run begins again: no checkpoint continues its rows."""
+        """Rename the file where a run starts over: no checkpoint belongs to its rows."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"replaced_{self.path.name}"))
 

@@ -139,9 +139,9 @@ class Objective:
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:
-        """Problems, each beginning with the option to change; called before weights are loaded.
+        """Yield problems that begin with the option to change, before weights are loaded.
 
-        This one is about noise steps. A check of your own adds to it:
+        The base class checks the noise steps. A check of your own adds to it:
         ``yield from super().check(options)``.
         """
         if not cls.needs_noise_steps:

@@ -115,7 +115,7 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     if path.suffix not in (".py", ".yaml", ".yml"):
         raise ConfigError(f"configuration {file!r} is not a .py or .yaml file")
     if not path.is_file():
-        raise ConfigError(f"configuration file {file} does not exist (looked from {Path.cwd()})")
+        raise ConfigError(f"configuration file {file} does not exist (relative to {Path.cwd()})")
     try:
         if path.suffix == ".py":
             config = named_configuration(runpy.run_path(str(path), run_name=_MODULE), name)
@@ -215,7 +215,7 @@ def _evaluate_what_is_trained(before: Mapping[str, Any], values: Mapping[str, An
         tested |= {name: trained[name] for name in trained if name not in earlier}
     elif tested and any(earlier.values()):
         tested.clear()
-        logger.info("config.test.reward_fn is dropped: the rewards of the training are evaluated")
+        logger.info("config.test.reward_fn is replaced: the trained rewards are evaluated")
 
 
 def _drop_arguments(before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -224,7 +224,9 @@ def _drop_arguments(before: Mapping[str, Any], values: Mapping[str, Any]) -> Non
         for split in ("train", "test"):
             arguments = _table(values, split, "reward_fn_kwargs")
             if arguments.pop(reward, None) is not None:
-                logger.info("config.%s.reward_fn_kwargs.%s is dropped with it", split, reward)
+                logger.info(
+                    "config.%s.reward_fn_kwargs.%s is dropped: its reward is gone", split, reward
+                )
 
 
 def _rewards(values: Mapping[str, Any]) -> set[str]:

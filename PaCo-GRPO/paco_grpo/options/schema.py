@@ -96,7 +96,7 @@ class SampleOptions:
     num_noise_steps: Amount | None = option(
         None, "number of noise steps drawn at random each epoch; None: all"
     )
-    noise_level: NonNegative = option(0.7, "noise a of Flow-SDE or Flow-CPS")
+    noise_level: NonNegative = option(0.7, "noise level a of Flow-SDE or Flow-CPS")
     cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
     guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX) or scale of true CFG")
     negative_prompt: str | None = option(
@@ -230,7 +230,7 @@ class TestOptions:
     num_steps: Amount = option(20, "denoising steps")
     num_images: Count | None = beyond_paper(
         None,
-        "images of an evaluation, one of each test item in turn; None: of all items",
+        "images per evaluation, one of each test item in turn; None: of all items",
     )
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
@@ -263,7 +263,9 @@ class SpeedOptions:
         None, "attention backend of diffusers, such as _native_cudnn; None: its default"
     )
     offload_text: bool | None = beyond_paper(
-        None, "text encoders in main memory between uses; None: if the GPU's memory is half full"
+        None,
+        "text encoders in main memory between uses; None: if they leave less than half of the GPU's "
+        "memory free",
     )
     offload_vae: bool = beyond_paper(False, "VAE in main memory between uses")
 
@@ -301,7 +303,7 @@ class RunOptions:
     eval_freq: Whole = option(
         10, "epochs between evaluations, the first before training; 0 = only at the end"
     )
-    num_checkpoint_limit: Count = option(5, "checkpoints that are kept, the newest")
+    num_checkpoint_limit: Count = option(5, "newest checkpoints that are kept")
     resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = beyond_paper(
         False, "resume with another model, prompt set, adapter, objective or seed than before"
@@ -331,7 +333,7 @@ class RunOptions:
     allow_tf32: bool = option(True, "TF32 in float32 matrix products on the GPU")
     use_lora: bool = option(True, "LoRA adapter; False: the whole transformer is trained")
     enable_gradient_checkpointing: bool = option(
-        False, "less memory for one more forward in training"
+        False, "activations recomputed in the backward pass: less memory, slower"
     )
     per_prompt_stat_tracking: bool = option(True, "advantages relative to the group of a prompt")
 

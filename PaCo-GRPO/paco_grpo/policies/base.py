@@ -50,7 +50,7 @@ class Policy(ABC):
     needs_image: ClassVar[bool] = False  # an item must have a reference image
     several_images: ClassVar[bool] = False  # an item may have more than one
     has_true_cfg: ClassVar[bool] = False  # it can use a negative prompt
-    keeps_attention: ClassVar[bool] = False  # diffusers chooses its attention in training
+    keeps_attention: ClassVar[bool] = False  # training uses the attention that diffusers chooses
     text_limit: ClassVar[int] = 512  # maximum number of text tokens
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts

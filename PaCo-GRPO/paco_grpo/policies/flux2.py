@@ -55,7 +55,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
 
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
-        embeds, _, _ = inputs.text  # padding counts as text
+        embeds, _, _ = inputs.text  # padding is attended to
         text_ids, image_ids = self._ids_for(embeds.shape[1], *grids)
         return self.transformer(
             # float32: the transformer casts 1000·σ to their type, which bfloat16 would round

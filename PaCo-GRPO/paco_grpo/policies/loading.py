@@ -224,7 +224,9 @@ def _read(model_path: str | Path, name: str) -> dict[str, Any]:
             "transformer/ and vae/"
         ) from error
     except (ValueError, TypeError) as error:
-        raise PolicyLoadError(f"{file} is no JSON object: {error}. Download it again.") from error
+        raise PolicyLoadError(
+            f"{file} is not a JSON object: {error}. Download it again."
+        ) from error
 
 
 def local_folder(place: str | Path, *patterns: str, option: str) -> Path:

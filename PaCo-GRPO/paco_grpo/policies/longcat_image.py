@@ -29,8 +29,8 @@ _split_quotation = pipeline_longcat_image.split_quotation
 def split_quotation(prompt: str) -> list[tuple[str, bool]]:
     """The parts of ``prompt``, and whether each is quoted.
 
-    diffusers' own exchanges words with an apostrophe (``fox's``, ``cat's``) in an order that
-    differs between processes.
+    The function in diffusers swaps words with an apostrophe (``fox's``, ``cat's``), differently in
+    each process.
     """
     parts = _split_quotation(_APOSTROPHE.sub("\0", prompt))
     return [(part.replace("\0", "'"), is_quoted) for part, is_quoted in parts]
@@ -40,7 +40,7 @@ class LongCatPolicy(TrueCfgPolicy):
     """What both pipelines share.
 
     True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt``
-    says otherwise. Padding counts as text, so ``max_sequence_length`` changes images.
+    says otherwise. Padding is attended to, so ``max_sequence_length`` changes images.
     """
 
     default_negative = ""

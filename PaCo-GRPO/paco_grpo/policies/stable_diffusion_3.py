@@ -15,7 +15,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
     """Stable Diffusion 3 and 3.5, and everything saved as a ``StableDiffusion3Pipeline``.
 
     True CFG is on if ``guidance_scale`` > 1, against an empty prompt unless ``negative_prompt``
-    says otherwise. Nothing masks padding, so ``max_sequence_length`` changes images.
+    says otherwise. Padding is attended to, so ``max_sequence_length`` changes images.
     """
 
     pipeline_class = StableDiffusion3Pipeline

@@ -57,7 +57,7 @@ class ZImagePolicy(FlatLatents, ScaleFromZero):
         latents = self._unpack(inputs.latents, inputs.height, inputs.width).to(self.dtype)
         clean = self.transformer(
             list(latents.unsqueeze(2).unbind()),  # videos of one frame
-            1 - inputs.sigma,  # the transformer's time ends at the image, and it multiplies by 1000
+            1 - inputs.sigma,  # its time is 1 at the image; the transformer multiplies by 1000
             texts,
             return_dict=False,
         )[0]

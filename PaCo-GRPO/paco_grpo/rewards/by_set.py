@@ -1,7 +1,7 @@
 """The rewards of a run: built and checked, also where prompt sets have different ones.
 
-A reward that a set does not have is absent: its images are not shown to it, have no score by it, and
-do not count as missing.
+Images are scored by the rewards of their set. The score of any other reward is absent: it does not
+count as missing.
 """
 
 import json
@@ -112,7 +112,7 @@ def _build_table(
 class RewardBySet:
     """The rewards of one name in the prompt sets that have it, as one reward.
 
-    Their factory is the same, its arguments may differ.
+    They share a factory; its arguments may differ.
     """
 
     def __init__(self, name: str, of_sets: Mapping[int, CheckedReward], names: Sequence[str]):

@@ -59,7 +59,7 @@ class Clip:
         raise NotImplementedError
 
     def remark_on(self, texts: Sequence[str]) -> str | None:
-        """What is to be said of a prompt with these ``texts``, if the model reads not all."""
+        """A remark on a prompt whose ``texts`` the model does not read whole, or None."""
         self.load()
         for text in texts:
             most = self.num_read(text)
@@ -75,7 +75,7 @@ class Clip:
             try:
                 model = self.open()
             except Exception as error:  # of transformers, open_clip and safetensors
-                raise UserError(f"{error} For all that it needs: `{self.command}`") from error
+                raise UserError(f"{error} To download all of it: `{self.command}`") from error
             self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class BetweenImages(ConsistencyScore):
         _check_even("others", self.others)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
-        """About one pair of sub-figures of each two neighbors, if the item is open."""
+        """About one pair of sub-figures for each two neighboring images, if the item is open."""
         rows, cols = check_panels(item, self.name)
         cells = [split_image(image, rows, cols) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open") else []
@@ -219,7 +219,7 @@ def mean_over_comparisons(
 
 
 def _check_even(name: str, number: int) -> None:
-    """Raises ValueError: So many neighbors in a ring are not half on either side."""
+    """Raises ValueError: ``number`` is odd, so neighbors cannot be equally many on both sides."""
     if number < 2 or number % 2:
         raise ValueError(f"{name}={number} must be even and at least 2")
 

@@ -24,7 +24,7 @@ Reader = Callable[[Image.Image], str]
 
 # A straight mark after a digit is an inch mark and begins no quotation: a 12" ruler.
 _QUOTED = re.compile(r'“([^“”]+)”|(?<!\d)"([^"]+)"')
-# Characters that look alike and that readers and writers exchange; NFKC knows the others.
+# Characters that look alike and that NFKC does not map to each other.
 _ONE_FORM = str.maketrans(
     dict.fromkeys("‘’‚‛ʻʼʹ′´`｀", "'")
     | dict.fromkeys("“”„‟″«»「」『』〝〞", '"')
@@ -34,7 +34,7 @@ _ONE_FORM = str.maketrans(
 
 
 def quoted_texts(prompt: str) -> list[str]:
-    """The texts in double quotes, ``"…"`` or ``“…”``, in order; those without a letter are none."""
+    """The texts in double quotes, ``"…"`` or ``“…”``, in order; not those without a letter."""
     texts = []
     for match in _QUOTED.finditer(unicodedata.normalize("NFKC", prompt)):
         text = match[1] or match[2]

@@ -26,7 +26,7 @@ _SIDE = 448
 def check_order(score: Reward) -> None:
     """Raises ValueError: ``score`` does not prefer a drawing of its prompt to noise.
 
-    Weights that were not loaded, and arguments in another order, have no other sign. The item has a
+    Nothing else reveals weights that were not loaded, or arguments in another order. The item has a
     reference image, for rewards of edits, and the questions of GenEval 2.
     """
     before, after = (_circle(color) for color in ("black", "red"))

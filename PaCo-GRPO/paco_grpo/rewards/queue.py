@@ -49,7 +49,7 @@ class Lane:
         threads = reward.parallel_calls
         self.name = name
         self.watched = watched
-        self.has_failed = False  # as far as a warning says
+        self.has_failed = False  # and a warning has said so
         self.reward = reward
         self.batch_size = batch_size if threads == 1 else 1
         self.waiting: list[Submission] = []

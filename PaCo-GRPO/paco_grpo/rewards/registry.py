@@ -109,7 +109,7 @@ def build_rewards(
 
 
 def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> list[str]:
-    """Check rewards, and whether each can score ``items``; what is wrong, one text a problem."""
+    """Check rewards, and whether each can score ``items``. Returns a text for each problem."""
     problems = []
     for reward in rewards:
         try:

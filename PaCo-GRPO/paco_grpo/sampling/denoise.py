@@ -316,7 +316,7 @@ def cps_step(
 ) -> Transition:
     """Flow-CPS step (coefficients-preserving sampling, arXiv 2509.05952).
 
-    Noise is swapped for noise, never added.
+    Some of the noise is replaced, and none is added.
 
         s = σ_{i+1}·sin(a·π/2);  x̂0 = x − σ_i v;  x̂1 = x + (1−σ_i) v
         mean = (1−σ_{i+1})·x̂0 + sqrt(σ_{i+1}² − s²)·x̂1;  std = s

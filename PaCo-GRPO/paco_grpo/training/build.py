@@ -1,4 +1,4 @@
-"""Everything a run is made of, built in the order in which mistakes are cheapest to find."""
+"""Builds the parts of a run, cheap checks first."""
 
 import contextlib
 import dataclasses
@@ -69,7 +69,7 @@ class Run:
         return self.state.strategy.accelerator
 
     def seed_generators(self) -> None:
-        """Seed the global generators, which nothing of ours uses, but a user's reward may."""
+        """Seed the global random generators for users' rewards; our code does not use them."""
         process = self.accelerator.process_index
         words = [Stream.GLOBAL, self.options.seed, self.state.epoch, process]
         set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
@@ -125,7 +125,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def _build(
     options: RunOptions, objective: Objective, strategy: Strategy, claimed: RunFolder
 ) -> Run:
-    """The parts of a run, in the order in which mistakes are cheapest to find."""
+    """The parts of a run, cheap checks first."""
     accelerator = strategy.accelerator
     folder = claimed.path
 

@@ -27,7 +27,7 @@ from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-FEW_STEPS = 8  # at most as many does a model take that was distilled to few steps
+FEW_STEPS = 8  # the most steps that a model distilled to few steps takes
 
 
 def check_run(options: RunOptions) -> Objective:

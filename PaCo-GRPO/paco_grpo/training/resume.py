@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A checkpoint continues what these made; with other values its weights mean something else.
+# With other values of these, the weights of a checkpoint mean something else.
 _BOUND = (
     "seed",
     "pretrained.model",
@@ -75,7 +75,7 @@ def find_earlier(options: RunOptions, folder: Path) -> Earlier:
     ``config.resume_changed`` is set.
 
     Raises:
-        ConfigError: For all of this.
+        ConfigError: The folder holds a run that these options may not continue.
         CheckpointError: The checkpoint is of another version.
     """
     fingerprints = {
@@ -237,7 +237,7 @@ def resumable(run: Run, signals: StopSignal) -> Iterator[None]:
 
 
 def _save_after(error: Exception, run: Run) -> None:
-    """Save what an error leaves whole; stop, unless the error is a defect.
+    """After an error, save the state if it is intact; stop, unless the error is a bug.
 
     Nothing is done after an error that only this process knows of: the others do not save.
     """

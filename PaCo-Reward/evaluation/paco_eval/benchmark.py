@@ -214,7 +214,7 @@ def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
 
 
 def _agree(first: Any, second: Any) -> bool:
-    """Whether two stamps are equal; weights that were not here yet may be any."""
+    """Whether two stamps are equal; unknown weights match any."""
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
     return first == second

@@ -127,9 +127,9 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{file} line {number} is no JSON: {error}") from error
+            raise UserError(f"{file} line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{file} line {number} is no JSON object")
+            raise UserError(f"{file} line {number} is not a JSON object")
         rows.append(row)
     return rows
 

@@ -202,7 +202,7 @@ def _broadcast(*values: Any) -> tuple[list[list[Any]], bool]:
     """
     lengths = {len(value) for value in values if isinstance(value, (list, tuple))}
     if len(lengths) > 1:
-        raise ValueError(f"lists of one length are needed, not of {sorted(lengths)}")
+        raise ValueError(f"lists must have one length, got {sorted(lengths)}")
     length = max(lengths, default=1)
     rows = []
     for value in values:

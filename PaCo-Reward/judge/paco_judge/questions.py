@@ -110,7 +110,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())
         raise ValueError(
-            f"question {question!r} is no shipped template ({names}) and no text file: {error}"
+            f"question {question!r} is neither a shipped template ({names}) nor a text file: {error}"
         ) from error
     if not template.strip():
         raise ValueError(f"question file {question} is empty")

@@ -64,7 +64,7 @@ def _problem_of(error: BaseException | None) -> str | None:
         "license" + _REMEDY,
         errors.RepositoryNotFoundError: "there is no such folder, and the hub has no such model or "
         "hides it" + _REMEDY,
-        errors.OfflineModeIsEnabled: "they are not in the cache, and HF_HUB_OFFLINE forbids to ask "
+        errors.OfflineModeIsEnabled: "they are not in the cache, and HF_HUB_OFFLINE forbids asking "
         "the hub" + _REMEDY,
         errors.LocalEntryNotFoundError: _ABSENT,
         errors.EntryNotFoundError: "the hub's repository lacks a file" + _REMEDY,
@@ -136,7 +136,7 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
 
     folder = local_folder(adapter, ("adapter_*",))
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is no adapter in PEFT's format: it has no {CONFIG}")
+        raise UserError(f"{folder} is not an adapter in PEFT's format: it has no {CONFIG}")
     try:
         tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
         with warnings.catch_warnings():

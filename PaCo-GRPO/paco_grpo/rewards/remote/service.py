@@ -76,7 +76,7 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
         try:
             rewards = await loop.run_in_executor(thread, compute, body)
         except Exception as error:
-            # With this field Flow-Factory stops and shows it, while it repeats after a 4xx.
+            # Flow-Factory stops at this field and shows it; after a 4xx it would ask again.
             logger.exception("the reward failed")
             return JSONResponse({"error": f"{type(error).__name__}: {error}"[:1000]})
         return Response(rewards, media_type="application/json")

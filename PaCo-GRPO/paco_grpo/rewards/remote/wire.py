@@ -87,7 +87,7 @@ def decode_compute(body: bytes) -> tuple[list[Image.Image], list[Item]]:
 
 
 def encode_rewards(scores: Sequence[float]) -> bytes:
-    """The answer to it. Raises ValueError: A score is missing, for which it has no word."""
+    """Its answer. Raises ValueError: A score is missing, which the format cannot say."""
     missing = sum(map(math.isnan, scores))
     if missing:
         raise ValueError(f"{missing} of {len(scores)} images have no score; the log says why")

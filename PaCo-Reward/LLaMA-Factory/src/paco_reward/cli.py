@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
 
-    text = "merge an adapter into its base model, and see that the scores stay the same"
+    text = "merge an adapter into its base model, and check that the scores stay the same"
     export = commands.add_parser("export", help=text, description=text)
     export.add_argument("--base", required=True, help="model folder or hub name")
     export.add_argument("--adapter", required=True, help="adapter folder that training wrote")
@@ -239,7 +239,7 @@ def check_build(options: argparse.Namespace) -> None:
     if not (options.pairs or options.grids or options.editing):
         raise UserError("nothing to build from: give --pairs, --grids or --editing")
     if bool(options.grids) != bool(options.metadata):
-        raise UserError("--grids need --metadata, and it them")
+        raise UserError("--grids and --metadata need each other")
     if options.grids and not (options.rankings or options.server or options.sets_only):
         raise UserError(
             "labels: give --rankings FILE (people), --server URL (a judge), or --sets_only"

@@ -109,7 +109,7 @@ def check_options(config: dict[str, Any]) -> None:
         raise UserError(f"option {problem['loc'][0]}: {problem['msg']}") from error
 
     class WithoutDevice(parser.TrainingArguments):
-        """No GPU is taken, and no other process waited for: that is up to those that train."""
+        """Takes no GPU and waits for no other process: only the training processes do."""
 
         device = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 LLaMA-Factory resizes images by ``image_max_pixels`` before the model's processor does, but servers
 have the processor alone. Here the processor gets that limit, so that training, exports and servers
-resize once, alike.
+resize images once and in the same way.
 """
 
 import json

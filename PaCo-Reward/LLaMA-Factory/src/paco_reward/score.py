@@ -168,8 +168,8 @@ def _color(p_yes: float) -> str:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `score` to the command line."""
     text = (
-        "P(Yes) of all pairs of some images and its mean, or of edits of an image and the root of "
-        "both answers' product"
+        "score all pairs of images: P(Yes) and its mean; or edits of an image: the square root of "
+        "the product of both answers"
     )
     parser = commands.add_parser("score", help=text, description=text)
     parser.add_argument(
