@@ -131,6 +131,9 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert seconds[1] < 1.0 < seconds[0]
     with FakeJudge(port=judge.port):
         assert all(verdict.ok for verdict in scorer.score([PAIR] * 8)), "it is back"
+    start = time.monotonic()
+    scorer.score([PAIR])
+    assert time.monotonic() - start > 1.0, "the next outage is waited for again"
 
 
 def test_the_model_is_looked_up_whatever_its_case():
