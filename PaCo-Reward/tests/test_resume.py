@@ -47,6 +47,19 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path, monkeypatch, files, ad
             with_resume(config)
 
 
+def test_other_options_than_the_resumed_training_had_are_named(tmp_path, caplog):
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state.parent.mkdir()
+    state.touch()
+    before = {"learning_rate": 1e-4, "seed": 7, "dataset": "a", "overwrite_output_dir": True}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before))
+    config = {"output_dir": str(tmp_path), "do_train": True, "learning_rate": 2e-4, "seed": 7}
+    with_resume(config)
+    (warning,) = caplog.messages
+    assert all(name in warning for name in ("dataset", "learning_rate"))
+    assert not any(name in warning for name in ("seed", "overwrite_output_dir,"))
+
+
 def test_two_trainings_do_not_write_into_one_folder(judge_dir, data_dir, tmp_path):
     output = tmp_path / "out"
     output.mkdir()

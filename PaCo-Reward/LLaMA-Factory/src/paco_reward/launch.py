@@ -103,6 +103,7 @@ def with_resume(config: dict[str, Any]) -> dict[str, Any]:
     whole = [checkpoint for checkpoint in checkpoints if (checkpoint / STATE_FILE).is_file()]
     if whole:
         logger.info("resuming from %s", whole[-1])
+        _warn_of_changes(folder / CONFIG_FILE, config)
         return config | {"resume_from_checkpoint": str(whole[-1])}
     if not checkpoints and any((folder / name).is_file() for name in WEIGHTS):
         raise UserError(
@@ -110,6 +111,24 @@ def with_resume(config: dict[str, Any]) -> dict[str, Any]:
             "overwrite_output_dir=true"
         )
     return config | {"overwrite_output_dir": True} if checkpoints else config
+
+
+def _warn_of_changes(file: Path, config: dict[str, Any]) -> None:
+    """Name the options that the training in ``file`` did not have.
+
+    If it is finished, it ends at once and ignores them.
+    """
+    if not file.is_file():
+        return
+    before = yaml.safe_load(file.read_bytes())
+    changed = {key for key in before | config if before.get(key) != config.get(key)}
+    changed -= {"resume_from_checkpoint", "overwrite_output_dir"}  # how it is begun
+    if changed:
+        logger.warning(
+            "%s is resumed with another %s; overwrite_output_dir=true starts over",
+            file.parent,
+            ", ".join(sorted(changed)),
+        )
 
 
 def _step_of(checkpoint: Path) -> int:
