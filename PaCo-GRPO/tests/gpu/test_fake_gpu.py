@@ -116,3 +116,12 @@ def test_fsdp2_shards_the_base_inside_a_machine(tmp_path):
         assert 0.9 < seen["train_gib"] / seen["expected_gib"] < 1.03
     assert everything["base_kinds"] == [ON_GPU]
     assert everything["gradients"] == everything["trained"] > 0
+
+
+@pytest.mark.long
+def test_blocks_of_flux_compile_to_binaries_of_two_cards(tmp_path):
+    (seen,) = run(tmp_path, ["compiled", "t2is", str(tmp_path), [90, 89]])
+    kernels = seen["kernels"]
+    assert len(kernels) == 4 and min(kernels.values()) > 0  # two classes, sampling and training
+    total = sum(kernels.values())
+    assert seen["binaries"] == {"90": total, "89": total}
