@@ -2,7 +2,7 @@
 
 Loaded before PyTorch (LD_PRELOAD), it answers what PyTorch asks of libcudart. Only fake tensors may
 be used on these devices; memory of the host stands in for the few bytes that PyTorch itself
-allocates. The one device is an H100. */
+allocates. The one device is an H100, or has the compute capability FAKE_CUDA_CAPABILITY (89). */
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -31,7 +31,10 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr name, 
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *card, int device) {
   memset(card, 0, sizeof *card);
   strcpy(card->name, "Fake GPU");
-  card->major = 9;
+  const char *capability = getenv("FAKE_CUDA_CAPABILITY");
+  int number = capability ? atoi(capability) : 90;
+  card->major = number / 10;
+  card->minor = number % 10;
   card->totalGlobalMem = MEMORY;
   card->multiProcessorCount = 132;
   card->warpSize = 32;

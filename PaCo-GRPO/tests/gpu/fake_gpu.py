@@ -33,12 +33,14 @@ GRPO = HERE.parents[1]
 PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO.parent / "PaCo-Reward" / "judge"]
 
 
-def run(folder: Path, *calls: list[Any]) -> list[dict[str, Any]]:
+def run(folder: Path, *calls: list[Any], capability: int = 90) -> list[dict[str, Any]]:
     """What ``main`` of modules beside this one returns on fake GPUs, called one after the other.
 
-    A call is the module's name and the arguments. Skips where PyTorch or cc cannot.
+    A call is the module's name and the arguments. ``capability``: 90 is an H100's. Skips where
+    PyTorch or cc cannot.
     """
     environment = os.environ | {"LD_PRELOAD": str(library(folder)), "OMP_NUM_THREADS": "1"}
+    environment["FAKE_CUDA_CAPABILITY"] = str(capability)
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, PYTHONPATH)), "HF_HUB_OFFLINE": "1"}
     environment.pop("ACCELERATE_USE_CPU", None)
     command = [sys.executable, __file__, *map(json.dumps, calls)]

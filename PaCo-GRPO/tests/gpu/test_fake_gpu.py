@@ -26,6 +26,7 @@ MORE = [
 ]
 ON_GPU = "torch.float32 cuda:0"
 FUSED = ["scaled_dot_product_efficient_attention", "scaled_dot_product_flash_attention"]
+CUDNN = ["scaled_dot_product_cudnn_attention"]
 
 
 def step(name: str, blocks: int | None) -> list[Any]:
@@ -77,10 +78,17 @@ def test_attention_rewards_and_judge(tmp_path):
     calls = [["attention"], ["rewards", str(tmp_path)], ["judge_step", 2, 1]]
     attention, rewards, judge = run(tmp_path, *calls)
     # The backward of cuDNN's, PyTorch's default on an H100, returns NaN for some masked inputs.
-    assert attention == {"default": ["scaled_dot_product_cudnn_attention"], "run": FUSED}
+    assert attention == {"default": CUDNN, "run": FUSED}
     assert set(rewards.values()) == {2} and len(rewards) == 4
     check_judge(judge)
     assert judge["trained"] == 2 * 2 * 7  # A and B of every linear layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "default"), [(89, FUSED), (100, CUDNN)])
+def test_attention_of_other_cards(tmp_path, capability, default):
+    (seen,) = run(tmp_path, ["attention"], capability=capability)
+    assert seen == {"default": default, "run": FUSED}
 
 
 def check_judge(seen: dict[str, Any]) -> None:
