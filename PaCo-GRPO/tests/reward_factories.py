@@ -20,6 +20,14 @@ def asked():
     return lambda images, items: np.array([float(item.item_id) for item in items])
 
 
+def oracle_consistency():
+    return lambda images, items: np.array([3.0 * item.item_id for item in items])
+
+
+def oracle_between_images():
+    return lambda images, items: np.array([item.item_id / 2 for item in items])
+
+
 def of_set(begins: str, factor: float):
     """``factor`` · (gray + length of the prompt); fails for a prompt that begins otherwise."""
 

@@ -15,6 +15,7 @@ from named import FUNCTIONS, SIZED, load
 from paco_grpo.options import OPTIONS, RunOptions
 from paco_grpo.options.parse import options_to_dict
 
+COMPLETE = ("t2is", "kontext_editing", "qwen_editing")  # published
 RECIPES = Path(__file__).with_name("recipes.yaml")
 
 
@@ -30,8 +31,12 @@ def changes(options, base):
 
 
 def recipes():
-    """Name → what it sets; with a suffix, what that changes."""
-    table = {name: changes(load(name), RunOptions()) for name in FUNCTIONS}
+    """Name → what it sets, of ``COMPLETE`` all options; with a suffix, what that changes."""
+    table = {}
+    for name in FUNCTIONS:
+        options = load(name)
+        is_complete = name in COMPLETE
+        table[name] = options_to_dict(options) if is_complete else changes(options, RunOptions())
     for name in SIZED:
         if name not in FUNCTIONS:
             bases = [base for base in FUNCTIONS if name.startswith(f"{base}_")]

@@ -296,14 +296,20 @@ class Scaled(Objective):
         return LossOutput(step.advantages * self.scale + self.shift)
 
 
+def scaled(step, policy, train, scale):
+    return LossOutput(step.advantages * scale * train.nft_beta)
+
+
 def test_arguments_of_a_users_objective():
-    def create(**arguments):
-        own = f"{__name__}:Scaled"
+    def create(name="Scaled", **arguments):
+        own = f"{__name__}:{name}"
         return create_objective(train_options(loss_type=own, loss_kwargs=arguments))
 
     step = Step(sample(ToyPolicy()), 0, torch.tensor(ADVANTAGES))
     loss = create(scale=2.0, shift=1.0).loss(step, ToyPolicy()).loss
     assert torch.equal(loss, 2 * step.advantages + 1)
+    of_function = create("scaled", scale=3.0).loss(step, ToyPolicy()).loss
+    assert torch.equal(of_function, step.advantages * 3 * 0.7)
     for arguments, problem in (({"scale": 2, "shfit": 1}, "'shfit'"), ({"shift": 1}, "'scale'")):
         with pytest.raises(ValueError, match=f"^config.train.loss_kwargs.*{problem}"):
             create(**arguments)

@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tiny_pipelines import build_tiny_flux2
 from tiny_policies import items, load, picture
@@ -45,6 +47,18 @@ def test_references_are_scaled_down_and_cut_as_in_the_pipeline(klein):
     )  # 78 x 117 before
     with pytest.raises(ValueError, match="item 7"):
         klein.encode([Item(7, "x", 32, 32, references=(picture(0, 6, 100),))])
+
+
+def test_a_reference_of_the_generated_shape_covers_it(klein):
+    """Its middle is kept, and nothing is stretched."""
+    image = Image.new("RGB", (101, 149))
+    image.paste((255, 0, 0), (50, 0, 51, 149))  # a line in the middle
+    (reference,) = klein._read(Item(0, "x", 120, 80, references=(image,)))
+    pixels = np.asarray(reference.image)[..., 0]
+    assert pixels.shape == (120, 80)
+    assert np.array_equal(pixels[:, 39], pixels[:, 40]) and pixels.argmax(axis=1).min() >= 39
+    small = Item(0, "x", 240, 160, references=(image,))  # enlarged, for the same grid of tokens
+    assert klein._read(small)[0].size == (240, 160)
 
 
 @pytest.mark.parametrize("name", ["flux2", KLEIN])

@@ -132,6 +132,29 @@ def test_everything_is_encoded_once(policy, name):
     assert len(reads) == 1
 
 
+def test_image_tokens_have_their_rows_and_columns(tiny_folder):
+    """In Qwen's text encoder, by what transformers counts as an image (M-RoPE)."""
+    policy = load("qwen_image_edit", tiny_folder("qwen_image_edit"))
+    encoder = policy.pipeline.text_encoder
+    seen = []
+    for module in (encoder, encoder.model.language_model):
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+        )
+    policy.encode(items("qwen_image_edit", "make it blue", size=(32, 96)))
+    text, language = seen[:2]
+    is_image = text["input_ids"] == encoder.config.image_token_id
+    positions, _ = encoder.model.get_rope_index(
+        text["input_ids"],
+        is_image.int(),
+        text["image_grid_thw"],
+        attention_mask=text["attention_mask"],
+    )
+    assert torch.equal(language["position_ids"], positions)
+    times, rows, columns = positions[:, is_image]
+    assert len(times.unique()) == 1 and len(rows.unique()) < len(columns.unique())
+
+
 @pytest.mark.parametrize("name", ["flux_kontext", "flux2"])
 def test_embedded_guidance_takes_no_negative_prompt(tiny_folder, name):
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.negative_prompt"):

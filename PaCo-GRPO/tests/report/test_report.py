@@ -38,14 +38,17 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def write_evaluation(folder: Path, scores: list[dict[str, float | None]]) -> None:
-    """Images of categories a and b in turn."""
-    folder.mkdir(parents=True)
+    """Images of categories a, with a reference, and b in turn."""
+    (folder / "references").mkdir(parents=True)
     rows = []
     for i, rewards in enumerate(scores):
         name = f"{i:05d}.png"
         Image.new("RGB", (128, 128), (10 * i, 80, 120)).save(folder / name)
         prompt = f"<one> shape number {i}"
         rows.append({"file": name, "prompt": prompt, "category": "ab"[i % 2], "rewards": rewards})
+        if i % 2 == 0:
+            rows[-1]["reference"] = f"references/{name}"
+            Image.new("RGB", (8, 8)).save(folder / rows[-1]["reference"])
     write_rows(folder / "eval_data.jsonl", rows)
 
 
@@ -93,7 +96,7 @@ def test_a_whole_page(tmp_path):
         "oracle: same 0.42 → 0.46",
     ):
         assert part in text
-    assert text.count("<figure>") == 2 * 6
+    assert text.count("<figure>") == 2 * 6 + 3
     for category in "ab":
         assert text.count(f'<p class="faint">{category}</p>') == 3
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]

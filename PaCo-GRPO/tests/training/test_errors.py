@@ -87,6 +87,19 @@ def test_variety_needs_open_prompts(tiny_flux_dir, tmp_path):
         build_run(options)
 
 
+def test_a_reward_that_raises_in_the_middle_of_an_epoch(tiny_flux_dir, tmp_path):
+    """In the second one, of eight images, while sampling goes on."""
+    changes = LATE | {
+        "train__reward_fn": {"reward_factories:failing": 1.0},
+        "train__reward_fn_kwargs": {"reward_factories:failing": {"after": 10}},
+        "sample__batch_size": 2,
+        "sample__reward_batch_size": 2,
+    }
+    with pytest.raises(TrainingStopped, match="the reward broke at 2 images"):
+        train(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    assert saved(tmp_path) == ["epoch_0001"]
+
+
 def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_flux_dir, tmp_path):
     rewards = {"tiny_run:brightness": 1.0, "reward_factories:no_scores": 1.0}
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards, **LATE)

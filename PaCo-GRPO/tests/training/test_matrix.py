@@ -8,6 +8,7 @@ import torch
 from tiny_policies import FAMILIES
 from tiny_run import family_options, rows_of
 
+from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
@@ -34,6 +35,8 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     run = build_run(config)
     before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
     Trainer(run).fit()
+    (image,) = read_rows(run.folder / "eval" / "epoch_0001")
+    assert (image["reference"] is not None) == bool(FAMILIES[name].references)
     (row,) = rows_of(config, "train")
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
     assert row.get("train/ratio_deviation", 0) < 1e-5  # float32, first update: rounding alone

@@ -69,6 +69,9 @@ def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
     assert len(saved) == len(run.state.parameters)
     assert_equal(saved, run.state.optimizer.state_dict()["state"])
     assert [group["lr"] for group in run.state.optimizer.param_groups] == [0.25]
+    (run.earlier.checkpoint / "state" / "ema.safetensors").unlink()  # as if it had been off
+    load_state(run)
+    assert_equal(first.state.weights()["trainable"], run.state.ema.shadow)
 
 
 def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):

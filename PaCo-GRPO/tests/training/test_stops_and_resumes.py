@@ -18,23 +18,30 @@ def rewards(**weights):
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path, caplog):
     """They reach no aggregation (a negative one would be refused), and a missing score or a failure
-    leaves no sample out.
+    leaves no sample out. Agreement (3 n and 1 − n / 2 of prompt n) is that of open prompts: 0, 1, 2.
     """
+    write_prompts(tmp_path / "prompts", first_open=3)
+    trained = {"gaps": 1, "negative": 0, "no_scores": 0, "failing": 0}
+    trained |= {"oracle_consistency": 0, "oracle_between_images": 0}
+    breaks = {"reward_factories:failing": {"after": 2}}
     watched = {"reward_factories:failing": 0.0, "tiny_run:brightness": 1.0}
     options = tiny_options(
         tiny_flux_dir,
         tmp_path,
         num_epochs=1,
         train__aggregate_fn="geometric_mean_aggregate_fn",
-        train__reward_fn=rewards(gaps=1, negative=0, no_scores=0),
+        sample__unique_sample_num_per_epoch=4,
+        train__reward_fn=rewards(**trained),
+        train__reward_fn_kwargs=breaks,
         train__max_missing_reward_fraction=0.6,
         test__reward_fn=repr(watched),
-        test__reward_fn_kwargs="{'reward_factories:failing': {'after': 2}}",
+        test__reward_fn_kwargs=breaks,
     )
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0.5
-    assert caplog.text.count("failing has weight 0") == 1
+    assert row["reward/within_minus_between"] == pytest.approx(2.5)
+    assert caplog.text.count("failing has weight 0") == 2  # in training and evaluation
     with pytest.raises(ConfigError, match="reward_fn"):
         build_run(tiny_options(tiny_flux_dir, tmp_path / "b", train__reward_fn=rewards(failing=0)))
 
