@@ -6,6 +6,7 @@ its own work.
 """
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -75,6 +76,10 @@ def kill(*_) -> None:
 
 def terminate(*_) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fill_disk(*_) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def lose_log_probs(updater, rollouts, *_) -> None:

@@ -6,11 +6,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from paco_grpo.distributed import full_tensor, shard_like
+from paco_grpo.distributed import any_process, full_tensor, shard_like
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.adapters import log_adapter, save_diffusers, save_peft
 from paco_grpo.training.model_card import write_model_card
@@ -33,7 +34,7 @@ _FORMAT = 3  # of trainer.json and the files beside it
 
 
 class CheckpointError(UserError):
-    """There is no such checkpoint, or it is of another run or version."""
+    """There is no such checkpoint, it cannot be written, or it is of another run or version."""
 
 
 class RunFolder:
@@ -162,24 +163,26 @@ class Checkpoints:
         """Write a checkpoint into a hidden folder that is renamed when it is complete.
 
         A collective operation. Without ``name``, it is named by the epoch, and checkpoints beyond
-        the limit are removed. An error leaves the earlier checkpoints as they are.
+        the limit are removed. When the main process cannot write, every process raises a
+        ``CheckpointError``; the earlier checkpoints are intact.
         """
         final = self.root / (name or checkpoint_name(self.state.epoch))
         partial = self.root / f".{final.name}.partial"
         is_main = self.accelerator.is_main_process
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        self._write_state(partial / "state")
-        self._write_average(partial)
-        if is_main:
-            commit(partial, final)
-            if name is None:
-                prune(self.root, self.options.num_checkpoint_limit)
-        self.accelerator.wait_for_everyone()
+        self._write_state(partial / "state", final)
+        with self._all_succeed(final):
+            self._write_average(partial)
+        with self._all_succeed(final):
+            if is_main:
+                commit(partial, final)
+        if name is None and is_main:
+            prune(self.root, self.options.num_checkpoint_limit)
         logger.info("saved %s", final)
         return final
 
-    def _write_state(self, folder: Path) -> None:
+    def _write_state(self, folder: Path, final: Path) -> None:
         """Everything that a resumed run needs. Sharded tensors are gathered part by part."""
         state = self.state
         is_main = self.accelerator.is_main_process
@@ -189,9 +192,10 @@ class Checkpoints:
                 value = full_tensor(tensor)
                 if is_main:
                     whole[name] = value.cpu().contiguous().clone()
-            if is_main:
-                folder.mkdir(parents=True, exist_ok=True)
-                save_file(whole, folder / f"{part}.safetensors")
+            with self._all_succeed(final):
+                if is_main:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    save_file(whole, folder / f"{part}.safetensors")
         # It is empty before the first step, where torch would fill it.
         moments = self._moments() if state.optimizer_steps else {}
         numbers = {
@@ -201,9 +205,10 @@ class Checkpoints:
             "step": state.optimizer_steps,
             "recompute_old": state.must_recompute,
         }
-        if is_main:
-            torch.save(moments, folder / "optimizer.pt")
-            (folder / "trainer.json").write_text(json.dumps(numbers, indent=1))
+        with self._all_succeed(final):
+            if is_main:
+                torch.save(moments, folder / "optimizer.pt")
+                (folder / "trainer.json").write_text(json.dumps(numbers, indent=1))
 
     def _moments(self) -> dict[str, Any]:
         """The state of the optimizer by the names of the weights, on the CPU of the main process.
@@ -214,6 +219,23 @@ class Checkpoints:
         transformer = self.state.policy.transformer
         saved = get_optimizer_state_dict(transformer, self.state.optimizer, options=options)
         return {"state": saved.get("state", {})}  # other processes have none
+
+    @contextlib.contextmanager
+    def _all_succeed(self, final: Path) -> Iterator[None]:
+        """A ``CheckpointError`` on every process if the main one could not write in the block.
+
+        Others would wait for it in the next collective operation.
+        """
+        problem = None
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:  # the last one of torch.save
+            problem = error
+        if any_process(self.accelerator, problem is not None):
+            raise CheckpointError(
+                f"{final} could not be written ({problem or 'on the main process'}); "
+                "earlier ones are intact"
+            ) from problem
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote.

@@ -243,7 +243,7 @@ def _save_after(error: Exception, run: Run) -> None:
     """
     text = str(error)
     is_shared = run.accelerator.num_processes == 1 or isinstance(error, ProcessError | ScoringError)
-    if not is_shared:
+    if not is_shared or isinstance(error, checkpoints.CheckpointError):
         return
     cause = error.__cause__ if isinstance(error, ProcessError) else error
     if isinstance(cause, torch.OutOfMemoryError):

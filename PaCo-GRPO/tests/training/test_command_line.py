@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_options
 
 from paco_grpo.options import ConfigError
+from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.checks import require_promised_gpu
 from paco_grpo.training.resume import StopSignal
 from paco_grpo.training.trainer import Trainer
@@ -70,6 +72,27 @@ def test_a_signal_saves_and_a_second_ctrl_c_ends_at_once(
     assert "--config.resume_from=latest" in capsys.readouterr().err.splitlines()[-1]
     saved = (tmp_path / "runs/run/checkpoints/epoch_0001").is_dir()
     assert saved == (number is not None)
+
+
+@pytest.mark.parametrize("limit", [1024, 128 * 1024])  # the weights, the optimizer
+def test_a_full_disk_is_one_message(tiny_flux_dir, tmp_path, monkeypatch, capsys, limit):
+    save = Checkpoints.save
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_on_full_disk(checkpoints):
+        if checkpoints.state.epoch == 1:
+            return save(checkpoints)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most[1]))
+        try:
+            return save(checkpoints)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+
+    monkeypatch.setattr(Checkpoints, "save", save_on_full_disk)
+    assert load_script("train").train(tiny_options(tiny_flux_dir, tmp_path), "toy_t2is") == 4
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.count("epoch_0002 could not be written") == 1 and "resume_from=latest" in error
+    assert (tmp_path / "runs/run/checkpoints/epoch_0001").is_dir()
 
 
 def test_nohup_stays_in_force():

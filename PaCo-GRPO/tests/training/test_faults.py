@@ -7,6 +7,7 @@ from forked_runs import (
     STOPPED,
     Fault,
     checkpoints,
+    fill_disk,
     lose_log_probs,
     message,
     rows,
@@ -51,3 +52,11 @@ def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_d
     for rank in range(2):
         assert "optimizer step 2" in message(tmp_path, rank)
     assert checkpoints(tmp_path) == ["stopped_epoch_0001"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_main_process_ends_both(tiny_flux_dir, tmp_path):
+    fault = Fault("commit", 1, fill_disk)
+    assert run(tiny_flux_dir, tmp_path, 2, fault, num_epochs=1) == [1] * 2
+    for rank in range(2):
+        assert "could not be written" in (tmp_path / f"stderr_{rank}").read_text()
