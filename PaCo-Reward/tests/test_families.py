@@ -110,6 +110,15 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
         assert training == pytest.approx(scores, abs=1e-3)
 
 
+def test_a_missing_model_is_explained_before_anything_is_loaded(monkeypatch):
+    """Also where the template is set; LLaMA-Factory asks other hubs by itself."""
+    config = {"model_name_or_path": "runs/no/model", "template": "qwen2_vl"}
+    with pytest.raises(UserError, match="runs/no/model"):
+        with_template(config)
+    monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
+    assert with_template(config)["template"] == "qwen2_vl"
+
+
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     """As the -Thinking models: only the server's prompt ends with an opened block of thoughts."""
     model = shutil.copytree(judge, tmp_path / "thinking")

@@ -6,6 +6,7 @@ resize images once and in the same way.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paco_judge.weights import PROCESSOR_FILES, explain_missing, lower_limits
 # LLaMA-Factory's template by the model_type of config.json: the prompt that the model's chat
 # template renders.
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink", "qwen3_5": "qwen3_5"}
+_OTHER_HUBS = ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB")  # LLaMA-Factory's variables
 _NO_LIMIT = 1 << 60
 
 
@@ -28,11 +30,14 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     config = CHAT_OPTIONS | config
+    model = config["model_name_or_path"]
+    is_elsewhere = any(os.environ.get(name) for name in _OTHER_HUBS) and not Path(model).is_dir()
+    settings: dict[str, Any] = {}
+    if not is_elsewhere:
+        with explain_missing(model):  # LLaMA-Factory says only that it failed
+            settings, _ = PretrainedConfig.get_config_dict(model)
     if config.get("template"):
         return config
-    model = config["model_name_or_path"]
-    with explain_missing(model):
-        settings, _ = PretrainedConfig.get_config_dict(model)
     model_type = settings.get("model_type")
     if model_type not in TEMPLATES:
         raise UserError(
