@@ -4,7 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from pairing_tools import all_bytes, build, noise, write_lines
+from fakes import fake_judge
+from pairing_tools import all_bytes, build, judge_model, noise, write_lines
 from PIL import ExifTags, Image
 
 from paco_judge.errors import UserError
@@ -77,9 +78,13 @@ def test_json_lines_and_csv_make_the_same_data_set(pairs, tmp_path):
     assert used + stats["counts"]["unbalanced"] == stats["counts"]["pairs"] == COUNT
 
 
-def test_each_pair_is_learned_as_the_reward_asks_it(pairs, tmp_path):
+def test_each_pair_is_learned_as_the_reward_asks_it(pairs, tmp_path, caplog):
+    """A column that is not used, such as a misspelt one, is named."""
+    pairs[7]["themes"] = "a cat"
     file = write_lines(tmp_path / "pairs.jsonl", pairs)
     own(file, tmp_path / "out", test_share=0.0)
+    (warning,) = caplog.messages
+    assert warning.endswith(": themes")
     expected = {}
     for number, line in enumerate(pairs):
         question = theme_question(line["theme"]) if line["theme"] else load_question("pair").text()
@@ -91,6 +96,20 @@ def test_each_pair_is_learned_as_the_reward_asks_it(pairs, tmp_path):
         contents = tuple(image.read_bytes() for image in example.images)
         found[contents] = (example.prompt, example.answer)
     assert found == expected
+
+
+def test_a_model_writes_the_reasons_that_are_missing(pairs, tmp_path):
+    """A user's own stay."""
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    output = tmp_path / "out"
+    with fake_judge.FakeJudge(judge_model) as server:
+        own(file, output, test_share=0.0, server=server.url, reasons=True)
+        assert len(server.requests) == sum(not line["reason"] for line in pairs)
+    answers = [example.answer for example in load_examples(output, "consistency_reward_cot_train")]
+    for verdict in ("Yes", "No"):
+        written = [answer for answer in answers if answer.startswith(f"{verdict}. The shape")]
+        assert len(written) == COUNT / 4
+    assert len(set(answers)) == COUNT
 
 
 LABELS = {
@@ -115,6 +134,21 @@ def test_labels_and_scores(pairs, tmp_path):
         answer = expected.pop(example.images[0].read_bytes(), example.answer)
         assert example.answer == answer
     assert list(expected.values()) == [None] * 3
+
+
+@pytest.mark.parametrize(("connected", "tested"), [(COUNT, None), (12, 2), (1, 2)])
+def test_a_large_group_of_connected_images_does_not_become_the_test_set(
+    pairs, tmp_path, caplog, connected, tested
+):
+    """If there is nothing else, there is no test set, and a line says so."""
+    for line in pairs[1:connected]:
+        line["image1"] = pairs[0]["image1"]
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    for seed in range(4):
+        stats = own(file, tmp_path / str(seed), seed=seed, test_share=0.1)
+        testing = stats["datasets"].get("consistency_reward_test", {})
+        assert testing.get("pairs") == tested
+    assert ("no pairs for testing" in caplog.text) == (tested is None)
 
 
 @pytest.mark.parametrize(

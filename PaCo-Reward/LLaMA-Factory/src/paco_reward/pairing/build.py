@@ -139,7 +139,7 @@ def _identity(options: Namespace, read: Inputs) -> dict[str, Any]:
 
 
 def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[LabeledPair]:
-    """Pairs of sub-figures: sets, rankings, labels. None if only sets for people are wanted."""
+    """Pairs of sub-figures: sets, rankings, labels. Empty if only sets for people are wanted."""
     counts["prompts"] = len(read.items)
     counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
@@ -257,6 +257,8 @@ def testing_groups(
     pairs: Sequence[LabeledPair], items: Sequence[PromptItem], options: Namespace
 ) -> set[str]:
     """Groups for testing: those that the metadata names, and a share of the rest."""
+    if options.pairs:
+        return select.connected_for_testing(pairs, options.test_share, options.seed)
     decided = {item.group: item.split for item in items if item.split}
     undecided = {pair.group for pair in pairs} - set(decided)
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)

@@ -10,6 +10,7 @@ FILE is .jsonl, .csv or .json, one pair in each row:
 
 import csv
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from paco_judge.questions import Question, load_question
 from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import row_of
 from paco_reward.pairing.select import LabeledPair
+
+logger = logging.getLogger(__name__)
 
 
 class PairRow(pydantic.BaseModel):
@@ -140,7 +143,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         rows = json.loads(file.read_bytes())
     else:
         rows = read_json_lines(file)
-    return [_by_column(row) for row in rows]
+    rows = [_by_column(row) for row in rows]
+    if unused := {name for row in rows for name in row if name not in PairRow.model_fields}:
+        logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
+    return rows
 
 
 def _by_column(row: Mapping[str | None, Any]) -> dict[str, Any]:

@@ -204,6 +204,28 @@ def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[st
     return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
 
 
+def connected_for_testing(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
+    """Groups of connected pairs for testing that hold ``share`` of each label, rounded.
+
+    Unless it is 0, they hold at least one Yes and one No. No group of more than half of a label is
+    taken, nor one that brings the groups over half. Without enough others the set is empty.
+    """
+    total = Counter(pair.label for pair in pairs)
+    sizes: dict[str, Counter[bool]] = {}
+    for pair in pairs:
+        sizes.setdefault(pair.group, Counter())[pair.label] += 1
+    taken: Counter[bool] = Counter()
+    testing: set[str] = set()
+    for group in sorted(sizes, key=lambda group: order_key(seed, "split", group)):
+        lacking = [label for label in total if taken[label] < max(1, round(share * total[label]))]
+        after = taken + sizes[group]
+        leaves_half = all(2 * after[label] <= total[label] for label in total)
+        if leaves_half and any(sizes[group][label] for label in lacking):
+            testing.add(group)
+            taken = after
+    return testing if share > 0 and len(taken) == 2 else set()
+
+
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
     """As many Yes as No of each kind of question, chosen by the seed; order is kept."""
     # So many of each side may be kept.
