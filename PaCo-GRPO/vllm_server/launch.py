@@ -6,6 +6,7 @@ environment variables.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -21,11 +22,12 @@ from pathlib import Path
 import psutil
 from PIL import Image
 
-from paco_judge.client import JudgeClient
+from paco_judge import transport
 from paco_judge.compiler import missing_for_compilation
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import locked
-from paco_judge.questions import Pair, theme_question
+from paco_judge.images import data_url
+from paco_judge.questions import build_messages, theme_question
 from vllm_server.engines import (
     LaunchSettings,
     choose_engine,
@@ -237,15 +239,22 @@ def wait_until_ready(
 def _ask_first_question(url: str, server: Server, settings: LaunchSettings) -> None:
     """Ask a model about two images: it may be listed without answering, and is slow at first.
 
-    Raises UserError with the end of its log.
+    Once: an engine that ends on the question is not waited for. Raises UserError with the end of
+    its log.
     """
-    red, blue = (Image.new("RGB", (64, 64), color) for color in ("red", "blue"))
-    seconds = settings.start_timeout_s
-    client = JudgeClient(url, server.name, api_key=settings.api_key, deadline_s=seconds)
+    images = [data_url(Image.new("RGB", (64, 64), color)) for color in ("red", "blue")]
+    messages = build_messages(images, theme_question("a square"))
+    body = json.dumps({"model": server.name, "messages": messages, "max_tokens": 1}).encode()
+    headers = transport.json_headers(settings.api_key)
+    deadline = time.monotonic() + settings.start_timeout_s
+    address = f"{url}/v1/chat/completions"
     try:
-        client.prove(Pair(red, blue, theme_question("a square")), writes=True, seconds=seconds)
-    except UserError as error:
-        raise UserError(f"{error}\n{_log_tail(server)}") from error
+        transport.run(transport.request("POST", address, headers, deadline, body))
+    except transport.NoAnswer as error:
+        raise UserError(
+            f"{server.name} does not answer a question about two images: {error}\n"
+            f"{_log_tail(server)}"
+        ) from error
 
 
 def _log_lines(server: Server) -> list[str]:

@@ -1,7 +1,7 @@
 """A fake of vLLM's server for the launch tests, which takes vLLM's command line.
 
 FAKE_VLLM: the server of this name dies; "hangs": it never listens, and ignores SIGTERM; "refuses":
-it answers no question.
+it answers no question; "breaks": it dies on the first one.
 """
 
 import argparse
@@ -41,6 +41,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"data": [{"id": name}]})
 
     def do_POST(self):
+        if fault == "breaks":
+            print("RuntimeError: no kernel image", flush=True)
+            os._exit(1)
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         choice = {"message": {"role": "assistant", "content": f"{name} {request['model']}"}}
         self.answer({"choices": [choice]}, 400 if fault == "refuses" else 200)

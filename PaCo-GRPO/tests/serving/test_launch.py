@@ -62,7 +62,8 @@ def test_of_two_launches_on_one_port_only_one_is_ready(shell):
 def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     assert "VLLM_START_TIMEOUT" in shell.failed_launch(FAKE_VLLM="hangs", VLLM_START_TIMEOUT="2")
     assert "images" in shell.failed_launch(FAKE_VLLM="refuses")
-    pids = [pid for record in shell.records(2) for pid in record["pids"]]
+    assert "no kernel image" in shell.failed_launch(FAKE_VLLM="breaks")
+    pids = [pid for record in shell.records(3) for pid in record["pids"]]
     errors = shell.failed_launch(**two, FAKE_VLLM="Other")
     assert "no room for the key-value cache" in errors  # the end of its log
     pids += [pid for record in shell.records() for pid in record["pids"]]
