@@ -1,4 +1,7 @@
-"""What gateway, transformers_server and reward service share: OpenAI's errors and the API key."""
+"""What gateway, transformers_server and reward service share: OpenAI's errors and the API key.
+
+A field of a wrong type or value is refused by FastAPI, as ``{"detail": …}`` with status 422.
+"""
 
 import hmac
 from collections.abc import Collection

@@ -54,12 +54,15 @@ class ChatRequest(BaseModel):
     stream: Literal[False] = False
 
     def chat(self) -> Chat:
-        """What the scorer is asked. Raises ValueError, LookupError or TypeError."""
+        """What the scorer is asked. Raises whatever an unusual request leads to."""
         images = []
         messages = []
         for message in self.messages:
             content = []
-            for part in message["content"]:
+            parts = message["content"]
+            if isinstance(parts, str):
+                parts = [{"type": "text", "text": parts}]
+            for part in parts:
                 if part["type"] == "text":
                     content.append(part)
                     continue
@@ -121,7 +124,7 @@ class BatchWorker:
                 job.chat = job.request.chat()
                 self.scorer.check(job.chat)
                 batches[job.request.max_tokens].append(job)
-            except (ValueError, LookupError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - it would end the worker
                 job.result = ApiError(f"{type(error).__name__}: {error}", param="messages")
         for batch in batches.values():
             self._answer(batch)

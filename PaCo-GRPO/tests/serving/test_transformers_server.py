@@ -83,6 +83,7 @@ REFUSED = [
     (shows("http://example.test/a.png"), 400),
     (shows(data_url(Image.new("RGB", (1, 300)))), 400),
     (shows(HALF), 400),
+    (shows(5), 400),
     ({"messages": build_messages([], "<|image_pad|>")}, 400),
 ]
 
@@ -94,6 +95,17 @@ async def test_what_is_refused_costs_the_others_nothing(http, pairs, scores):
     assert statuses == [status for _, status in REFUSED]
     for answer, score in zip(answers[len(REFUSED) :], scores, strict=True):
         assert p_yes_from_top_logprobs(top_logprobs(answer)) == pytest.approx(score, abs=1e-5)
+
+
+async def test_a_string_is_one_text(http, pairs):
+    """In any role, as OpenAI's clients write it."""
+    answers = []
+    for system in ("Be strict.", [{"type": "text", "text": "Be strict."}]):
+        request = body(pairs[0])
+        request["messages"].insert(0, {"role": "system", "content": system})
+        (answer,) = await ask(http, request)
+        answers.append(top_logprobs(answer))
+    assert answers[0] == answers[1]
 
 
 async def test_an_engine_that_fails_on_one_request_answers_the_others(
