@@ -69,6 +69,8 @@ class JudgeClient:
         alike = [name for name in served if name.casefold() == self.model.casefold()]
         if alike:
             self._served = self.model if self.model in alike else alike[0]
+            if self._served != self.model:
+                logger.warning("model %r is served as %r, which is asked", self.model, self._served)
             return self._served
         names = ", ".join(map(repr, served)) or "nothing"
         raise UserError(
@@ -96,17 +98,16 @@ class JudgeClient:
                 f"{url} does not answer like an OpenAI-compatible server: {error!r}"
             ) from error
 
-    def prove(self, pair: Pair, writes: bool = False, seconds: float = FIRST_ANSWER_S) -> None:
+    def prove(self, pair: Pair, writes: bool = False) -> None:
         """Ask one pair before a long run: a server may list its models and answer no question.
 
         Args:
             writes: The run reads whole answers: one token must come back, but not Yes or No.
-            seconds: In which it must answer, if ``deadline_s`` is longer.
 
         Raises:
-            UserError: There is no P(Yes).
+            UserError: No P(Yes) within ``FIRST_ANSWER_S`` or ``deadline_s``, whichever is shorter.
         """
-        seconds = min(self.deadline_s, seconds)
+        seconds = min(self.deadline_s, FIRST_ANSWER_S)
         fields = {"temperature": 0, "max_tokens": 1} if writes else SCORING
         (choice,) = self._ask([pair], fields, time.monotonic() + seconds)
         error = (_answer(choice) if writes else self._verdict(choice)).error
@@ -167,6 +168,7 @@ class JudgeClient:
         self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None
     ) -> list[Choice]:
         """The server's choice for each pair, or why there is none. Raises UserError."""
+        address = f"{self.base_url}/v1/chat/completions"
         fields = {"model": self.check()} | fields
         encoding: dict[int, asyncio.Task] = {}  # an image is encoded once, in however many pairs
 
@@ -177,23 +179,24 @@ class JudgeClient:
                     encoding[id(image)] = asyncio.create_task(task)
             try:
                 urls = [await encoding[id(image)] for image in pair.images]
-                async with self._slots:
-                    end = deadline or time.monotonic() + self.deadline_s
-                    messages = build_messages(urls, pair.question, self.form)
-                    body = json.dumps({"messages": messages} | fields).encode()
-                    answer = await transport.post(address, self._headers, body, end)
-                return json.loads(answer)["choices"][0]
             except UnreadableImage as error:
                 return str(error)
-            except transport.NoAnswer as error:
-                return f"judge at {self.base_url}: {error}"
+            async with self._slots:
+                end = deadline or time.monotonic() + self.deadline_s
+                messages = build_messages(urls, pair.question, self.form)
+                body = json.dumps({"messages": messages} | fields).encode()
+                try:
+                    answer = await transport.post(address, self._headers, body, end)
+                except transport.NoAnswer as error:
+                    return f"judge at {self.base_url}: {error}"
+            try:
+                return json.loads(answer)["choices"][0]
             except (ValueError, LookupError, TypeError) as error:
                 return _unreadable(error, answer)
 
         async def ask_all() -> list[Choice]:
             return await asyncio.gather(*map(ask, pairs))
 
-        address = f"{self.base_url}/v1/chat/completions"
         return transport.run(ask_all())
 
 

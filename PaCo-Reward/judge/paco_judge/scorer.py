@@ -76,8 +76,9 @@ class JudgeScorer:
             dtype: Default: as stored on a GPU, float32 on a CPU.
 
         Raises:
-            UserError: The model or the adapter is missing, damaged, incomplete or does not fit.
+            UserError: The model or the adapter is missing, incomplete or does not fit.
             ValueError: It is no judge: without a chat template, or without tokens for Yes and No.
+            OSError, SafetensorError: Its folder lacks a file, or one is damaged.
         """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -136,10 +136,23 @@ def test_an_outage_is_waited_for_once_and_not_by_every_call():
     assert time.monotonic() - start > 1.0, "the next outage is waited for again"
 
 
-def test_the_model_is_looked_up_whatever_its_case():
+def test_one_late_answer_is_no_outage():
+    def respond(number, _):
+        time.sleep(0.5 * (number == 1))
+        return (503, {}, {}) if number == 2 else (200, answer(0.6), {})
+
+    with FakeJudge(respond) as judge:
+        assert not client(judge, deadline_s=0.2).score([PAIR])[0].ok
+        assert client(judge).score([PAIR])[0].ok, "a 503 is retried"
+
+
+def test_the_model_is_looked_up_whatever_its_case(caplog):
     with FakeJudge(models=("Paco-Reward-7B", "OTHER", "other")) as judge:
         assert client(judge, model="PaCo-Reward-7B").check() == "Paco-Reward-7B"
+        (warning,) = caplog.messages
+        assert "'Paco-Reward-7B'" in warning
         assert client(judge, model="other").check() == "other"
+        assert len(caplog.messages) == 1
         with pytest.raises(UserError, match="'Paco-Reward-7B', 'OTHER'"):
             client(judge, model="Qwen").check()
 
