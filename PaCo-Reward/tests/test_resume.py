@@ -55,7 +55,13 @@ def test_other_options_than_the_resumed_training_had_are_named(tmp_path, caplog)
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(before))
     config = {"output_dir": str(tmp_path), "do_train": True, "learning_rate": 2e-4, "seed": 7}
     with_resume(config)
+    (warning, changes) = caplog.messages
+    assert "optimizer" in warning
+    (state.parent / "optimizer.pt").touch()
+    caplog.clear()
+    with_resume(config)
     (warning,) = caplog.messages
+    assert warning == changes
     assert all(name in warning for name in ("dataset", "learning_rate"))
     assert not any(name in warning for name in ("seed", "overwrite_output_dir,"))
 

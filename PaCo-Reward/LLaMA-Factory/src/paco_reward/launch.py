@@ -103,6 +103,8 @@ def with_resume(config: dict[str, Any]) -> dict[str, Any]:
     whole = [checkpoint for checkpoint in checkpoints if (checkpoint / STATE_FILE).is_file()]
     if whole:
         logger.info("resuming from %s", whole[-1])
+        if not any(whole[-1].glob("optimizer.*")) and not any(whole[-1].glob("global_step*")):
+            logger.warning("it has no optimizer state (save_only_model): the moments start at zero")
         _warn_of_changes(folder / CONFIG_FILE, config)
         return config | {"resume_from_checkpoint": str(whole[-1])}
     if not checkpoints and any((folder / name).is_file() for name in WEIGHTS):
