@@ -1,9 +1,12 @@
 """``paco-reward accuracy``."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from paco_judge.errors import UserError
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
 from paco_reward.metrics import judge_report
@@ -25,3 +28,14 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     expected = judge_report([verdict.p_yes for verdict in scorer.score(pairs)], labels)
     assert labels == [True, False] * 5 and report["n"] == 10 and "kinds" not in report
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_row_with_a_second_answer_is_no_labeled_pair(data_dir, tmp_path):
+    """Its questions would be asked as one."""
+    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
+    rows = json.loads((copy / "pairs.json").read_text())
+    for role, text in (("user", "Sure?"), ("assistant", "No. I am not")):
+        rows[1]["messages"].append({"role": role, "content": text})
+    (copy / "pairs.json").write_text(json.dumps(rows))
+    with pytest.raises(UserError, match="pairs row 1"):
+        labeled_pairs(copy, "pairs")

@@ -54,6 +54,7 @@ def problem(config, row: dict | None = None) -> str:
     [
         ({"images": ["nowhere.png"] * 2}, "nowhere.png"),
         ({"messages": [QUESTION]}, "assistant"),
+        ({"messages": [QUESTION | {"content": "Yes. <|video_pad|>"}]}, "<|video_pad|>"),
         ({"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],
 )

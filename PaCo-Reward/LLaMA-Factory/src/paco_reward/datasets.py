@@ -14,6 +14,7 @@ from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
 from paco_judge.verdict import verdict_of
 
 TAG = "<image>"
+RESERVED = ("<|image_pad|>", "<|video_pad|>")  # stand for images in the models
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
 
@@ -27,6 +28,7 @@ class Example:
     place: str  # DATASET row N
     prompt: str
     answer: str  # the first of them
+    num_answers: int
     images: tuple[Path, ...]
 
     @property
@@ -94,6 +96,8 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     answers: list[str] = []
     for message in row[columns.get("messages", "conversations")]:
         text = message[content_tag]
+        if any(token in text for token in RESERVED):  # it would end the training
+            raise ValueError(f"a text holds {' or '.join(RESERVED)}; remove it")
         if message[role_tag] == tags.get("user_tag", "human"):
             prompts.append(text)
         elif message[role_tag] == tags.get("assistant_tag", "gpt"):
@@ -111,7 +115,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     num_tags = prompt.count(TAG)
     if num_tags != len(paths):
         raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
-    return Example(place, prompt, answers[0], tuple(paths))
+    return Example(place, prompt, answers[0], len(answers), tuple(paths))
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -199,10 +203,10 @@ def labeled_pairs(
     labels: list[bool] = []
     for example in examples:
         is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
-        if not is_pair or example.label is None:
+        if not is_pair or example.label is None or example.num_answers > 1:
             raise UserError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
-                "(see --image_labels), and its answer begins with Yes or No"
+                "(see --image_labels), and its only answer begins with Yes or No"
             )
         rows.append((*example.images, example.prompt.removeprefix(prefix)))
         labels.append(example.label)
