@@ -25,6 +25,7 @@ def problem(*arguments, **options) -> str:
     [
         (1, {"idx": "p0"}, "idx p0"),
         (0, {"image": "nowhere.png"}, "nowhere.png"),
+        (2, {"file": ["p2/0.png", "p1/2.png"]}, "p1/2.png"),
         (0, {"prompt": "a 1x2 grid of a cat"}, "1x2"),
     ],
 )
@@ -89,10 +90,11 @@ def reason_lines(ranked: Path) -> list[dict]:
 
 
 def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path):
-    """Not those that contradict their label."""
+    """Not those that contradict their label, or are not written yet."""
     build(world, tmp_path / "out", sets_only=True)
     ranked = rank_like_people(tmp_path / "out")
-    _, *lines = reason_lines(ranked)
+    unwritten, *lines = reason_lines(ranked)
+    lines.append(unwritten | {"reason": ""})
     contradicts = {"Y": "NO, they differ in all ways.", "N": "Yes, all is the same here."}
     lines[0]["reason"] = contradicts[lines[0]["reason"][0]]
     file = write_lines(tmp_path / "reasons.jsonl", lines)

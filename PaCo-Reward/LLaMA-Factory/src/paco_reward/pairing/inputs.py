@@ -83,7 +83,7 @@ class ReasonRow(Row):
 
     folder: str
     images: tuple[str, str]
-    reason: str
+    reason: str = ""  # until it is written
 
 
 class EditRow(Row):
@@ -169,6 +169,7 @@ def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
             )
     items: list[PromptItem] = []
     themes: dict[str, PromptRow] = {}
+    owners: dict[Path, PromptRow] = {}  # the prompt of each image
     for idx, (row, *others) in prompts.items():
         grid = split_prompt(row.prompt)
         first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
@@ -183,6 +184,10 @@ def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
         files = list(dict.fromkeys(named)) or _images(in_folder) or _images(alone)
         if not files:
             raise UserError(f"{row.place}: no image in {folder} is named in the line or {idx}/*")
+        for file in files:
+            owner = owners.setdefault(file.resolve(), row)
+            if owner.idx != idx:  # it would be labeled under a theme that is not its own
+                raise UserError(f"{row.place}: {file} is an image of idx {owner.idx}, too")
         items.append(PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, files))
     return items
 
@@ -213,7 +218,8 @@ def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[
     reasons = {}
     for row in read_rows(file, ReasonRow):
         _check_names(row, row.images, items)
-        reasons[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
+        if row.reason:
+            reasons[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
     return reasons
 
 
