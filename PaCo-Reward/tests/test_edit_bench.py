@@ -50,13 +50,15 @@ def test_one_question_decides_every_dimension(edits):
             return Verdict(1.0 if pair.image_a.size == pair.image_b.size else 0.0)
 
     edits.file = edits.file.with_name("judge-vediting_consistency.jsonl")
+    words = ["--question", "editing_consistency", "--image_labels", "<img{n}>: "]
     for resize in ([], ["--resize_edits"]):
         judge = SizeJudge()
-        assert edits(judge, "--question", "editing_consistency", *resize) == 0
+        assert edits(judge, *words, *resize) == 0
         assert {text.partition(" Does ")[2][:10] for text in judge.questions} == {"everything"}
         for row in edits.rows:
             assert row["scores"] == [len(resize)] * 2
             assert row["asked"]["resize_edits"] is bool(resize)
+            assert row["asked"]["image_labels"] == "<img{n}>: "
         edits.file.unlink()
 
 
