@@ -72,10 +72,9 @@ def test_json_lines_and_csv_make_the_same_data_set(pairs, tmp_path):
         stats = own(tmp_path / f"pairs.{suffix}", tmp_path / suffix)
         built[suffix] = all_bytes(tmp_path / suffix)
     assert built["jsonl"] == built["csv"]
-    numbers = stats["datasets"].values()
-    assert all(number["yes"] == number["no"] > 0 for number in numbers)
-    used = sum(number["pairs"] for number in numbers)
-    assert used + stats["counts"]["unbalanced"] == stats["counts"]["pairs"] == COUNT
+    assert stats["counts"] == {"pairs": COUNT}
+    yes = {name: numbers["yes"] for name, numbers in stats["datasets"].items()}
+    assert yes == {TRAIN: 6, "consistency_reward_test": 4}
 
 
 def test_each_pair_is_learned_as_the_reward_asks_it(pairs, tmp_path, caplog):
