@@ -34,8 +34,10 @@ def with_template(config: dict[str, Any]) -> dict[str, Any]:
     is_elsewhere = any(os.environ.get(name) for name in _OTHER_HUBS) and not Path(model).is_dir()
     settings: dict[str, Any] = {}
     if not is_elsewhere:
+        names = {"revision": "model_revision", "cache_dir": "cache_dir", "token": "hf_hub_token"}
+        options = {name: config.get(key) for name, key in names.items()}
         with explain_missing(model):  # LLaMA-Factory says only that it failed
-            settings, _ = PretrainedConfig.get_config_dict(model)
+            settings, _ = PretrainedConfig.get_config_dict(model, **options)
     if config.get("template"):
         return config
     model_type = settings.get("model_type")
