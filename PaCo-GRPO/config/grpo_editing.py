@@ -1,4 +1,7 @@
-"""Editing."""
+"""Editing.
+
+Use as config/grpo.py:NAME.
+"""
 
 from grpo_models import flux2, klein, longcat, qwen21
 from grpo_t2is import for_24gb, for_80gb, guard

@@ -1,4 +1,7 @@
-"""Image sets with other generators, and one image for a prompt."""
+"""Image sets with other generators, and one image for a prompt.
+
+Use as config/grpo.py:NAME.
+"""
 
 from grpo_t2is import clip_in_half, clip_on_cpu, for_24gb, for_48gb, for_80gb, guard, t2is
 from ml_collections import ConfigDict

@@ -1,4 +1,7 @@
-"""Image sets with FLUX.1-dev, what changes for the memory of a GPU, and changes that recipes share."""
+"""Image sets with FLUX.1-dev, the suffixes for memory, and changes that recipes share.
+
+Use as config/grpo.py:NAME.
+"""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,7 @@
-"""The toy world of ../quickstart, on a CPU."""
+"""The toy world of ../quickstart, on a CPU.
+
+Use as config/grpo.py:NAME.
+"""
 
 from grpo_editing import kontext_editing
 from grpo_t2is import without_noise

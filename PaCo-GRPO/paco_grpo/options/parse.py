@@ -124,7 +124,8 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
             values = OmegaConf.to_container(OmegaConf.load(path))
             if not isinstance(values, dict):
                 raise ConfigError(f"{path} holds no table of options")
-    except (AttributeError, yaml.YAMLError) as error:  # ConfigDict's for an unknown name
+    # ConfigDict's for an unknown name; what the file imports; its text.
+    except (AttributeError, ImportError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return make_options(values, overrides)
 

@@ -257,3 +257,9 @@ def test_values_of_a_saved_run_can_be_changed(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match="config"):
             load_options(str(file))
+
+
+def test_a_recipe_file_without_the_others_is_named(tmp_path):
+    file = shutil.copy(CONFIG / "grpo.py", tmp_path)
+    with pytest.raises(ConfigError, match=r"grpo\.py: .*grpo_editing"):
+        load_options(f"{file}:t2is")
