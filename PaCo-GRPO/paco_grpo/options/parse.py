@@ -143,14 +143,15 @@ def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
     """
     functions = {}
     for key, value in names.items():
-        if inspect.isfunction(value) and key[0] != "_" and not inspect.signature(value).parameters:
+        if not inspect.isfunction(value) or value.__module__.startswith("paco_grpo."):
+            continue
+        if key[0] != "_" and not inspect.signature(value).parameters:
             functions[key] = value
-    functions.pop("config_dict", None)
     get_config = names.get("get_config")
     changes = names.get("SUFFIXES", {})
     base = name
     endings: list[str] = []
-    while ending := next(filter(base.endswith, changes), ""):
+    while ending := max(filter(base.endswith, changes), key=len, default=""):
         base = base.removesuffix(ending)
         endings.insert(0, ending)
     suffixes = []

@@ -263,3 +263,21 @@ def test_a_recipe_file_without_the_others_is_named(tmp_path):
     file = shutil.copy(CONFIG / "grpo.py", tmp_path)
     with pytest.raises(ConfigError, match=r"grpo\.py: .*grpo_editing"):
         load_options(f"{file}:t2is")
+
+
+def test_of_two_suffixes_the_longer_one_is_meant_and_helpers_are_no_configurations(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from paco_grpo.options import config_dict\n"
+        "from paco_grpo.options import config_dict as another\n"
+        "def mine(): return config_dict()\n"
+        "def fast(config): config.seed = 3\n"
+        "def very_fast(config): config.num_epochs = 5\n"
+        "SUFFIXES = {'_fast': fast, '_very_fast': very_fast}\n"
+    )
+    options = load_options(f"{file}:mine_very_fast")
+    assert (options.seed, options.num_epochs) == (RunOptions().seed, 5)
+    options = load_options(f"{file}:mine_very_fast_fast")
+    assert (options.seed, options.num_epochs) == (3, 5)
+    with pytest.raises(ConfigError, match=r"Known: mine \("):
+        load_options(f"{file}:another")
