@@ -9,7 +9,6 @@ each call.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,16 +18,12 @@ from paco_grpo.advantages.groups import (
     STD_FLOOR,
     AggregateFn,
     GroupedRewards,
-    SetRewards,
     concatenate,
     normalize,
     per_group,
     weighted_sum,
 )
-from paco_grpo.data.sets import PromptSet
 from paco_grpo.names import find_function, place_of
-from paco_grpo.options import ConfigError, RunOptions
-from paco_grpo.rewards.registry import reward_weights
 
 
 def geometric_mean_aggregate_fn(**grouped_rewards: GroupedRewards) -> dict[str, np.ndarray]:
@@ -223,28 +218,3 @@ def _is_table(value: Any) -> bool:
 
 def _arguments(factory: type) -> list[str]:
     return [field.name for field in dataclasses.fields(factory) if field.init]
-
-
-def set_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
-    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
-    weights = {}
-    for name, weight in reward_weights(prompt_set.train.weights).items():
-        if weight:
-            weights[name] = weight
-    try:
-        aggregate_fn = get_aggregate_fn(
-            options.train.aggregate_fn, weights, options.sample.global_std
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
-    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
-    if prompt_set.name and weights_of_function is not None:
-        others = [name for name in weights if weights_of_function[name] != weights[name]]
-        if others:
-            raise ConfigError(
-                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
-                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
-                "'product_aggregate_fn'"
-            )
-    return SetRewards(prompt_set.name, weights, aggregate_fn)

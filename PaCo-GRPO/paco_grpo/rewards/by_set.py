@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from paco_grpo.advantages.aggregation import get_aggregate_fn
+from paco_grpo.advantages.groups import SetRewards, weighted_sum
 from paco_grpo.data.sets import PromptSet, RewardTable, prompt_sets
 from paco_grpo.item import Item
 from paco_grpo.options import ConfigError, RunOptions
@@ -29,7 +32,7 @@ from paco_grpo.rewards.registry import (
 
 
 @dataclass(frozen=True)
-class RewardSets:
+class RunRewards:
     """The rewards of a run by short name, of all its prompt sets."""
 
     train: Mapping[str, Reward]
@@ -44,11 +47,11 @@ class RewardSets:
         write_records(records, folder)
 
 
-def build_reward_sets(
+def build_rewards(
     options: RunOptions,
     device: torch.device | str,
     items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],
-) -> RewardSets:
+) -> RunRewards:
     """Build all rewards and check each: does the judge answer, can every item be scored?
 
     ``items_of_sets``: training and test items of each prompt set. Raises ConfigError.
@@ -76,7 +79,32 @@ def build_reward_sets(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     names = [prompt_set.name for prompt_set in sets]
-    return RewardSets(merge_sets(trained, names), merge_sets(tested, names))
+    return RunRewards(merge_sets(trained, names), merge_sets(tested, names))
+
+
+def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
+    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
+    weights = {}
+    for name, weight in reward_weights(prompt_set.train.weights).items():
+        if weight:
+            weights[name] = weight
+    try:
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    aggregate_fn = aggregate_fn or partial(weighted_sum, weights)
+    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
+    if prompt_set.name and weights_of_function is not None:
+        others = [name for name in weights if weights_of_function[name] != weights[name]]
+        if others:
+            raise ConfigError(
+                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
+                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
+                "'product_aggregate_fn'"
+            )
+    return SetRewards(prompt_set.name, weights, aggregate_fn)
 
 
 def evaluation_rewards(

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import describe, set_rewards
+from paco_grpo.advantages.aggregation import describe
 from paco_grpo.advantages.groups import SetRewards
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
 from paco_grpo.distributed import Strategy, main_decides, start_processes
@@ -27,7 +27,7 @@ from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
 from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.rewards.by_set import RewardSets, build_reward_sets
+from paco_grpo.rewards.by_set import RunRewards, build_rewards, training_rewards
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints, RunFolder
 from paco_grpo.training.resume import Earlier, find_earlier
@@ -52,7 +52,7 @@ class Run:
     prompt_sets: list[PromptSet]
     train_items: list[Item]  # of all prompt sets
     test_items: list[Item]
-    rewards: RewardSets
+    rewards: RunRewards
     set_rewards: list[SetRewards]  # what each prompt set is trained on
     state: TrainState
     sampler: Sampler
@@ -140,9 +140,9 @@ def _build(
     checks.check_items(options, items)
     main_decides(accelerator, lambda: checks.check_references(items))
     options = with_text_lengths(options, [*train_items, *test_items])
-    set_rewards_of_run = [set_rewards(prompt_set, options) for prompt_set in sets]
+    set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
-    rewards = build_reward_sets(options, accelerator.device, items_of_sets)
+    rewards = build_rewards(options, accelerator.device, items_of_sets)
     if accelerator.is_main_process:
         rewards.write_records(folder)
     tracker = None
@@ -199,7 +199,7 @@ def _build(
         train_items=train_items,
         test_items=test_items,
         rewards=rewards,
-        set_rewards=set_rewards_of_run,
+        set_rewards=set_rewards,
         state=state,
         sampler=Sampler(state, groups, train_items, options, plan.sample_batch_size),
         updater=Updater(state, objective, options, plan.gradient_steps),
