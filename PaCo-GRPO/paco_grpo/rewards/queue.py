@@ -6,8 +6,9 @@ All images of an item are brought to one process for rewards that compare them.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed import Stopped, exchange_images, interleave
+from paco_grpo.distributed import Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import CheckedReward
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_SENT_AT_ONCE = 16  # images of each process: all of an epoch need not fit into one process's memory
 
 
 class ScoringError(RuntimeError):
@@ -240,3 +242,56 @@ class ScoreQueue:
         """Drop the calls that have not begun."""
         for lane in self._lanes:
             lane.close()
+
+
+@dataclass
+class ItemImages:
+    """All images of one item."""
+
+    item: Item
+    positions: list[int]  # of the images in the epoch
+    images: list[Image.Image]
+
+
+def exchange_images(
+    accelerator: Accelerator, local: Mapping[int, tuple[Image.Image, Item]], total: int
+) -> Iterator[ItemImages]:
+    """The items that this process owns; a collective operation.
+
+    Args:
+        accelerator: The processes.
+        local: Position of each image of this process → image and item. Process r of P has the
+            positions r, r + P, …
+        total: Number of positions over all processes.
+    """
+    process = accelerator.process_index
+    processes = accelerator.num_processes
+    local_ids = [(position, item.item_id) for position, (_, item) in local.items()]
+    positions_of: dict[int, list[int]] = {}
+    for position, item_id in sorted(gather_object(local_ids)):
+        positions_of.setdefault(item_id, []).append(position)
+    # A process with an image of the item scores it: it has the item itself, which need not survive
+    # pickling.
+    owner_of = {}
+    for positions in positions_of.values():
+        owner_of |= dict.fromkeys(positions, positions[0] % processes)
+
+    images = {}
+    for position, (image, _) in local.items():
+        if owner_of[position] == process:
+            images[position] = image
+    stride = _SENT_AT_ONCE * processes
+    for start in range(0, total, stride):
+        sent = []
+        for position in range(start, start + stride):
+            if position in local and owner_of[position] != process:
+                sent.append((position, local[position][0]))
+        for position, image in gather_object(sent):
+            if owner_of[position] == process:
+                images[position] = image
+
+    for positions in positions_of.values():
+        if owner_of[positions[0]] != process:
+            continue
+        _, item = next(local[position] for position in positions if position in local)
+        yield ItemImages(item, positions, [images[position] for position in positions])
