@@ -1,9 +1,10 @@
 """How several rewards become one number per sample (docs/method.md §5; PaCo-RL, arXiv 2512.04784).
 
-``groups`` has the default, the weighted sum. An aggregation is called as ``fn(**grouped_rewards)``: one argument per reward, each ``{group key:
-np.ndarray (n,)}``. It returns one such mapping, which is group-normalized unless the function
-carries ``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after
-each call.
+``groups`` has the default, the weighted sum. An aggregation is called as
+``fn(**grouped_rewards)``: one argument per reward, each ``{group key: np.ndarray (n,)}``. It
+returns one such mapping, which is group-normalized unless the function carries
+``returns_advantages = True``. A dict ``stats`` of numbers on the function is logged after each
+call.
 """
 
 import dataclasses

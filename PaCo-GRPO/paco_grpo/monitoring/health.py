@@ -81,8 +81,8 @@ class _State(NamedTuple):
 class ReferenceProbe:
     """How far the trained generator is from the reference, on a few test items with fixed noise.
 
-    The reference (``lora.reference_weights``) denoises once up to the first noise step. A resumed run
-    computes the same states again.
+    The reference (``lora.reference_weights``) denoises once up to the first noise step. A resumed
+    run computes the same states again.
     """
 
     def __init__(self, policy: Policy, items: Sequence[Item], options: RunOptions) -> None:

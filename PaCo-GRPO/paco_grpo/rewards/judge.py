@@ -1,4 +1,7 @@
-"""Rewards that ask the judge about several images, edits or layouts; ``consistency`` has their base."""
+"""Rewards that ask the judge about several images, edits or layouts.
+
+``consistency`` has their base.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,8 @@
 | s                             | Transition.s (B,)                       |
 | s·sqrt(−dt) (SDE), s (CPS)    | Transition.std (B,)                     |
 
-A step is Flow-SDE or Flow-CPS. Everything is float32; each sample has its own σ, and nothing is reduced over the batch.
+A step is Flow-SDE or Flow-CPS. Everything is float32; each sample has its own σ, and nothing is
+reduced over the batch.
 """
 
 from __future__ import annotations

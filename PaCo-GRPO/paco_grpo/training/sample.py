@@ -169,8 +169,8 @@ class Sampler:
         seeds = epoch_samples.seeds[positions]
         initial_seeds = epoch_samples.initial_seeds[positions]
 
-        # Each item is encoded once, however many images it gets, on every process that has one of them:
-        # dividing this would save about 1 % of an epoch's FLOPs.
+        # Each item is encoded once, however many images it gets, on every process that has one of
+        # them: dividing this would save about 1 % of an epoch's FLOPs.
         unique_ids = np.unique(item_ids).tolist()
         resolution = options.train.resolution
         sized = [at_size(items[i], resolution, options.item_size, policy) for i in unique_ids]
