@@ -86,8 +86,7 @@ def load_prompts(
             arguments = "t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins"
             hint = f"; make it with `python dataset/fetch.py {arguments}`"
         raise UserError(
-            f"prompt set {str(dataset)!r} (config.{option}) is not a folder "
-            f"(relative to {Path.cwd()}){hint}"
+            f"prompt set {str(folder.absolute())!r} (config.{option}) is not a folder{hint}"
         )
     try:
         items = KINDS[kind](folder, split)

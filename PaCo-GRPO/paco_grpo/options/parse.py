@@ -115,7 +115,7 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     if path.suffix not in (".py", ".yaml", ".yml"):
         raise ConfigError(f"configuration {file!r} is not a .py or .yaml file")
     if not path.is_file():
-        raise ConfigError(f"configuration file {file} does not exist (relative to {Path.cwd()})")
+        raise ConfigError(f"configuration file {path.absolute()} does not exist")
     try:
         if path.suffix == ".py":
             config = named_configuration(runpy.run_path(str(path), run_name=_MODULE), name)
