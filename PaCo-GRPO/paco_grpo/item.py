@@ -14,8 +14,8 @@ Reference = Image.Image | Callable[[], Image.Image]
 class Item:
     """A prompt, or an instruction with the images that it edits."""
 
-    # Position among the items of all prompt sets of the run. Groups are formed by it, never by text:
-    # two items may share a prompt.
+    # Position among the items of all prompt sets of the run. Groups are formed by it, never by
+    # text: two items may share a prompt.
     item_id: int
     prompt: str
     height: int | None = None  # requested pixels, None = the configured resolution

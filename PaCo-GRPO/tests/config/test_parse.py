@@ -260,8 +260,9 @@ def test_values_of_a_saved_run_can_be_changed(tmp_path):
 
 
 def test_a_recipe_file_without_the_others_is_named(tmp_path):
-    file = shutil.copy(CONFIG / "grpo.py", tmp_path)
-    with pytest.raises(ConfigError, match=r"grpo\.py: .*grpo_editing"):
+    file = tmp_path / "copied.py"
+    file.write_text("from grpo_of_nobody import *\n")
+    with pytest.raises(ConfigError, match=r"copied\.py: .*grpo_of_nobody"):
         load_options(f"{file}:t2is")
 
 
