@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.consistency import ServerReward, plain_images
 from paco_grpo.rewards.judge import check_one_reference
+from paco_grpo.rewards.server import ServerReward, plain_images
 from paco_judge.questions import Pair, RequestForm
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Rewards that ask the judge about several images, edits or layouts.
 
-``consistency`` has their base.
+``server`` has their base.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.consistency import ConsistencyScore, JudgeReward, ScoreRequest, ServerReward
+from paco_grpo.rewards.server import ConsistencyScore, JudgeReward, ScoreRequest, ServerReward
 from paco_grpo.rewards.subfigures import check_panels
 from paco_judge.grid import split_image
 from paco_judge.questions import BETTER, EDITING, Pair, load_question

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.consistency import ServerReward
 from paco_grpo.rewards.preference import check_order
+from paco_grpo.rewards.server import ServerReward
 from paco_judge.questions import Pair, load_question, record
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ REWARDS: dict[str, str] = {
     "between_images": "paco_grpo.rewards.judge:BetweenImages",
     "clipscore": "paco_grpo.rewards.clip:ClipScore",
     "consistency_for_editing": "paco_grpo.rewards.judge:ConsistencyForEditing",
-    "consistency_score": "paco_grpo.rewards.consistency:ConsistencyScore",
+    "consistency_score": "paco_grpo.rewards.server:ConsistencyScore",
     "edit_reward": "paco_grpo.rewards.preference:edit_reward",
     "edit_score": "paco_grpo.rewards.edit_score:EditScore",
     "face_likeness": "paco_grpo.rewards.identity:face_likeness",
