@@ -1,22 +1,14 @@
 """Named configurations: ``--config config/grpo.py:NAME`` (docs/method.md §7; arXiv 2512.04784).
 
-NAME is a function without arguments in one of the files below, and may be followed by any of
-``SUFFIXES`` in any order: ``klein_t2is_nft``, ``t2is_80gb_fast``. Where there is a function for a
-name with a suffix, it is used instead of the suffix: ``t2is_24gb``. To make a configuration of your
-own, copy a function and change it, here or in a file of your own. All options with their defaults
-and meanings: docs/configuration.md.
-
-    grpo_t2is.py     t2is (FLUX.1-dev), t2is_variety, the suffixes _24gb, _48gb, _80gb and _fast
-    grpo_models.py   other generators: t2is_qwen, klein_t2is, sd3_t2is, …; ocr and pickscore
-    grpo_editing.py  kontext_editing, qwen_editing, …
-    grpo_toy.py      toy_t2is, toy_kontext, …, for ../quickstart
+NAME is a function of this file that takes no arguments, and may be followed by any of ``SUFFIXES``
+in any order: ``klein_t2is_nft``, ``t2is_80gb_fast``. Where this file has a function for a name with
+a suffix, it is used instead of the suffix: ``t2is_24gb``. To make a configuration of your own, copy
+a function and change it, here or in a file of your own. All options with their defaults and
+meanings: docs/configuration.md.
 
 Every configuration evaluates at least one reward that it does not train, its guard: a trained
 reward that rises while it falls is being exploited (docs/recovery.md).
 """
-
-import sys
-from pathlib import Path
 
 import numpy as np  # noqa: F401 - for aggregations of your own
 from ml_collections import ConfigDict
@@ -28,14 +20,635 @@ from paco_grpo.advantages.aggregation import (  # noqa: F401 - for config.train.
     product_aggregate_fn,
     weighted_advantage_sum_aggregate_fn,
 )
+from paco_grpo.options import config_dict
 
-sys.path.append(str(Path(__file__).parent))
-from grpo_editing import *
-from grpo_models import *
-from grpo_t2is import *
-from grpo_toy import *
+CLIP_REWARDS = ("clipscore", "pickscore", "reference_clipI", "subfig_clipI", "subfig_clipT")
 
-# --- suffixes: the objectives, with the settings of their papers ---------------------------------
+# --- text to image set ---------------------------------------------------------------------------
+
+
+def t2is() -> ConfigDict:
+    """FLUX.1-dev: train at 512 px, evaluate at 1024 px."""
+    config = config_dict()
+    config.dataset = "dataset/T2IS"
+    config.item_size = "aspect"  # one prompt set serves every resolution
+    config.sample.global_std = True
+    config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
+    # The judge on this machine's port 8000; elsewhere add "port", "host" or "base_url".
+    config.train.reward_fn_kwargs = {"consistency_score": {"model": "PaCo-Reward-7B"}}
+    config.test.reward_fn = config.train.reward_fn.to_dict()
+    guard(config, "subfig_clipI", "clipscore")
+    return config
+
+
+def t2is_24gb() -> ConfigDict:
+    """``t2is`` on a GPU of 24 GB; the CLIP rewards score on the CPU while images are sampled."""
+    config = t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def t2is_48gb() -> ConfigDict:
+    """``t2is`` on a GPU of 48 GB; the CLIP rewards in half precision leave room for T5."""
+    config = t2is()
+    for_48gb(config)
+    clip_in_half(config)
+    return config
+
+
+def t2is_variety() -> ConfigDict:
+    """Consistency × variety: panels agree, and images of a prompt that leaves a choice differ.
+
+    Rewards, objective and its settings are those of the quickstart, on FLUX.1-dev.
+    """
+    config = t2is()
+    # python dataset/fetch.py t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins
+    config.dataset = "dataset/T2IS-twins"
+    judge = {"model": "PaCo-Reward-7B"}
+    config.train.reward_fn = {"consistency_score": 1.0, "between_images": 8.0}
+    config.train.reward_fn_kwargs = {"consistency_score": judge, "between_images": judge}
+    config.train.aggregate_fn = "product_aggregate_fn"
+    config.train.loss_type = "nft"
+    config.train.sigma_one = True
+    without_noise(config)
+    # An evaluation has one image of each prompt, so there is nothing that between_images compares.
+    config.test.reward_fn = {"consistency_score": 1.0}
+    guard(config, "subfig_clipT", "pickscore")
+    return config
+
+
+def t2is_qwen() -> ConfigDict:
+    """Qwen-Image-2512, with true CFG."""
+    config = t2is()
+    config.pretrained.model = "Qwen/Qwen-Image-2512"
+    config.sample.noise_level = 1.0
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = " "
+    return config
+
+
+def t2is_qwen_48gb() -> ConfigDict:
+    """``t2is_qwen`` on a GPU of 48 GB: 20 billion weights, so in 4 bits already."""
+    config = t2is_qwen()
+    for_24gb(config)
+    return config
+
+
+def klein_t2is() -> ConfigDict:
+    """FLUX.2 Klein with 4 billion weights."""
+    config = t2is()
+    klein(config)
+    return config
+
+
+def klein_t2is_9b() -> ConfigDict:
+    """FLUX.2 Klein with 9 billion weights."""
+    config = klein_t2is()
+    config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-9B"
+    return config
+
+
+def flux2_t2is() -> ConfigDict:
+    """FLUX.2-dev, in 4 bits."""
+    config = t2is()
+    flux2(config)
+    return config
+
+
+def sd3_t2is() -> ConfigDict:
+    """Stable Diffusion 3.5 medium, with true CFG."""
+    config = t2is()
+    sd3(config)
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
+    return config
+
+
+def sd3_t2is_24gb() -> ConfigDict:
+    """``sd3_t2is`` on a GPU of 24 GB, which its 2.5 billion weights do not fill."""
+    config = sd3_t2is()
+    for_48gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def sd3_large_t2is() -> ConfigDict:
+    """Stable Diffusion 3.5 large, with true CFG."""
+    config = sd3_t2is()
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-large"
+    return config
+
+
+def sd3_large_t2is_24gb() -> ConfigDict:
+    """``sd3_large_t2is`` on a GPU of 24 GB."""
+    config = sd3_large_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def z_image_t2is() -> ConfigDict:
+    """Z-Image, with true CFG."""
+    config = t2is()
+    config.pretrained.model = "Tongyi-MAI/Z-Image"
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = ""
+    config.test.num_steps = 28
+    return config
+
+
+def z_image_t2is_24gb() -> ConfigDict:
+    """``z_image_t2is`` on a GPU of 24 GB."""
+    config = z_image_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def z_image_turbo_t2is() -> ConfigDict:
+    """Z-Image-Turbo, which is distilled: few steps and no guidance."""
+    config = t2is()
+    config.pretrained.model = "Tongyi-MAI/Z-Image-Turbo"
+    config.sample.num_steps = 6
+    config.sample.guidance_scale = 0.0
+    config.test.num_steps = 8
+    config.train.beta = 1e-3  # without a KL term, training soon undoes the distillation
+    return config
+
+
+def krea_t2is() -> ConfigDict:
+    """Krea 2 Raw, with true CFG; its adapter is meant for Turbo (docs/real-weights.md)."""
+    config = t2is()
+    config.pretrained.model = "krea/Krea-2-Raw"
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
+    config.test.num_steps = 28
+    return config
+
+
+def krea_t2is_80gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 80 GB, which its activations would fill."""
+    config = krea_t2is()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
+    return config
+
+
+def krea_t2is_48gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 48 GB."""
+    config = krea_t2is()
+    for_48gb(config)
+    clip_in_half(config)
+    return config
+
+
+def krea_t2is_24gb() -> ConfigDict:
+    """``krea_t2is`` on a GPU of 24 GB."""
+    config = krea_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+def qwen21_t2is() -> ConfigDict:
+    """Qwen-Image-2.1, which is meant to be used without guidance."""
+    config = t2is()
+    qwen21(config)
+    return config
+
+
+def longcat_t2is() -> ConfigDict:
+    """LongCat-Image, with true CFG."""
+    config = t2is()
+    longcat(config)
+    config.pretrained.model = "meituan-longcat/LongCat-Image"
+    return config
+
+
+def longcat_t2is_24gb() -> ConfigDict:
+    """``longcat_t2is`` on a GPU of 24 GB."""
+    config = longcat_t2is()
+    for_24gb(config)
+    clip_on_cpu(config)
+    return config
+
+
+# --- editing -------------------------------------------------------------------------------------
+
+
+def editing() -> ConfigDict:
+    """What all editors share: train at 384 px, evaluate at 512 px, one reward."""
+    config = config_dict()
+    config.dataset = "dataset/public-sharegpt-4o-image"  # python dataset/fetch.py sharegpt-4o-image
+    config.prompt_fn = "arrow_editing"
+    config.item_size = "aspect"
+    config.train.resolution = 384
+    config.test.resolution = 512
+    config.test.num_images = 256  # the whole test split would take longer than training
+    config.train.reward_fn = {"consistency_for_editing": 1.0}
+    config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-7B"}}
+    config.test.reward_fn = config.train.reward_fn.to_dict()
+    guard(config, "reference_clipI", "clipscore")
+    return config
+
+
+def kontext_editing() -> ConfigDict:
+    """FLUX.1-Kontext-dev."""
+    config = editing()
+    config.pretrained.model = "black-forest-labs/FLUX.1-Kontext-dev"
+    config.sample.num_steps = 8
+    config.sample.noise_level = 0.9
+    config.sample.guidance_scale = 2.5
+    return config
+
+
+def qwen_editing() -> ConfigDict:
+    """Qwen-Image-Edit, with true CFG."""
+    config = editing()
+    config.pretrained.model = "Qwen/Qwen-Image-Edit"
+    config.sample.noise_steps = (1, 2, 3, 4)
+    config.sample.noise_level = 1.0
+    config.sample.guidance_scale = 4.0
+    config.sample.negative_prompt = " "
+    return config
+
+
+def qwen_editing_48gb() -> ConfigDict:
+    """``qwen_editing`` on a GPU of 48 GB: 20 billion weights, so in 4 bits already."""
+    config = qwen_editing()
+    for_24gb(config)
+    return config
+
+
+def qwen_editing_80gb() -> ConfigDict:
+    """``qwen_editing`` on a GPU of 80 GB, of which the weights take 38."""
+    config = qwen_editing()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
+    return config
+
+
+def qwen_editing_no_cfg() -> ConfigDict:
+    """As in the published training: without true CFG, half the forwards."""
+    config = qwen_editing()
+    config.sample.guidance_scale = 1.0
+    config.sample.negative_prompt = None
+    return config
+
+
+def qwen_editing_2511() -> ConfigDict:
+    """Qwen-Image-Edit-2511, which takes several reference images (``images`` of a row)."""
+    config = qwen_editing()
+    config.pretrained.model = "Qwen/Qwen-Image-Edit-2511"
+    config.enable_gradient_checkpointing = True  # without it, one image fills 80 GB
+    return config
+
+
+def qwen_editing_2511_48gb() -> ConfigDict:
+    """``qwen_editing_2511`` on a GPU of 48 GB."""
+    config = qwen_editing_2511()
+    for_24gb(config)
+    return config
+
+
+def klein_editing() -> ConfigDict:
+    """FLUX.2 Klein with 4 billion weights."""
+    config = editing()
+    klein(config)
+    return config
+
+
+def klein_editing_9b() -> ConfigDict:
+    """FLUX.2 Klein with 9 billion weights."""
+    config = klein_editing()
+    config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-9B"
+    return config
+
+
+def flux2_editing() -> ConfigDict:
+    """FLUX.2-dev, in 4 bits."""
+    config = editing()
+    flux2(config)
+    return config
+
+
+def qwen21_editing() -> ConfigDict:
+    """Qwen-Image-2.1, which takes several reference images (``images`` of a row)."""
+    config = editing()
+    qwen21(config)
+    return config
+
+
+def longcat_editing() -> ConfigDict:
+    """LongCat-Image-Edit, with true CFG."""
+    config = editing()
+    longcat(config)
+    config.pretrained.model = "meituan-longcat/LongCat-Image-Edit"
+    return config
+
+
+# --- one image for a prompt ----------------------------------------------------------------------
+
+
+def ocr() -> ConfigDict:
+    """Text rendering with FLUX.1-dev: train at 256 px, evaluate at 512 px."""
+    config = config_dict()
+    config.dataset = "dataset/public-ocr"  # python dataset/fetch.py ocr
+    config.prompt_fn = "general_ocr"  # one prompt a line
+    config.train.resolution = 256
+    config.test.resolution = 512
+    config.test.num_images = 256
+    config.sample.noise_level = 0.8
+    config.train.reward_fn = {"ocr": 1.0}
+    config.test.reward_fn = {"ocr": 1.0}
+    guard(config, "pickscore")
+    return config
+
+
+def ocr_128() -> ConfigDict:
+    """The published study of the training resolution: 128 px."""
+    config = ocr()
+    config.train.resolution = 128
+    return config
+
+
+def ocr_512() -> ConfigDict:
+    """The published study of the training resolution: 512 px."""
+    config = ocr()
+    config.train.resolution = 512
+    return config
+
+
+def pickscore() -> ConfigDict:
+    """Human preference with FLUX.1-dev."""
+    config = ocr()
+    config.dataset = "dataset/public-pickscore"  # python dataset/fetch.py pickscore
+    config.sample.noise_level = 0.7
+    config.train.reward_fn = {"pickscore": 1.0}
+    config.test.reward_fn = {"pickscore": 1.0}
+    guard(config, "clipscore")
+    return config
+
+
+def sd3_ocr() -> ConfigDict:
+    """Stable Diffusion 3.5 medium without CFG: what most papers on objectives train."""
+    config = ocr_512()
+    sd3(config)
+    config.sample.noise_level = 0.7
+    config.sample.guidance_scale = 1.0
+    return config
+
+
+# --- the toy world of ../quickstart, on a CPU ----------------------------------------------------
+
+
+def toy_t2is() -> ConfigDict:
+    """Panels should agree, and images of a prompt differ.
+
+    Half of the prompts leave part of the character open.
+    """
+    config = config_dict()
+    toy(config)
+    config.dataset = "../quickstart/out/world/prompts"
+    config.pretrained.model = "../quickstart/models/flux"
+    config.max_sequence_length = 32  # the toy model was built with it; the longest prompt has 31
+    config.sample.latents_per_prompt = 4
+    config.train.learning_rate = 1e-3
+    # A LoRA of high rank on all linear layers is needed for images that differ (docs/rewards.md).
+    config.train.lora_rank = 128
+    config.train.lora_alpha = 256
+    config.train.lora_targets = ".*"
+    config.train.reward_fn = {
+        "consistency_score": 1.0,
+        "between_images": 8.0,
+        "paco_toy.oracle:oracle_consistency": 0.0,  # monitored only
+    }
+    config.train.reward_fn_kwargs = {
+        "consistency_score": {"model": "PaCo-Reward-Toy"},
+        "between_images": {"model": "PaCo-Reward-Toy"},
+    }
+    config.train.aggregate_fn = "product_aggregate_fn"
+    config.test.reward_fn = {
+        "consistency_score": 1.0,
+        "paco_toy.oracle:oracle_consistency": 1.0,
+        "paco_toy.oracle:oracle_alignment": 1.0,
+        "paco_toy.oracle:oracle_distinct": 1.0,
+    }
+    return config
+
+
+def toy_t2is_nft() -> ConfigDict:
+    """The quickstart: panels agree and choices stay open, where ppo learns little of either."""
+    config = toy_t2is()
+    without_noise(config)
+    config.eval_freq = 16
+    config.num_epochs = 16  # epochs end it, not the machine's speed
+    config.train.loss_type = "nft"
+    config.train.sigma_one = True
+    return config
+
+
+def toy_t2is_awm() -> ConfigDict:
+    """As ``toy_t2is_nft``, and as long: its epochs are shorter."""
+    config = toy_t2is()
+    without_noise(config)
+    config.eval_freq = 10
+    config.num_epochs = 20
+    config.train.loss_type = "awm"
+    # The slow copy would be nearly what is trained, and cost a forward for each σ.
+    config.train.awm_slow_beta = 0.0
+    return config
+
+
+def toy_t2is_sets() -> ConfigDict:
+    """Two prompt sets, each with its own rewards: only open prompts are asked for variety."""
+    config = toy_t2is_nft()
+    folder = config.dataset
+    config.dataset = ""
+    config.train.reward_fn = {"consistency_score": 1.0}  # of sets that name no others
+    config.datasets = {
+        "full": {"folder": folder, "open": False, "share": 1.0},
+        "open": {
+            "folder": folder,
+            "open": True,
+            "share": 1.0,
+            "reward_fn": {"consistency_score": 1.0, "between_images": 8.0},
+        },
+    }
+    return config
+
+
+def toy_kontext() -> ConfigDict:
+    """The toy editor."""
+    config = kontext_editing()
+    toy_editing(config)
+    config.pretrained.model = "../quickstart/models/flux_kontext"
+    config.max_sequence_length = 8  # the toy model was built with it; an instruction has 5
+    return config
+
+
+# --- changes that several configurations share ---------------------------------------------------
+
+
+def klein(config: ConfigDict) -> None:
+    """FLUX.2 Klein is sampled with true CFG, with the empty negative prompt of its pipeline."""
+    config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-4B"
+    config.sample.num_steps = 8
+    config.sample.guidance_scale = 4.0
+    config.test.num_steps = 28
+
+
+def flux2(config: ConfigDict) -> None:
+    """FLUX.2-dev has 32 billion weights, in 4 bits on one GPU; its guidance is embedded."""
+    for_24gb(config)
+    config.pretrained.model = "black-forest-labs/FLUX.2-dev"
+    config.sample.guidance_scale = 4.0
+    config.test.num_steps = 28
+
+
+def qwen21(config: ConfigDict) -> None:
+    """Qwen-Image-2.1 with the recommended number of steps."""
+    config.pretrained.model = "Qwen/Qwen-Image-2.1"
+    config.sample.guidance_scale = 1.0
+    config.test.num_steps = 40
+
+
+def longcat(config: ConfigDict) -> None:
+    """LongCat's models are sampled with the empty negative prompt of their pipelines."""
+    config.sample.guidance_scale = 4.5
+    config.sample.negative_prompt = ""
+    config.test.num_steps = 28
+
+
+def sd3(config: ConfigDict) -> None:
+    """Stable Diffusion 3.5 medium."""
+    config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
+    config.max_sequence_length = 256  # its pipeline's default; padding tokens are attended to
+    config.test.num_steps = 40
+
+
+def guard(config: ConfigDict, *rewards: str) -> None:
+    """Evaluate ``rewards``, which are not trained."""
+    for reward in rewards:
+        config.test.reward_fn[reward] = 1.0
+
+
+def clip_on_cpu(config: ConfigDict) -> None:
+    """The two CLIP models of ``t2is`` score on the CPU."""
+    config.train.reward_fn_kwargs.subfig_clipT = {"device": "cpu"}
+    config.train.reward_fn_kwargs.pickscore = {"device": "cpu"}
+
+
+def clip_in_half(config: ConfigDict) -> None:
+    """The two CLIP models of ``t2is`` in half precision leave room for the text encoder."""
+    config.train.reward_fn_kwargs.subfig_clipT = {"dtype": "float16"}
+    config.train.reward_fn_kwargs.pickscore = {"dtype": "float16"}
+    config.test.reward_fn_kwargs.subfig_clipI = {"dtype": "float16"}  # the model of subfig_clipT
+
+
+def toy(config: ConfigDict) -> None:
+    """Small models on a CPU: train at 64 px, evaluate at 128 px."""
+    config.item_size = "aspect"
+    config.mixed_precision = "no"
+    config.eval_freq = 20
+    config.num_epochs = 200
+    config.max_train_minutes = 5.0  # ends it first
+    config.num_checkpoint_limit = 2
+    config.sample.num_steps = 6
+    config.sample.batch_size = 64
+    config.sample.unique_sample_num_per_epoch = 8
+    config.sample.noise_steps = (1,)
+    # Images of a group differ only by the noise that is trained on.
+    config.sample.same_latent = True
+    config.train.resolution = 64
+    config.train.batch_size = 64
+    config.train.learning_rate = 2e-3
+    config.train.adam_beta2 = 0.99
+    config.train.gradient_step_per_epoch = 1
+    config.train.ema_update_interval = 1
+    config.train.lora_rank = 8
+    config.train.lora_alpha = 16
+    config.test.resolution = 128
+    config.test.batch_size = 32
+    config.test.num_steps = 10
+    config.test.num_images = 128
+
+
+def without_noise(config: ConfigDict) -> None:
+    """Sampling, σ and KL weight for objectives that noise the finished images themselves."""
+    config.sample.noise_level = 0.0
+    config.sample.same_latent = False
+    config.sample.latents_per_prompt = 1
+    config.train.num_sigmas = 3
+    config.train.beta = 0.02
+
+
+def toy_editing(config: ConfigDict) -> None:
+    """Editing in the toy world. The toy judge cannot judge edits, so the oracle is the reward."""
+    toy(config)
+    config.dataset = "../quickstart/out/world/edits"
+    config.prompt_fn = "geneval_image"
+    config.train.reward_fn = {
+        "paco_toy.edits:oracle_edit": 1.0,
+        "paco_toy.edits:oracle_followed": 0.0,  # monitored only
+        "paco_toy.edits:oracle_kept": 0.0,
+    }
+    config.train.reward_fn_kwargs = {}
+    config.test.reward_fn = {}
+    config.train.loss_type = "nft"  # short runs of ppo gained little
+    config.train.timesteps = (1, 3)
+    config.train.adv_clip_max = 1.0  # an advantage of one standard deviation counts fully
+    config.sample.noise_level = 0.0
+    config.sample.same_latent = False
+    config.sample.num_images_per_prompt = 8
+    config.sample.unique_sample_num_per_epoch = 16
+    config.test.resolution = 64  # the toy bases are better at it than at 128 px
+
+
+# --- suffixes: the memory of a GPU changes memory and speed, not what is trained -----------------
+
+
+def for_48gb(config: ConfigDict) -> None:
+    """Activations are recomputed; VAE (between uses) and guards are in main memory."""
+    config.enable_gradient_checkpointing = True
+    config.speed.offload_vae = True
+    guards_on_cpu(config.train.reward_fn, config.test.reward_fn, config.test.reward_fn_kwargs)
+    for of_set in config.datasets.values():
+        trained = of_set.get("reward_fn") or config.train.reward_fn
+        kwargs = dict(of_set.get("reward_fn_kwargs", {}))
+        guards_on_cpu(trained, of_set.get("test_reward_fn", {}), kwargs)
+        if kwargs:
+            of_set["reward_fn_kwargs"] = kwargs
+
+
+def guards_on_cpu(trained: dict, tested: dict, kwargs: dict) -> None:
+    """Guards that are CLIP models are in main memory."""
+    for reward in tested:
+        if reward in CLIP_REWARDS and reward not in trained:
+            kwargs[reward] = {"device": "cpu"}
+
+
+def for_24gb(config: ConfigDict) -> None:
+    """Also the frozen transformer in 4 bits (QLoRA, arXiv 2305.14314), which rounds its weights."""
+    for_48gb(config)
+    config.pretrained.quantize = "nf4"
+
+
+def for_80gb(config: ConfigDict) -> None:
+    """Larger forwards of compiled blocks."""
+    config.speed.compile = True
+    # 6 divides an epoch of 42 x 16 images on 1, 2, 4, 7 and 8 GPUs; 7 would raise it to 49 on 7.
+    config.sample.batch_size = 6
+    config.train.batch_size = 2
+    config.test.batch_size = 4
+
+
+def fast(config: ConfigDict) -> None:
+    """Fewer steps and text tokens change the training images (docs/scaling.md)."""
+    config.sample.tail_steps = 4  # of second order, after the last noise step
+    if "LongCat" not in config.pretrained.model:  # its image's positions begin behind the padding
+        config.train.max_sequence_length = 0  # no more padding than the longest prompt needs
 
 
 def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32) -> None:
