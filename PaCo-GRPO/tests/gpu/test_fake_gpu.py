@@ -105,6 +105,12 @@ def test_the_published_batch_of_the_judge_fits_80_gb(tmp_path):
 
 
 @pytest.mark.long
+def test_an_epoch_with_all_blocks(tmp_path):
+    (seen,) = run(tmp_path, step("t2is_80gb", None))
+    check_step(seen)
+
+
+@pytest.mark.long
 def test_other_epochs_with_two_blocks(tmp_path):
     for seen in run(tmp_path, *[step(name, 2) for name in MORE]):
         check_step(seen)
