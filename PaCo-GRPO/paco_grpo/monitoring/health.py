@@ -187,8 +187,8 @@ _SIGNS = (
     Sign(
         metric="health/diversity_vs_first",
         lowest=0.7,
-        message="images of an open prompt become alike: their diversity 1 − b is {:.2f} times "
-        "that of the first epochs",
+        message="images of an open prompt become alike: their diversity 1 − b has fallen to "
+        "{:.2f} times its value in the first epochs",
         cause="images of a prompt become the same; use between_images as a factor "
         "(docs/rewards.md)",
         collapse=False,

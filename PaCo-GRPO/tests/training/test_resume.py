@@ -44,7 +44,7 @@ def assert_equal(saved, loaded):
 
 @pytest.mark.parametrize("changes", [{}, {"train__use_8bit_adam": True, "train__lora_rank": 64}])
 def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
-    """All numbers differ. The learning rate is that of the options, not the saved one."""
+    """All numbers differ. The learning rate comes from the options, not from the checkpoint."""
     options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes)
     first = train(options).run
     state = first.state

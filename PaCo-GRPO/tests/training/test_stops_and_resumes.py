@@ -18,7 +18,7 @@ def rewards(**weights):
 
 def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path, caplog):
     """They reach no aggregation (a negative one would be refused), and a missing score or a failure
-    leaves no sample out. Agreement (3 n and 1 − n / 2 of prompt n) is that of open prompts: 0, 1, 2.
+    leaves no sample out. Agreement (3 n and 1 − n / 2 of prompt n) is measured on open prompts: 0, 1, 2.
     """
     write_prompts(tmp_path / "prompts", first_open=3)
     trained = {"gaps": 1, "negative": 0, "no_scores": 0, "failing": 0}

@@ -1,4 +1,4 @@
-"""Weights: loaded whole or not at all, and what to do about those that cannot be had."""
+"""Loads weights, whole or not at all, and says how to get missing ones."""
 
 import json
 import logging

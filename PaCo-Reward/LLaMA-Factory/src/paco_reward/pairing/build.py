@@ -76,9 +76,9 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     files.claim(options.output, _identity(options, read))
     stats = {}
 
-    def step(name: str, label: Callable, questions: Sequence[Question]) -> None:
+    def step(name: str, label_pairs: Callable, questions: Sequence[Question]) -> None:
         counts: Counter[str] = Counter()
-        pairs = label(options, read, counts)
+        pairs = label_pairs(options, read, counts)
         numbers = _write(options, read, name, pairs, counts)
         asked = list(questions)
         if options.reasons:
