@@ -246,8 +246,8 @@ def clean(labeled: Sequence[LabeledPair], options: Namespace, counts: Counter) -
     """
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
-    same = dict(zip(images, images, strict=True)) if options.pairs else leader
-    pairs = select.without_duplicates(select.shuffled(labeled, options.seed), same, counts)
+    original = {image: image for image in images} if options.pairs else leader
+    pairs = select.without_duplicates(select.shuffled(labeled, options.seed), original, counts)
     if pairs and pairs[0].kind == "theme":
         return pairs
     return select.connected(pairs, leader)

@@ -110,19 +110,19 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
     Raises:
         UserError: Names the first row that cannot be used, and how many more there are.
     """
-    own = OwnPairs()
+    usable = OwnPairs()
     problems = []
     rows = _rows(file)
     for number, values in enumerate(tqdm(rows, desc="pairs"), start=1):
         try:
-            own.add(row_of(values, PairRow), file.parent, question_name, min_gap)
+            usable.add(row_of(values, PairRow), file.parent, question_name, min_gap)
         except ValueError as error:
             problems.append(f"{file} row {number}: {error}")
     if problems:
         others = f" ({len(problems) - 1} more rows cannot be used)" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
-    own.counts = {"pairs": len(rows), "unclear": len(rows) - len(own.pairs)}
-    return own
+    usable.counts = {"pairs": len(rows), "unclear": len(rows) - len(usable.pairs)}
+    return usable
 
 
 def _answer(label: bool, reason: str) -> str:
