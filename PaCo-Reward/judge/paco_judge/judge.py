@@ -85,7 +85,8 @@ class Judge:
             form: How images and answers travel.
 
         Raises:
-            ValueError: It is no judge, or weights are missing, damaged or do not fit.
+            ValueError: It is no judge, or weights are missing or do not fit.
+            OSError, SafetensorError: The model's folder lacks a file, or one is damaged.
         """
         try:
             from paco_judge.scorer import JudgeScorer
