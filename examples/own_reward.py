@@ -3,9 +3,9 @@
 PYTHONPATH=../examples bash scripts/single_node/train_flux.sh t2is \\
     --config.train.reward_fn.own_reward:colorfulness=0.5
 
-or instead of the configuration's rewards:
+or instead of the configuration's rewards, also in evaluations:
 
-PYTHONPATH=../examples bash scripts/single_node/train_flux.sh t2is \\
+PYTHONPATH=../examples bash scripts/single_node/train_flux.sh t2is --config.test.reward_fn= \\
     --config.train.reward_fn='{"own_reward:colorfulness": 1.0}'
 """
 

@@ -19,7 +19,7 @@ bash scripts/single_node/train_flux.sh t2is --config.train.resolution=256 --conf
 # a list
 bash scripts/single_node/train_flux.sh t2is --config.sample.noise_steps=1,2
 # false
-bash scripts/single_node/train_flux.sh t2is --noconfig.train.ema
+bash scripts/single_node/train_flux.sh t2is --config.train.ema=False
 # one entry of a table
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5
 # a whole table
@@ -46,13 +46,12 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def page() -> str:
     """docs/configuration.md."""
     lines = [_INTRODUCTION]
-    of_set = "datasets.NAME"
-    options = OPTIONS | {f"{of_set}.{name}": option for name, option in SET_OPTIONS.items()}
-    for prefix, group in ({"": RunOptions} | GROUPS | {of_set: DatasetOptions}).items():
+    groups = {"": RunOptions} | GROUPS | {"datasets.NAME": DatasetOptions}
+    for prefix, group in groups.items():
         title = f"config.{prefix}".rstrip(".")
         lines += [f"## `{title}`", "", " ".join(group.__doc__.split()), ""]
         lines += ["| option | values | default | meaning |", "|---|---|---|---|"]
-        for name, option in options.items():
+        for name, option in (OPTIONS | SET_OPTIONS).items():
             if name.rpartition(".")[0] == prefix:
                 default = option.get_default(call_default_factory=True)
                 default = "" if option.is_required() else default

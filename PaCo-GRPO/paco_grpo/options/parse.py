@@ -4,10 +4,10 @@ A command line has the form of ml_collections flags: ``--config SOURCE --config.
 are taken apart here; pydantic reads the values (``schema``), and OmegaConf those of tables.
 """
 
+import copy
 import dataclasses
 import difflib
 import inspect
-import logging
 import re
 import runpy
 import typing
@@ -25,8 +25,6 @@ from paco_grpo.names import did_you_mean
 from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
 from paco_judge.errors import UserError
 
-logger = logging.getLogger(__name__)
-
 _RUN_OPTIONS = TypeAdapter(RunOptions)
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
 
@@ -40,8 +38,7 @@ class _Config(ConfigDict):
 
     def __init__(self, entries: Mapping[str, Any] = {}) -> None:
         super().__init__(type_safe=False, allow_dotted_keys=True)
-        for key, value in entries.items():
-            self[key] = value
+        self.update(entries)
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, _Config(value) if isinstance(value, dict) else value)
@@ -56,38 +53,27 @@ def config_dict() -> ConfigDict:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
-    """The options of a command line, and the name of their configuration; see ``load_options``."""
-    source, overrides = parse_command_line(arguments)
-    name = source.partition(":")[2] or Path(source).stem
-    return load_options(source, overrides), name
+    """The options of ``--config SOURCE --config.key=value …``, and the name of the configuration.
 
-
-def parse_command_line(arguments: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Split ``--config SOURCE --config.key=value …`` into the source and the overrides."""
+    See ``load_options``. Raises ConfigError.
+    """
     source = None
     overrides = []
-    rest = iter(arguments)
-    for argument in rest:
-        option, equals, value = argument.partition("=")
-        words = re.fullmatch(r"--?(no)?config(\..+)?", option)
-        if words is None:
+    words = iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option == "--config":
+            source = value or next(words, None)
+        elif equals and option.startswith("--config."):
+            overrides.append((option.removeprefix("--config."), value))
+        else:
             raise ConfigError(
-                f"unknown argument {argument!r}. "
+                f"unknown argument {word!r}. "
                 "Options are given as --config FILE[:NAME] and --config.a.b=value"
             )
-        if words[1]:
-            value = "false"
-        elif not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise ConfigError(f"argument {argument!r} has no value; write {argument}=VALUE")
-        if words[2]:
-            overrides.append((words[2][1:], value))
-        else:
-            source = value
     if source is None:
         raise ConfigError("no configuration given; start with --config config/grpo.py:NAME")
-    return source, overrides
+    return load_options(source, overrides), source.partition(":")[2] or Path(source).stem
 
 
 def describe_options(options: RunOptions) -> str:
@@ -109,45 +95,35 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
             earlier run.
         overrides: Pairs of dotted name and text, as on the command line, of an option or of an
             entry of a table.
+
+    Raises:
+        ConfigError: There is no such configuration, or an option is unknown or has a wrong value.
     """
     file, _, name = str(source).partition(":")
     path = Path(file)
-    if path.suffix not in (".py", ".yaml", ".yml"):
-        raise ConfigError(f"configuration {file!r} is not a .py or .yaml file")
     if not path.is_file():
         raise ConfigError(f"configuration file {path.absolute()} does not exist")
-    try:
-        if path.suffix == ".py":
-            config = named_configuration(runpy.run_path(str(path), run_name=_MODULE), name)
-            values = config.to_dict()
-        else:
-            values = OmegaConf.to_container(OmegaConf.load(path))
-            if not isinstance(values, dict):
-                raise ConfigError(f"{path} holds no table of options")
-    # ConfigDict's for an unknown name; what the file imports; its text.
-    except (AttributeError, ImportError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return make_options(values, overrides)
+    if path.suffix == ".py":
+        config = named_configuration(runpy.run_path(file, run_name=_MODULE), name)
+        return make_options(config.to_dict(), overrides)
+    return make_options(OmegaConf.to_container(OmegaConf.load(path)), overrides)
 
 
 def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
     """The configuration that a file, which defines ``names``, calls ``name``.
 
-    It is what the public function ``name``, which the file defines or imports, returns. ``name``
-    may end in keys of the file's table ``SUFFIXES``, in any order; their functions then change the
-    configuration, unless the file has a function for the name with that suffix. A file may instead
-    have a function ``get_config``, which gets ``name``, or nothing where no name is given.
+    It is what the function ``name``, which the file defines or imports, returns. ``name`` may end
+    in keys of the file's table ``SUFFIXES``, in any order; their functions then change the
+    configuration, unless the file has a function for the name with that suffix.
 
     Raises:
         ConfigError: There is no such configuration.
     """
     functions = {}
     for key, value in names.items():
-        if not inspect.isfunction(value) or value.__module__.startswith("paco_grpo."):
-            continue
-        if key[0] != "_" and not inspect.signature(value).parameters:
+        is_function = inspect.isfunction(value) and value is not config_dict
+        if is_function and not inspect.signature(value).parameters:
             functions[key] = value
-    get_config = names.get("get_config")
     changes = names.get("SUFFIXES", {})
     base = name
     endings: list[str] = []
@@ -165,12 +141,9 @@ def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
         for suffix in suffixes:
             changes[suffix](config)
         return config
-    if get_config:
-        return get_config(name) if name else get_config()
-    also = f"also with {', '.join(changes)}" if changes else "for _nft and such, import SUFFIXES"
     raise ConfigError(
         f"{names['__file__']} has no configuration {name!r}.{did_you_mean(name, functions)} "
-        f"Known: {', '.join(sorted(functions)) or 'none'} ({also})"
+        f"Known: {', '.join([*functions, *changes])}"
     )
 
 
@@ -180,95 +153,30 @@ def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
 def make_options(
     values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = ()
 ) -> RunOptions:
-    """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem.
-
-    A file's arguments of rewards that ``overrides`` replace are dropped, and its evaluation follows
-    the rewards that they train.
-    """
-    values = _as_json(values)
-    overrides = list(overrides)
-    before = _as_json(values)
+    """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem."""
+    values = copy.deepcopy(values)
     for name, text in overrides:
         _override(values, name, text)
-    if not any(name.startswith("test.reward_fn") for name, _ in overrides):
-        _evaluate_what_is_trained(before, values)
-    _drop_arguments(before, values)
     try:
         return _RUN_OPTIONS.validate_python(values)
     except ValidationError as error:
-        problems = dict.fromkeys(_problem(detail) for detail in error.errors())
-        raise ConfigError("\n".join(problems)) from error
-
-
-def _as_json(value: Any) -> Any:
-    """A copy in which tuples are lists."""
-    if isinstance(value, dict):
-        return {key: _as_json(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _evaluate_what_is_trained(before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Evaluate rewards that the command line adds, and none of a task that it replaces."""
-    tested = _table(values, "test", "reward_fn")
-    trained = _table(values, "train", "reward_fn")
-    earlier = _table(before, "train", "reward_fn")
-    kept = [name for name, weight in earlier.items() if weight and name in trained]
-    if kept and tested:
-        tested |= {name: trained[name] for name in trained if name not in earlier}
-    elif tested and any(earlier.values()):
-        tested.clear()
-        logger.info("config.test.reward_fn is replaced: the trained rewards are evaluated")
-
-
-def _drop_arguments(before: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Drop the arguments of rewards that are no longer there."""
-    for reward in _rewards(before) - _rewards(values):
-        for split in ("train", "test"):
-            arguments = _table(values, split, "reward_fn_kwargs")
-            if arguments.pop(reward, None) is not None:
-                logger.info(
-                    "config.%s.reward_fn_kwargs.%s is dropped: its reward is gone", split, reward
-                )
-
-
-def _rewards(values: Mapping[str, Any]) -> set[str]:
-    """The names of the rewards of training and of evaluation, also those of prompt sets."""
-    names = {*_table(values, "train", "reward_fn"), *_table(values, "test", "reward_fn")}
-    sets = values.get("datasets")
-    for of_set in sets if isinstance(sets, dict) else {}:
-        names.update(_table(sets, of_set, "reward_fn"), _table(sets, of_set, "test_reward_fn"))
-    return names
-
-
-def _table(values: Mapping[str, Any], group: str, name: str) -> dict[str, Any]:
-    """A table of options; empty where there is none, which pydantic will say."""
-    options = values.get(group)
-    table = options.get(name) if isinstance(options, dict) else None
-    return table if isinstance(table, dict) else {}
+        raise ConfigError("\n".join(map(_problem, error.errors()))) from error
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
     """Set the option, or the entry of a table, that the command line calls ``name``."""
-    depth = 2 if name.partition(".")[0] in GROUPS else 1
+    # A table is an option of a group or of a prompt set. A reward's name in it may be an import
+    # path with dots, which the name of an argument may follow.
+    depth = 3 if name.startswith("datasets.") else 2
     keys = name.split(".", depth)
-    option = ".".join(keys[:depth])
-    if option not in OPTIONS:
-        values[name] = text  # pydantic refuses it, with all other problems
-        return
-    annotation = OPTIONS[option].annotation if name == option else dict
-    if type(None) in typing.get_args(annotation) and text.lower() in ("none", "null", ""):
+    keys[depth:] = re.findall(r"(?:.*:)?[^.]+", ".".join(keys[depth:]))
+    is_entry = name not in OPTIONS
+    may_be_none = is_entry or type(None) in typing.get_args(OPTIONS[name].annotation)
+    value: Any = text  # which pydantic reads
+    if may_be_none and text.lower() in ("none", "null", ""):
         value = None
-    elif dict in (annotation, typing.get_origin(annotation)) or text[:1] in ("[", "{"):
-        value = _read_yaml(name, text)
-    else:
-        value = text  # which pydantic reads
-    if option == "datasets":
-        keys = name.split(".", 3)  # datasets, set, its option, entry of that
-        option = keys[2] if len(keys) > 3 else option
-    if option.endswith("reward_fn_kwargs") and name != option:
-        # A reward's name may be an import path with dots; an argument's name follows it.
-        reward, argument = re.fullmatch(r"((?:.*:)?[^.]*)\.?(.*)", keys.pop()).groups()
-        keys += [reward, argument] if argument else [reward]
+    elif is_entry or text.startswith(("[", "{")):
+        value = _read_yaml(text)
     for key in keys[:-1]:
         if not isinstance(values.get(key), dict):
             values[key] = {}
@@ -276,14 +184,10 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     values[keys[-1]] = value
 
 
-def _read_yaml(name: str, text: str) -> Any:
+def _read_yaml(text: str) -> Any:
     """A value in YAML, of which JSON is a part, or the text itself where it is none."""
-    if text == "None":
-        return None
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except yaml.constructor.ConstructorError as error:
-        raise ConfigError(f"config.{name}: {error}") from error
     except yaml.YAMLError:
         return text
 
@@ -322,30 +226,17 @@ PUBLISHED = {
 
 def _problem(error: Mapping[str, Any]) -> str:
     """One line on an error of pydantic, with the option that it is about."""
-    words = [str(word) for word in error["loc"]]
-    name = ".".join(words)
-    if error["type"] == "unexpected_keyword_argument":
-        return _unknown(name)
-    if "reward_fn" not in name:  # else entries of a table; here, alternatives of a union
-        depths = dict.fromkeys(GROUPS, 2) | {"datasets": 3}
-        name = ".".join(words[: depths.get(words[0], 1)])
-    message = error["msg"].removeprefix("Value error, ")
-    return f"config.{name}={error['input']!r}: {message}"
-
-
-def _unknown(name: str) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] != "unexpected_keyword_argument":
+        return f"config.{name}={error['input']!r}: {error['msg']}"
     if name in PUBLISHED:
         return f"config.{name} is an option of the published code. Here: {PUBLISHED[name]}"
-    group, _, field = name.rpartition(".")
-    if group.startswith("datasets."):
-        hint = did_you_mean(field, SET_OPTIONS)
-        return f"unknown option config.{name}.{hint} Known: {', '.join(SET_OPTIONS)}"
-    nearest = [option for option in OPTIONS if option.rpartition(".")[2] == field]
-    nearest = nearest or difflib.get_close_matches(name, OPTIONS, cutoff=0.7)
-    hint = " or ".join(f"config.{option}" for option in nearest)
-    if hint:
-        return f"unknown option config.{name}. Did you mean {hint}?"
-    return f"unknown option config.{name}; docs/configuration.md has all"
+    known = [*OPTIONS, *GROUPS, *SET_OPTIONS]
+    last_words = [option.rpartition(".")[2] for option in known]
+    nearest = difflib.get_close_matches(name.rpartition(".")[2], last_words, n=1)
+    meant = [f"config.{option}" for option in known if option.rpartition(".")[2] in nearest]
+    hint = f"Did you mean {' or '.join(meant)}?" if meant else "docs/configuration.md has all"
+    return f"unknown option config.{name}. {hint}"
 
 
 # --- saving --------------------------------------------------------------------------------------
@@ -357,10 +248,7 @@ def options_to_dict(options: RunOptions) -> dict[str, Any]:
     Of ``train.aggregate_fn``, only its description can be saved
     (``advantages.aggregation.describe``), not a function.
     """
-    values = _RUN_OPTIONS.dump_python(options, mode="json")
-    if not options.datasets:
-        del values["datasets"]  # a run with one prompt set is saved as ever
-    return values
+    return _RUN_OPTIONS.dump_python(options, mode="json")
 
 
 def options_to_yaml(options: RunOptions) -> str:

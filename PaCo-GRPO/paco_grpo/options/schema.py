@@ -352,6 +352,8 @@ GROUPS: dict[str, type] = {
 OPTIONS: dict[str, FieldInfo] = {
     name: field for name, field in _FIELDS.items() if name not in GROUPS
 }
-SET_OPTIONS: dict[str, FieldInfo] = dict(DatasetOptions.__pydantic_fields__)  # of one prompt set
 for _group, _kind in GROUPS.items():
     OPTIONS |= {f"{_group}.{name}": field for name, field in _kind.__pydantic_fields__.items()}
+SET_OPTIONS: dict[str, FieldInfo] = {
+    f"datasets.NAME.{name}": field for name, field in DatasetOptions.__pydantic_fields__.items()
+}

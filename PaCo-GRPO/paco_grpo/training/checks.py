@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
@@ -22,6 +22,7 @@ from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
+from paco_grpo.rewards.registry import REWARDS
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
@@ -156,13 +157,25 @@ def contradictions(options: RunOptions) -> list[str]:
     rewards = {**train.reward_fn, **options.test.reward_fn}
     for of_set in options.datasets.values():
         rewards |= {**of_set.reward_fn, **of_set.test_reward_fn}
-    for split in ("train", "test"):
-        for name in getattr(options, split).reward_fn_kwargs:
-            if name not in rewards:
-                problems.append(
-                    f"{split}.reward_fn_kwargs has {name!r}, which is not a reward of this run."
-                    f"{did_you_mean(name, rewards)}"
-                )
+    problems += argument_problems("train", train.reward_fn_kwargs, rewards)
+    problems += argument_problems("test", options.test.reward_fn_kwargs, rewards)
+    return problems
+
+
+def argument_problems(where: str, kwargs: Iterable[str], rewards: Mapping[str, float]) -> list[str]:
+    """A line for each name in ``kwargs`` that looks like a misspelt one of ``rewards``.
+
+    Arguments of rewards that a run does not use are ignored: a command line may replace the rewards
+    of a configuration.
+    """
+    problems = []
+    for name in kwargs:
+        meant = did_you_mean(name, rewards)
+        is_known = name in REWARDS or ":" in name
+        if name not in rewards and (meant or not is_known):
+            problems.append(
+                f"{where}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{meant}"
+            )
     return problems
 
 
@@ -186,13 +199,9 @@ def set_problems(options: RunOptions) -> list[str]:
             )
         if not any(prompt_set.train.weights.values()):
             problems.append(f"{where}.reward_fn gives no reward a weight")
+        kwargs = options.datasets[prompt_set.name].reward_fn_kwargs
         rewards = prompt_set.train.weights | prompt_set.test.weights
-        for name in options.datasets[prompt_set.name].reward_fn_kwargs:
-            if name not in rewards:
-                problems.append(
-                    f"{where}.reward_fn_kwargs has {name!r}, which is not a reward of this set."
-                    f"{did_you_mean(name, rewards)}"
-                )
+        problems += argument_problems(where, kwargs, rewards)
     num_images = options.test.num_images
     if num_images is not None and num_images < len(sets):
         problems.append(

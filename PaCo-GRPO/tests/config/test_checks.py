@@ -44,8 +44,11 @@ def test_named_configurations_pass():
         ({"dataset": ""}, "dataset"),
         ({"train.reward_fn": ""}, "train.reward_fn"),
         ({"test.reward_fn.ocr": "0"}, None),
-        ({"train.reward_fn_kwargs.ocr.server": "x"}, "train.reward_fn_kwargs"),
-        ({"train.reward_fn_kwargs.ocr.server": "x", "test.reward_fn.ocr": "1"}, None),
+        # Arguments of a reward that is replaced, or of a misspelt one.
+        ({"train.reward_fn_kwargs.ocr.server": "x"}, None),
+        ({"test.reward_fn_kwargs.my.rewards:brightness.scale": "2"}, None),
+        ({"train.reward_fn_kwargs.judge.server": "x"}, "train.reward_fn_kwargs"),
+        ({"test.reward_fn_kwargs.jpeg_incompressibility.server": "x"}, "test.reward_fn_kwargs"),
     ],
 )
 def test_contradictions(overrides, named):

@@ -36,8 +36,7 @@ from paco_grpo.data.sets import (
     reward_arguments,
 )
 from paco_grpo.evaluation.folder import read_rows
-from paco_grpo.options import ConfigError, RunOptions, load_options, options_to_yaml
-from paco_grpo.options.parse import make_options, options_to_dict
+from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
 from paco_grpo.report import read_run, write_report
 from paco_grpo.rewards.by_set import merge_sets
 from paco_grpo.rewards.queue import ScoreQueue
@@ -135,7 +134,6 @@ def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(options_to_yaml(options))
     assert load_options(str(saved)) == options
-    assert "datasets" not in options_to_dict(RunOptions())
 
 
 @pytest.mark.parametrize(
