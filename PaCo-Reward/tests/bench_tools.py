@@ -1,31 +1,20 @@
 """Small benchmarks in which everything differs, and judges that answer from what they are asked."""
 
-import json
-import zlib
 from pathlib import Path
 
 import pytest
-from tiny_judge import picture, save_answering
+from pairing_tools import digest, p_yes_of, read_lines, write_lines
+from tiny_judge import TOY_JUDGE, picture, save_answering
 
 from paco_eval import benchmark, edit, rank, vc
 from paco_eval.edit import GROUPS
-from paco_judge.files import read_json_lines as read_lines
 from paco_judge.questions import EDIT_DIMENSIONS
 from paco_judge.verdict import Verdict
 
 HERE = Path(__file__).parent
 EVALUATION = HERE.parent / "evaluation"
 RANK_FOLDER = EVALUATION / "Consistency_Rank"
-TOY_JUDGE = HERE.parent.parent / "quickstart" / "models" / "judge"
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
-
-
-def p_yes_of(images, question):
-    """A probability that is another one for other images, another order or another question."""
-    digest = zlib.crc32(question.encode())
-    for image in images:
-        digest = zlib.crc32(repr(image.size).encode() + image.tobytes(), digest)
-    return 0.01 + digest % 98_000 / 100_000
 
 
 class ContentJudge:
@@ -44,7 +33,7 @@ class ContentJudge:
         return [self.answer(pair) for pair in pairs]
 
     def answer(self, pair):
-        return Verdict(p_yes_of(pair.images, pair.question))
+        return Verdict(p_yes_of(*map(digest, pair.images), pair.question))
 
 
 class BenchCommand:
@@ -68,11 +57,6 @@ class BenchCommand:
     @property
     def rows(self):
         return read_lines(self.file)
-
-
-def write_lines(file, rows):
-    lines = [json.dumps(row) + "\n" for row in rows]
-    file.write_text("".join(lines), encoding="utf-8")
 
 
 def edit_lines(file, changes):

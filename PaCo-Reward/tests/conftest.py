@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)
@@ -38,9 +39,9 @@ def judge_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapter_dir(tmp_path_factory) -> Path:
+def adapter_dir(judge_dir, tmp_path_factory) -> Path:
     """A LoRA adapter that changes the judge's scores visibly."""
-    model = tiny_judge.make_model(tiny_judge.make_processor())
+    model = AutoModelForImageTextToText.from_pretrained(judge_dir)
     model = get_peft_model(
         model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj", "qkv"])
     )

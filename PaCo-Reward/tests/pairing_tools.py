@@ -9,6 +9,7 @@ import pytest
 from fakes import fake_judge
 from PIL import Image
 
+from paco_judge.files import read_json_lines as read_lines
 from paco_judge.images import content_digest
 from paco_reward.cli import _parser, check_build
 from paco_reward.pairing.build import build as _build
@@ -71,17 +72,13 @@ def write_lines(file: Path, lines: list) -> Path:
     return file
 
 
-def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def digest(image: Image.Image) -> str:
     return content_digest(image).hex()
 
 
 def p_yes_of(*parts: str) -> float:
-    """The judge's answer to two images by their digests, in their order, a question, a model."""
-    return 0.02 + zlib.crc32("|".join(parts).encode()) % 960 / 1000
+    """A judge's answer to images by their digests, in their order, a question, a model."""
+    return 0.02 + zlib.crc32("|".join(parts).encode()) % 96_000 / 100_000
 
 
 def judge_model(number: int, request: dict):

@@ -1,8 +1,6 @@
 """``paco-reward accuracy``."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -30,12 +28,11 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_row_with_a_second_answer_is_no_labeled_pair(data_dir, tmp_path):
+def test_a_row_with_a_second_answer_is_no_labeled_pair(tiny, tmp_path):
     """Its questions would be asked as one."""
-    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
-    rows = json.loads((copy / "pairs.json").read_text())
-    for role, text in (("user", "Sure?"), ("assistant", "No. I am not")):
-        rows[1]["messages"].append({"role": role, "content": text})
-    (copy / "pairs.json").write_text(json.dumps(rows))
+    file = tiny.save_pairs(tmp_path) / "pairs.json"
+    rows = json.loads(file.read_text())
+    rows[1]["messages"].append({"role": "assistant", "content": "No. I am not sure."})
+    file.write_text(json.dumps(rows))
     with pytest.raises(UserError, match="pairs row 1"):
-        labeled_pairs(copy, "pairs")
+        labeled_pairs(tmp_path, "pairs")

@@ -1,14 +1,12 @@
-"""vLLM, transformers and a vLLM server give the same scores."""
+"""vLLM and transformers give the same scores. A vLLM server: test_launch.py in PaCo-GRPO."""
 
 import json
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from bench_tools import HERE, RANK_FOLDER, read_lines
-from fakes import free_port
 
 REPO = HERE.parent.parent
 VLLM_PYTHON = REPO / ".venv-vllm" / "bin" / "python"
@@ -34,46 +32,12 @@ def judge(request, answering_judge, tiny, tmp_path):
     )  # in bfloat16 larger logits are rounded more
 
 
-@pytest.fixture
-def server(judge):
-    """The URL of the judge, served by vLLM through launch.sh."""
-    port = free_port()
-    variables = {
-        "VLLM_MODEL_PATHS": str(judge),
-        "VLLM_MODEL_NAMES": "toy",
-        "VLLM_PORT": str(port),
-        "VLLM_ENGINE": "vllm",
-        "VLLM_PYTHON": str(VLLM_PYTHON),
-        "PYTHON": sys.executable,
-        "VLLM_LABEL": f"bench-engines-{port}",
-        "VLLM_START_TIMEOUT": "1500",
-    }
-
-    def run(script):
-        environment = os.environ | variables
-        subprocess.run(["bash", script], cwd=REPO / "PaCo-GRPO", env=environment, check=True)
-
-    try:
-        run("vllm_server/launch.sh")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        run("vllm_server/stop.sh")
-
-
-def test_engines_agree(judge, bench, tmp_path, request):
-    """A server of Qwen3.5 must not let it think; of Qwen2.5-VL: test_launch.py in PaCo-GRPO."""
+def test_engines_agree(judge, bench, tmp_path):
     family = json.loads((judge / "config.json").read_text())["model_type"]
-    engines = {
-        "transformers": [sys.executable, "--model", judge, "--engine", "transformers"],
-        "vllm": [VLLM_PYTHON, "--model", judge],
-    }
-    if family == "qwen3_5":
-        server = request.getfixturevalue("server")
-        engines["server"] = [sys.executable, "--model", "toy", "--server", server]
     scores = {}
-    for name, (python, *options) in engines.items():
-        command = [python, "eval_vllm.py", *options, "--results_dir", tmp_path / name]
-        command += ["--dataset_dir", bench.parent]
+    for name, python in (("transformers", sys.executable), ("vllm", VLLM_PYTHON)):
+        command = [python, "eval_vllm.py", "--engine", name, "--model", judge]
+        command += ["--results_dir", tmp_path / name, "--dataset_dir", bench.parent]
         subprocess.run(list(map(str, command)), cwd=RANK_FOLDER, check=True)
         (file,) = (tmp_path / name).glob("*.jsonl")
         scores[name] = np.concatenate([row["scores"] for row in read_lines(file)])

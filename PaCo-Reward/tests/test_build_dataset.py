@@ -1,12 +1,18 @@
-"""`paco-reward build-dataset`, whole runs: from grids to training data, and after a kill."""
+"""`paco-reward build-dataset`, whole runs: from images to the training file, and after a kill.
+
+Every prompt, theme, image, edit, instruction and answer of the judge is another one, except two
+prompts that share a theme. So whatever is exchanged, repeated or left out changes a label or a side.
+"""
 
 import json
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import fake_judge
 from pairing_tools import (
+    SIDE,
     all_bytes,
     build,
     digest,
@@ -18,10 +24,11 @@ from pairing_tools import (
     rows,
     write_lines,
 )
+from PIL import Image
 
 from paco_judge.errors import UserError
 from paco_judge.images import load_image
-from paco_judge.questions import RequestForm
+from paco_judge.questions import RequestForm, theme_question
 from paco_reward.datasets import labeled_pairs, load_examples
 
 
@@ -41,16 +48,6 @@ def test_a_users_question_is_asked_and_learned(world, tmp_path):
     assert {f"<img1>: <image><img2>: <image>{pair.question}" for pair in pairs} == learned
     with pytest.raises(UserError, match="--image_labels"):
         labeled_pairs(tmp_path / "out", name)
-
-
-def test_sets_for_people_then_their_rankings(world, tmp_path):
-    build(world, tmp_path / "first", sets_only=True)
-    assert not (tmp_path / "first" / "dataset_info.json").exists()
-    ranked = rank_like_people(tmp_path / "first")
-    build(world, tmp_path / "second", rankings=ranked)
-    for row in rows(tmp_path / "second", "consistency_reward_train"):
-        generations = {Path(image).parts[2] for image in row["images"]}
-        assert row["messages"][1]["content"] == ("Yes" if len(generations) == 1 else "No")
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +108,8 @@ def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
         images = [digest(load_image(image)) for image in example.images]
         p_yes = p_yes_of(*images, question, "judge-a")
         assert abs(p_yes - 0.5) >= 0.1 and example.label == (p_yes > 0.5)
-        number = edit_of(question)
-        named = [edits / f"source{number}.png", edits / f"edited{number}.png"]
-        assert images == [digest(load_image(image)) for image in named]
+        source = load_image(edits / f"source{edit_of(question)}.png")
+        assert images[0] == digest(source)
 
 
 def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(world, tmp_path):
@@ -137,53 +133,111 @@ def test_a_run_is_determined_by_its_seed_and_resumes_without_loss_or_repetition(
     assert stats["counts"]["reasons_kept"] == sum(n["pairs"] for n in stats["datasets"].values())
 
 
-# --- several inputs in one folder -----------------------------------------------------------------
-
-
-@pytest.fixture
-def own_pairs(tmp_path) -> Path:
-    """pairs.jsonl, with images that no other input has."""
-    lines = []
-    for number in range(12):
-        images = {"image1": f"own{number}a.png", "image2": f"own{number}b.png"}
-        for seed, name in enumerate(images.values(), start=20):
-            noise(seed, number).save(tmp_path / name)
-        lines.append(images | {"label": number % 2})
-    return write_lines(tmp_path / "pairs.jsonl", lines)
-
-
-def contents(output: Path) -> dict[str, list]:
-    """The rows of every data set in the index, whose files are exactly those."""
-    index = json.loads((output / "dataset_info.json").read_text())
-    files = {file.stem for file in output.glob("*.json")} - {"dataset_info", "stats"}
-    counted = set()
-    for stats in json.loads((output / "stats.json").read_text()).values():
-        counted |= set(stats["datasets"])
-    assert files == counted == set(index)
-    return {name: rows(output, name) for name in index}
-
-
-def test_inputs_of_one_folder_keep_each_others_data_sets_and_are_not_exchanged(
-    edits, own_pairs, tmp_path
+def test_data_sets_of_other_inputs_stay_and_are_not_made_from_exchanged_ones(
+    world, edits, tmp_path
 ):
-    """Labels may be corrected; other pairs or instructions are another data set."""
-    output = tmp_path / "out"
-    build(None, output, pairs=own_pairs, sets_per_prompt=None)
-    before = contents(output)
-    build(None, output, editing=edits / "edits.jsonl", duplicate_bits=0)
-    both = contents(output)
-    assert both == both | before and len(both) == 4
-    changed = tmp_path / "changed.jsonl"
-    edit_lines = read_lines(edits / "edits.jsonl")
-    edit_lines[0]["instruction"] = "another"
-    write_lines(changed, edit_lines)
+    """Other instructions are another data set."""
+    build(world, tmp_path / "out", sets_only=True)
+    ranked = rank_like_people(tmp_path / "out")
+    build(world, tmp_path / "out", rankings=ranked)
+    for share in (0.3, 0.0):  # of which only the second has no test set
+        build(None, tmp_path / "out", editing=edits / "edits.jsonl", test_share=share)
+    index = json.loads((tmp_path / "out" / "dataset_info.json").read_text())
+    names = ["consistency_reward_train", "consistency_reward_test", "sharegpt_editing_train"]
+    assert list(index) == names
+    whole = all_bytes(tmp_path / "out")
+    lines = read_lines(edits / "edits.jsonl")
+    lines[0]["instruction"] = "another"
+    file = write_lines(tmp_path / "changed.jsonl", lines)
     with pytest.raises(UserError, match="sharegpt_editing"):
-        build(None, output, editing=changed)
-    assert contents(output) == both
-    pairs = read_lines(own_pairs)
-    write_lines(changed, [pair | {"reason": "seen in both"} for pair in pairs])
-    build(None, output, pairs=changed, sets_per_prompt=None, test_share=0.0)
-    del both["consistency_reward_test"]
-    assert list(contents(output)) == ["sharegpt_editing_train", "sharegpt_editing_test"] + [
-        "consistency_reward_train"
-    ]
+        build(None, tmp_path / "out", editing=file)
+    assert all_bytes(tmp_path / "out") == whole
+
+
+def clear_rankings(output: Path, world: Path, model: str) -> list[tuple[str, str, str, str]]:
+    """(question, reference, best, worst) of the sets whose scores differ enough.
+
+    From the grids, the sets and the judge; panels by their digests.
+    """
+    prompts = {line["idx"]: line["prompt"] for line in read_lines(world / "metadata.jsonl")}
+    rankings = []
+    for candidates in read_lines(output / "sets.jsonl"):
+        idx = candidates["folder"]
+        question = theme_question(prompts[idx].split(". [LEFT]")[0] + ".")
+        panels = []
+        numbers = []
+        for name in (candidates["ref_image"], *candidates["comp_images"]):
+            generation, number = (int(text) for text in name.removesuffix(".png").split("/"))
+            grid = Image.open(world / "grids" / idx / f"{generation}.png")
+            panels.append(digest(grid.crop((SIDE * number, 0, SIDE * (number + 1), SIDE))))
+            numbers.append(number)
+        assert len(set(numbers[1:])) == 1 and numbers[0] != numbers[1]
+        reference, *others = panels
+        scores = {}
+        for other in others:
+            scores[other] = p_yes_of(reference, other, question, model)
+        best, *_, worst = sorted(scores, key=scores.get, reverse=True)
+        if scores[best] - scores[worst] >= 0.1:
+            rankings.append((question, reference, best, worst))
+    return rankings
+
+
+def expected_labels(output: Path, world: Path, model: str) -> dict[frozenset, tuple[bool, str]]:
+    """Label and question by the digests of two panels."""
+    votes: Counter[tuple[frozenset, str]] = Counter()
+    for question, reference, best, worst in clear_rankings(output, world, model):
+        votes[frozenset((reference, best)), question] += 1
+        votes[frozenset((reference, worst)), question] -= 1
+    return {pair: (vote > 0, question) for (pair, question), vote in votes.items() if vote}
+
+
+SETTING = {"duplicate_bits": 0, "answer_tokens": "exact"}
+
+
+@pytest.fixture(scope="module")
+def built(world, tmp_path_factory) -> Path:
+    """A data set with reasons, labeled by ``judge_model`` as judge-a."""
+    output = tmp_path_factory.mktemp("built") / "out"
+    with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
+        judge = {"server": server.url, "model": "judge-a"}
+        stats = build(world, output, **judge, **SETTING, reasons=True)
+    groups = {name: numbers["groups"] for name, numbers in stats["datasets"].items()}
+    assert groups == {"consistency_reward_cot_train": 3, "consistency_reward_cot_test": 2}
+    return output
+
+
+def shown(output: Path, row: dict) -> list[str]:
+    return [digest(Image.open(output / image)) for image in row["images"]]
+
+
+def test_labels_are_the_judges_about_reference_and_candidate(built, world):
+    """Whatever the order of the two images in the training file, of which both occur."""
+    expected = expected_labels(built, world, "judge-a")
+    stats = json.loads((built / "stats.json").read_text())["consistency_reward"]
+    assert stats["counts"]["rankings_used"] == len(clear_rankings(built, world, "judge-a"))
+    orders = []
+    for part in ("train", "test"):
+        learned = rows(built, f"consistency_reward_cot_{part}")
+        pairs, labels = labeled_pairs(built, f"consistency_reward_cot_{part}")
+        assert labels.count(True) == labels.count(False) > 0
+        for row, pair, label in zip(learned, pairs, labels, strict=True):
+            images = shown(built, row)
+            question, answer = (message["content"] for message in row["messages"])
+            assert (label, pair.question) == expected[frozenset(images)]
+            assert images == [digest(pair.image_a), digest(pair.image_b)]
+            assert question == f"<image><image>{pair.question}"
+            assert answer.startswith("Yes. " if label else "No. ")  # its reasons say both words
+            assert images[1][:6] in answer  # as the writer was shown them
+            orders.append(row["images"] == sorted(row["images"]))
+    assert {True, False} <= set(orders) and 0.2 < np.mean(orders) < 0.8
+
+
+def test_another_judge_is_asked_again(world, tmp_path):
+    """Its answers are not those of the judge that was asked before into the same folder."""
+    asked = []
+    with fake_judge.FakeJudge(judge_model, models=("judge-a", "judge-b")) as server:
+        for model, image_format in (("a", "png"), ("b", "png"), ("b", "jpeg"), ("a", "png")):
+            judge = {"server": server.url, "model": f"judge-{model}", "image_format": image_format}
+            build(world, tmp_path, **judge, **SETTING)
+            asked.append(len(server.requests))
+    assert asked == [asked[0], 2 * asked[0], 3 * asked[0], 3 * asked[0]]

@@ -1,4 +1,4 @@
-"""paco-reward demo over HTTP, and the same sheet as a file."""
+"""paco-reward demo over HTTP."""
 
 import re
 import subprocess
@@ -7,14 +7,11 @@ import sys
 import pytest
 from fakes import free_port
 from gradio_client import Client, exceptions, handle_file
-from PIL import Image
 
 from paco_judge.grid import index_pairs, split_image
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
-from paco_judge.verdict import Answer, Verdict
-from paco_reward.score import ask, questions_about, sheet
 
 PATIENCE_S = 180  # importing torch and gradio on a loaded machine
 
@@ -51,33 +48,3 @@ def test_the_page_over_http(page, world, answering_judge):
     assert shown.count("<dt>") == 6 and "0.png 1 – 0.png 2" in shown
     with pytest.raises(exceptions.AppError, match="18"):
         client.predict(picture, 6, 3, "", "", False, api_name="/ask")
-
-
-class SaysOnly:
-    """A judge of fixed answers."""
-
-    name = "<b>judge</b>"
-
-    def __init__(self, *p_yes: float | None):
-        self._verdicts = [Verdict(value, None if value else "<i>no</i>") for value in p_yes]
-
-    def verdicts(self, pairs):
-        assert len(pairs) == len(self._verdicts)
-        return self._verdicts
-
-    def answers(self, pairs, max_tokens):
-        return [Answer("<a>")] * len(pairs)
-
-
-IMAGES = [Image.new("RGB", (64, 64), color) for color in ("red", "green", "blue")]
-
-
-def test_the_sheet_escapes_what_it_shows():
-    names = [f"<{number}>&.png" for number in range(3)]
-    questions = questions_about("<script>")
-    report = ask(SaysOnly(0.25, None, 1.0), IMAGES, names, questions, reason_tokens=8)
-    shown = sheet(report, whole_page=True)
-    for text in ("<script>", "<b>judge", "<0>&.png", "<i>no", "<a>"):
-        assert text not in shown
-    assert shown.count("&lt;0&gt;&amp;.png") == 3  # a row, and its two reasons
-    assert "0.250" in shown and "1.000" in shown and report.missing == 1

@@ -1,9 +1,13 @@
-"""EditReward-Bench: scores, forms of the data set, broken rows, tables, the command line."""
+"""EditReward-Bench and VCReward-Bench: forms of the data sets, broken rows, winners, tables.
+
+Scores: test_bench_road.py.
+"""
 
 import datasets
 import pandas as pd
-from bench_tools import ContentJudge, edit_lines
+from bench_tools import EVALUATION, ContentJudge, edit_lines
 
+from paco_eval import vc as vc_reward
 from paco_eval.benchmark import as_text
 from paco_eval.edit import (
     GROUPS,
@@ -62,19 +66,6 @@ def test_one_question_decides_every_dimension(edits):
         edits.file.unlink()
 
 
-def test_broken_rows_are_reported_and_the_run_continues(edits, tmp_path, capsys):
-    image = edits.data.parent / "images" / "6_b.png"
-    image.write_bytes(image.read_bytes()[:-40])
-    changes = {8: {"dimension": "beauty"}, 9: {"output_images": []}, 10: {"instruction": "  "}}
-    edit_lines(edits.data, changes | {15: {"instruction": None}})
-    assert edits(ContentJudge()) == 1
-    reported = capsys.readouterr().err
-    broken = (6, 8, 9, 10, 15)
-    assert all(f"item {index} " in reported for index in broken)
-    assert [row["index"] for row in edits.rows] == [i for i in range(20) if i not in broken]
-    assert (tmp_path / "summary.txt").exists()
-
-
 def contents(dataset):
     """(question, pixels, pixels) of every pair."""
     bench = EditReward.load(str(dataset), load_editing_questions())
@@ -103,3 +94,24 @@ def test_unusable_data_sets(edits, tmp_path, capsys):
     assert edits.main("--dataset", tmp_path / "nowhere") == 1
     assert "hf download" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+def test_ties_are_wrong_and_broken_rows_are_counted(choices, capsys, monkeypatch):
+    image = choices.data.parent / "3a.png"
+    image.write_bytes(image.read_bytes()[:-40])
+    edit_lines(choices.data, {1: {"winner": "left"}, 4: {"edited_images": []}})
+    assert choices(lambda pairs: [Verdict(0.5)] * len(pairs)) == 1
+    output = capsys.readouterr()
+    assert all(f"item {index} k{index}: " in output.err for index in (1, 3, 4))
+    *_, average, ties = output.out.split()
+    assert (average, ties) == ("0.0000", "5")
+    choices.data.write_text("")
+    assert choices(ContentJudge()) == 1
+    monkeypatch.chdir(EVALUATION / "VCReward-Bench")  # our code's folder is not the data set
+    assert choices.main("--dataset", "") == 1
+    assert vc_reward.HUB_NAME in capsys.readouterr().err
+
+
+def test_winners():
+    assert [vc_reward.winner_index(value, False) for value in (0, "1", "A", "b")] == [0, 1, 0, 1]
+    assert [vc_reward.winner_index(value, True) for value in (1, "2")] == [0, 1]

@@ -17,22 +17,16 @@ from paco_reward.datasets import labeled_pairs
 from paco_reward.export import export
 from paco_reward.families import with_template, write_limits
 
-FAMILIES = ("qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 LIMIT = 128 * 128  # pixels, of images with 150 x 150
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def judge(request, tiny, tmp_path_factory):
+def judge(request, tiny, judge_dir, tmp_path_factory):
     """A random judge of each family."""
-    return tiny.save_new_judge(tmp_path_factory.mktemp("judges") / request.param, request.param)
-
-
-@pytest.fixture(params=("qwen2_5_vl", *FAMILIES))
-def any_judge(request, tiny, judge_dir, tmp_path):
-    """As ``judge``, and a Qwen2.5-VL."""
     if request.param == "qwen2_5_vl":
         return judge_dir
-    return tiny.save_new_judge(tmp_path / "judge", request.param)
+    return tiny.save_new_judge(tmp_path_factory.mktemp("judges") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +45,19 @@ def config_of(judge, data, output, **changes):
     return config | {"max_steps": 1, "learning_rate": 0.05} | changes
 
 
-def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data, tmp_path):
+def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(judge, data, tmp_path):
     """LLaMA-Factory's data against the processor of an export: prompts, first labels, pixels."""
     overlay.install()
     from llamafactory.train.sft import workflow
 
-    config = with_template(config_of(any_judge, data, tmp_path))
+    config = with_template(config_of(judge, data, tmp_path))
     model_args, data_args, training_args, *_ = get_train_args(config)
     loaded = workflow.load_tokenizer(model_args)
     template = workflow.get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
     options = (model_args, data_args, training_args)
     rows = get_dataset(template, *options, stage="sft", **loaded)["train_dataset"]
     loaded["processor"].save_pretrained(tmp_path / "adapter")
-    served = shutil.copytree(any_judge, tmp_path / "served")
+    served = shutil.copytree(judge, tmp_path / "served")
     write_limits(served, trained_limits(tmp_path / "adapter"))
     scorer = JudgeScorer.from_pretrained(served)
     pairs, labels = labeled_pairs(data, "pairs")
@@ -82,6 +76,7 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(any_judge, data,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("judge", FAMILIES[1:], indirect=True)
 def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
     """``train`` with an evaluation, ``export``, and the scorer: one P(Yes)."""
     evaluated = []
@@ -119,6 +114,7 @@ def test_a_missing_model_is_explained_before_anything_is_loaded(monkeypatch):
     assert with_template(config)["template"] == "qwen2_vl"
 
 
+@pytest.mark.parametrize("judge", FAMILIES[1:], indirect=True)
 def test_a_model_that_always_thinks_is_refused(judge, data, tmp_path):
     """As the -Thinking models: only the server's prompt ends with an opened block of thoughts."""
     model = shutil.copytree(judge, tmp_path / "thinking")

@@ -11,6 +11,7 @@ from training_tools import adapter, losses, run_processes, train_config
 from transformers import AutoProcessor
 
 from paco_judge.errors import UserError
+from paco_judge.images import load_image
 from paco_judge.scorer import JudgeScorer
 from paco_reward import launch, overlay
 from paco_reward.families import limit_images
@@ -40,22 +41,19 @@ def plugin(installed):
 
 
 def test_training_sees_the_pictures_that_the_judge_sees(plugin, judge_dir, tiny, tmp_path):
-    """A turned photo with a hole as the upright one on white."""
-    pixels = np.asarray(tiny.picture(1, size=96).resize((96, 64)))
-    alpha = np.zeros((64, 96, 1), dtype=np.uint8)
-    alpha[16:48] = 255
+    """A photo on its side, as a file and as the judge loads it."""
     exif = Image.Exif()
     exif[0x0112] = 6  # a viewer turns it by 90 degrees
-    turned = Image.fromarray(np.rot90(np.concatenate([pixels, alpha], axis=2)).copy())
-    turned.save(tmp_path / "turned.webp", exif=exif, lossless=True, exact=True)
-    Image.fromarray(np.where(alpha == 255, pixels, np.uint8(255))).save(tmp_path / "plain.png")
+    photo = tmp_path / "photo.webp"
+    tiny.picture(1).resize((96, 64)).save(photo, exif=exif)
     processor = AutoProcessor.from_pretrained(judge_dir)
     limit_images(processor, 1 << 20)
-    shown = []
-    for name in ("turned.webp", "plain.png"):
-        shown.append(plugin._get_mm_inputs([str(tmp_path / name)], [], [], processor))
+    shown, judged = (
+        plugin._get_mm_inputs([image], [], [], processor)
+        for image in (str(photo), load_image(photo))
+    )
     for name in ("image_grid_thw", "pixel_values"):
-        assert torch.equal(shown[0][name], shown[1][name])
+        assert torch.equal(shown[name], judged[name])
 
 
 @pytest.mark.parametrize("packed", [False, True])

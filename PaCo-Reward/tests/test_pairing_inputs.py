@@ -37,20 +37,16 @@ def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, nam
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"folder": "p77"}, {"rank_images": ["00/1.png", "09/1.png"]}],
-)
-def test_problems_of_a_ranking(world, tmp_path, change):
-    row = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "01/1.png"]}
-    file = write_lines(tmp_path / "bad.jsonl", [row | change])
-    assert "bad.jsonl row 1" in problem(world, tmp_path / "out", rankings=file)
-
-
 def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"theirs": {}}')
     with pytest.raises(UserError, match=str(tmp_path)):
         build(world, tmp_path, sets_only=True)
+
+
+def test_prompts_of_one_theme_are_one_group(world):
+    """So that none is on both sides; test_build_dataset.py counts the groups of each side."""
+    items = read_prompts(world / "metadata.jsonl", world / "grids")
+    assert [item.group for item in items] == ["p0", "p0", "p2", "p3", "p4", "p5"]
 
 
 def test_generations_on_several_lines(world, tmp_path, lines):
@@ -63,7 +59,7 @@ def test_generations_on_several_lines(world, tmp_path, lines):
     assert [names[2] for names in item.generations] == ["00/2.png", "01/2.png", "02/2.png"]
 
 
-def test_the_metadata_may_state_the_split(world, tmp_path, lines):
+def test_people_rank_sets_and_the_metadata_may_state_the_split(world, tmp_path, lines):
     for line in lines:
         line["split"] = "test" if line["idx"] in ("p2", "p5") else "train"
     file = write_lines(tmp_path / "metadata.jsonl", lines)
@@ -75,30 +71,26 @@ def test_the_metadata_may_state_the_split(world, tmp_path, lines):
         learned = rows(tmp_path / "out", f"consistency_reward_{part}")
         assert learned
         for row in learned:
-            assert decided[row["images"][0].split("/")[1]] == part
-
-
-def reason_lines(ranked: Path) -> list[dict]:
-    """One reason for the best and the worst of every ranking, with the candidate first."""
-    reasons = {}
-    for line in read_lines(ranked):
-        best, *_, worst = line["rank_images"]
-        for name, word in ((best, "Yes"), (worst, "No")):
-            reason = {"images": [name, line["ref_image"]], "reason": f"{word}. I saw {name} first."}
-            reasons[line["folder"], *sorted(reason["images"])] = reason | {"folder": line["folder"]}
-    return list(reasons.values())
+            (_, idx, first, _), (*_, second, _) = (Path(image).parts for image in row["images"])
+            assert decided[idx] == part
+            assert row["messages"][1]["content"] == ("Yes" if first == second else "No")
 
 
 def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path):
     """Not those that contradict their label, or are not written yet."""
     build(world, tmp_path / "out", sets_only=True)
-    ranked = rank_like_people(tmp_path / "out")
-    unwritten, *lines = reason_lines(ranked)
-    lines.append(unwritten | {"reason": ""})
+    options = {"rankings": rank_like_people(tmp_path / "out"), "duplicate_bits": 0}
+    build(world, tmp_path / "out", test_share=0.0, **options)
+    lines = []
+    for row in rows(tmp_path / "out", "consistency_reward_train"):
+        first, second = ("/".join(Path(image).parts[2:]) for image in row["images"])
+        reason = f"{row['messages'][1]['content']}. I saw {second} first."
+        folder = Path(row["images"][0]).parts[1]
+        lines.append({"folder": folder, "images": [second, first], "reason": reason})
+    lines[0]["reason"] = ""
     contradicts = {"Y": "NO, they differ in all ways.", "N": "Yes, all is the same here."}
-    lines[0]["reason"] = contradicts[lines[0]["reason"][0]]
-    file = write_lines(tmp_path / "reasons.jsonl", lines)
-    options = {"rankings": ranked, "reasons_file": file, "duplicate_bits": 0}
+    lines[1]["reason"] = contradicts[lines[1]["reason"][0]]
+    options["reasons_file"] = write_lines(tmp_path / "reasons.jsonl", lines)
     counts = build(world, tmp_path / "out", **options)["counts"]
     assert counts["reasons_missing"] == 1 and counts["reasons_contradicting"] == 1
     for part in ("train", "test"):

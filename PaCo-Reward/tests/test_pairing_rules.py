@@ -1,16 +1,17 @@
 """build-dataset: properties of labels, splits, balance, duplicates, reasons and the journal."""
 
+from argparse import Namespace
 from collections import Counter
 
 import numpy as np
 import pytest
+from pairing_tools import noise
 from PIL import Image
 
-from paco_reward.pairing import select
+from paco_reward.pairing import build, select
 from paco_reward.pairing.answers import read_reason, split_verdict
 from paco_reward.pairing.inputs import Ranking
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking
-from paco_toy.world import CHARACTERS, VIEWS, assemble_grid, render_panel, to_uint8
 
 
 def ranking(reference: str, names: list[str], **more) -> Ranking:
@@ -32,24 +33,42 @@ def test_groups_are_connected_directly_or_through_others():
 
 
 def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
-    # Grids, because a single centred shape is symmetric: the signs of its zero frequencies are noise.
-    def grid(colour, views):
-        (character,) = [c for c in CHARACTERS if (c.style, c.shape, c.colour) == (*look, colour)]
-        return assemble_grid([render_panel(character, VIEWS[view], 48) for view in views])
-
-    look = (CHARACTERS[0].style, CHARACTERS[0].shape)
-    base = grid(CHARACTERS[0].colour, (1, 3, 7, 5))
+    pixels = np.asarray(noise(1)).astype(int)
     shown = {
-        "a": base,
-        "b": base + np.random.default_rng(0).normal(scale=0.01, size=base.shape),
-        "c": grid("blue", (1, 3, 7, 5)),
-        "d": grid(CHARACTERS[0].colour, (5, 7, 3, 1)),
-        "e": 0.95 * base,  # the same hash, and a thumbnail that is darker by more than 6 of 255
+        "a": pixels,
+        "b": pixels + np.random.default_rng(0).integers(-2, 3, pixels.shape),
+        "c": pixels - 12,  # the same hash
+        "d": np.asarray(noise(2)),
     }
     for name, image in shown.items():
-        Image.fromarray(to_uint8(image)).save(tmp_path / f"{name}.png")
-    leader = select.leaders([f"{name}.png" for name in shown], tmp_path, 6)
-    assert [leader[f"{name}.png"][0] for name in shown] == ["a", "a", "c", "d", "e"]
+        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(tmp_path / name, "PNG")
+    assert select.leaders(shown, tmp_path, 6) == {"a": "a", "b": "a", "c": "c", "d": "d"}
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("editing_consistency", 2), ("pair", 4)])
+def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
+    """A user's are all kept: what makes them differ may be what the judge is to learn."""
+    for number, name in enumerate("aabbce"):
+        image = noise(ord(name))
+        if number % 2:
+            image.putpixel((0, 0), (1, 2, 3))
+            name = name.upper()
+        image.save(tmp_path / name, "PNG")
+    shown = [
+        ("a", "b", "q", True),
+        ("A", "B", "q", False),
+        ("a", "c", "r", True),
+        ("A", "E", "s", True),
+    ]
+    labeled = [LabeledPair(*pair, kind, pair[0]) for pair in shown]
+    options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, pairs=kind == "pair")
+    pairs = build.clean(labeled, options, Counter())
+    assert len(pairs) == kept and len({pair.group for pair in pairs}) == 1
+
+
+def test_the_seed_decides_which_share_of_the_groups_is_for_testing():
+    testing = {frozenset(select.groups_for_testing("abcdefgh", 0.4, seed)) for seed in range(4)}
+    assert len(testing) > 1 and set(map(len, testing)) == {3}
 
 
 PAIRS = [  # first, second, label, kind, and whether it is kept

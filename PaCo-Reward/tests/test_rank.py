@@ -1,4 +1,4 @@
-"""ConsistencyRank: metrics, questions, broken items, tables."""
+"""ConsistencyRank: metrics, items without an answer, images, and baselines."""
 
 import shutil
 from itertools import combinations
@@ -6,12 +6,18 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
+import torch
 from bench_tools import ContentJudge
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scipy.stats import kendalltau, spearmanr
+from tiny_judge import picture
+from tiny_pipelines import save_open_clip
 
+from paco_eval import baselines
 from paco_eval.rank import rank_metrics
+from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
 
 SCORES = st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 0.99, 1.0])
@@ -70,3 +76,31 @@ def test_images_are_unpacked_once(rank):
     assert len(list(images.glob("*/*.png"))) == 19
     archive.write_bytes(b"no archive")
     assert rank(ContentJudge()) == 0  # unpacked already
+
+
+def test_histogram_values(rank):
+    assert rank.main("--scorer", "histogram") == 0
+    rank.file = rank.file.with_name("histogram.jsonl")
+    assert len(rank.rows) == 5
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    mixed = Image.new("RGB", (4, 4), (255, 0, 0))
+    mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
+    (verdict,) = baselines.make_baseline("histogram")([Pair(red, mixed, "")])
+    assert verdict.p_yes == pytest.approx(0.75)
+
+
+def test_clip_i_is_the_cosine_of_image_features(tmp_path, monkeypatch):
+    import open_clip
+
+    save_open_clip(tmp_path / "clip")
+    monkeypatch.setattr(baselines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    pictures = [picture(number) for number in range(4)]
+    with torch.no_grad():
+        images = torch.stack([preprocess(image) for image in pictures])
+        features = model.eval().encode_image(images, normalize=True)
+    expected = (1 + features[1:] @ features[0]) / 2
+    assert len(set(expected.tolist())) == 3
+    pairs = [Pair(pictures[0], other, "") for other in pictures[1:]]
+    scores = [verdict.p_yes for verdict in baselines.make_baseline("clip_i", 3)(pairs)]
+    assert scores == pytest.approx(expected.tolist(), abs=1e-5)

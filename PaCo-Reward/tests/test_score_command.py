@@ -1,14 +1,15 @@
 """paco-reward score: images, edits, reasons; in this process and over a server."""
 
 import io
+from itertools import combinations
 
 import numpy as np
 import pytest
 from fakes import fake_judge
+from pairing_tools import digest, judge_model, p_yes_of
 from PIL import Image
 
-from paco_judge import Judge
-from paco_judge.questions import Pair, RequestForm
+from paco_judge.questions import Pair, RequestForm, load_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
 
@@ -29,12 +30,10 @@ def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, 
     options = ["--model", answering_judge]
     assert score(*paths, *options, "--instruction", "make it blue") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    judge = Judge.from_pretrained(answering_judge)
-    overall = judge.score_edit(paths[0], paths[1:], "make it blue")
     assert [line[-2] for line in lines] == ["prompt_following", "consistency", "overall"] * 2
     values = np.array([float(line[-1]) for line in lines]).reshape(2, 3)
-    np.testing.assert_allclose(values[:, 2], overall, atol=1e-4)
-    np.testing.assert_allclose(np.sqrt(values[:, 0] * values[:, 1]), overall, atol=1e-4)
+    np.testing.assert_allclose(np.sqrt(values[:, 0] * values[:, 1]), values[:, 2], atol=1e-4)
+    assert len(set(values[:, 2])) == 2
 
 
 def test_a_users_question_and_form(paths, answering_judge, tmp_path, capsys):
@@ -56,19 +55,21 @@ def test_a_users_question_and_form(paths, answering_judge, tmp_path, capsys):
     assert shown == pytest.approx(verdict.p_yes, abs=5e-5)
 
 
-def answers(number: int, request: dict):
-    if request.get("logprobs"):
-        return 200, fake_judge.answer(0.8), {}
-    assert request["max_tokens"] == 40
-    message = {"role": "assistant", "content": "Yes. Both are boats."}
-    return 200, {"choices": [{"message": message}]}, {}
-
-
 def test_scores_and_reasons_of_a_server(paths, capsys, monkeypatch):
+    """Of all pairs of three images."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with fake_judge.FakeJudge(answers) as server:
-        options = ["--server", server.url, "--reasons", "--reason_tokens", "40"]
-        assert score(*paths[:2], *options) == 0
+    model = "PaCo-Reward-7B"
+    with fake_judge.FakeJudge(judge_model, models=[model]) as server:
+        assert score(*paths, "--server", server.url, "--reasons", "--reason_tokens", "40") == 0
         assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
-    shown = capsys.readouterr().out
-    assert "0.8000" in shown and "    Yes. Both are boats." in shown
+        assert {request["max_tokens"] for request in server.requests} == {1, 40}
+    *lines, mean = capsys.readouterr().out.splitlines()
+    digests = {path: digest(Image.open(path)) for path in paths}
+    question = load_question("pair").text()
+    scores = []
+    for pair, row, reason in zip(combinations(paths, 2), lines[::2], lines[1::2], strict=True):
+        first, second = map(digests.get, pair)
+        scores.append(p_yes_of(first, second, question, model))
+        assert row.split() == [*pair, f"{scores[-1]:.4f}"]
+        assert second[:6] in reason
+    assert mean.split()[-1] == f"{np.mean(scores):.4f}"

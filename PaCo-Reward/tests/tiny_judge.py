@@ -3,7 +3,6 @@
 Qwen2.5-VL of 1.1 M parameters, Qwen3-VL, Qwen3.5, and LLaVA.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,8 @@ from transformers import (
 from paco_judge.questions import Pair, editing_texts, load_editing_questions, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import save_model
+from paco_reward.pairing.files import write_datasets
+from paco_reward.pairing.select import LabeledPair
 
 TOY_JUDGE = Path(__file__).resolve().parents[2] / "quickstart" / "models" / "judge"
 CHAT_TEMPLATE = (TOY_JUDGE / "chat_template.jinja").read_text()
@@ -45,12 +46,6 @@ REASONS = [
 def make_processor() -> Qwen2_5_VLProcessor:
     """496 tokens; 56 x 56 px images."""
     return Qwen2_5_VLProcessor.from_pretrained(TOY_JUDGE)
-
-
-def make_model(processor: Qwen2_5_VLProcessor, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
-    """Random weights, float32."""
-    torch.manual_seed(seed)
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(TOY_JUDGE)).eval()
 
 
 # The published templates in short: no system text; Qwen3.5 thinks unless it is told not to.
@@ -184,11 +179,12 @@ def save_other_judge(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def save_judge(folder: Path, seed: int = 0) -> Path:
-    """A complete model folder."""
-    processor = make_processor()
-    make_model(processor, seed).save_pretrained(folder)
-    processor.save_pretrained(folder)
+def save_judge(folder: Path) -> Path:
+    """A model folder of random weights, float32."""
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig.from_pretrained(TOY_JUDGE)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    make_processor().save_pretrained(folder)
     return folder
 
 
@@ -203,7 +199,7 @@ def save_pairs(
 ) -> Path:
     """A ShareGPT data set of ``count`` pairs with answers of different lengths; its folder."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    rows = []
+    pairs = []
     for index in range(count):
         files = [f"images/{name}_{index}_{side}.png" for side in "ab"]
         for side, file in enumerate(files):
@@ -212,26 +208,8 @@ def save_pairs(
         if index % 2:
             answer = "No. " + " ".join(REASONS[: index % 3 + 1])
         question = theme_question(THEMES[index % 3])
-        turns = [
-            {"role": "user", "content": "<image><image>" + question},
-            {"role": "assistant", "content": answer},
-        ]
-        rows.append({"messages": turns, "images": files})
-    (folder / f"{name}.json").write_text(json.dumps(rows))
-    info_file = folder / "dataset_info.json"
-    info = json.loads(info_file.read_text()) if info_file.exists() else {}
-    info[name] = {
-        "file_name": f"{name}.json",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages", "images": "images"},
-        "tags": {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-        },
-    }
-    info_file.write_text(json.dumps(info))
+        pairs.append(LabeledPair(*files, question, index % 2 == 0, "pair", "", answer))
+    write_datasets(folder, name, {name: pairs}, "<image><image>")
     return folder
 
 

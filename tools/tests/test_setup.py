@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ for word in "$@"; do
     [[ "$previous" != -c ]] || cp "$word" pins
     previous="$word"
 done
-[[ ! -e offline && "$*" != "$(cat failing 2>/dev/null)" ]]
+true
 """
 
 
@@ -136,16 +135,12 @@ def test_machines_that_share_a_clone_do_not_reinstall_for_each_other(machine, st
         assert bool(calls) == expected, output
 
 
-def test_other_builds_get_a_new_environment_unless_they_cannot_be_had(machine):
+def test_other_builds_get_a_new_environment(machine):
     """uv would take torch 2.13.0 for CUDA 13 as 2.13.0 for CUDA 12."""
     machine.setup()
     old = machine.folder / ".venv" / "old"
     old.touch()
     machine.driver = "580.65"
-    (machine.folder / "offline").touch()
-    assert machine.setup()[0] == 1
-    assert old.exists()
-    (machine.folder / "offline").unlink()
     assert machine.setup()[0] == 0
     assert not old.exists()
 
@@ -157,33 +152,28 @@ def test_other_pythons_are_refused_by_version(machine):
     assert "3.13" in output
 
 
-@pytest.fixture
-def clone(tmp_path) -> Path:
-    """A repository with a .venv and an environment next to it; both have the package ``ours``."""
-    (tmp_path / "tools").mkdir()
-    shutil.copy(REPO / "tools" / "python.sh", tmp_path / "tools")
-    for name in (".venv", "active"):
-        venv.create(tmp_path / name, symlinks=True)
-        (site,) = (tmp_path / name).glob("lib/python3*/site-packages")
-        (site / "ours.py").touch()
-    (tmp_path / "theirs").mkdir()  # a folder in the working folder is no package
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("variables", "module", "chosen"),
     [
         ("", "ours", ".venv"),
-        ("VIRTUAL_ENV=CLONE/active", "ours", "active"),
-        ("VIRTUAL_ENV=CLONE/active PYTHON=CLONE/.venv/bin/python", "ours", ".venv"),
-        ("VIRTUAL_ENV=CLONE/active", "theirs", ""),
+        ("VIRTUAL_ENV=active", "ours", "active"),
+        ("VIRTUAL_ENV=active PYTHON=.venv/bin/python", "ours", ".venv"),
+        ("VIRTUAL_ENV=active", "theirs", ""),
     ],
 )
-def test_the_activated_environment_comes_before_the_repositorys(clone, variables, module, chosen):
-    path = f"{clone}/active/bin:" * ("active" in variables) + "/usr/bin:/bin"
-    code = 'set -euo pipefail; source ./tools/python.sh; choose_python "$0"; echo "$PYTHON"'
-    command = ["env", "-i", f"PATH={path}", *variables.replace("CLONE", str(clone)).split()]
-    command += ["bash", "-c", code, module]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
-    assert done.stdout == (f"{clone}/{chosen}/bin/python\n" if chosen else "")
+def test_the_activated_environment_comes_before_the_repositorys(
+    tmp_path, variables, module, chosen
+):
+    (tmp_path / "tools").mkdir()
+    shutil.copy(REPO / "tools" / "python.sh", tmp_path / "tools")
+    for name in (".venv", "active"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text('#!/bin/sh\n[ "$4" = ours ]\n')  # it has one package
+        python.chmod(0o755)
+    path = f"{tmp_path}/active/bin:" * ("active" in variables) + "/usr/bin:/bin"
+    code = 'set -euo pipefail; source ./tools/python.sh; choose_python "$0"; realpath -s "$PYTHON"'
+    command = ["env", "-i", f"PATH={path}", *variables.split(), "bash", "-c", code, module]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == (f"{tmp_path}/{chosen}/bin/python\n" if chosen else "")
     assert (module in done.stderr) == (not chosen)

@@ -1,7 +1,7 @@
 """A fake of vLLM's server for the launch tests, which takes vLLM's command line.
 
-FAKE_VLLM: the server of this name dies; "hangs": it never listens, and ignores SIGTERM; "refuses":
-it answers no question; "breaks": it dies on the first one.
+FAKE_VLLM: the server of this name dies; "hangs": it never listens, and ignores SIGTERM; "breaks":
+it dies on the first question.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("command", choices=["serve"])
@@ -23,11 +22,7 @@ parser.add_argument("--port", type=int, required=True)
 arguments, _ = parser.parse_known_args()
 name = arguments.served_model_name
 fault = os.environ.get("FAKE_VLLM", "")
-child = subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
-record = {"argv": sys.argv[1:], "env": dict(os.environ), "pids": [os.getpid(), child.pid]}
-part = Path(os.environ["FAKE_VLLM_RECORD"], f"{os.getpid()}.part")
-part.write_text(json.dumps(record))
-part.rename(part.with_suffix(".json"))
+subprocess.Popen(["sleep", "600"])  # as vLLM's engine process
 print("Loading a model", flush=True)
 if fault == name:
     sys.exit("ValueError: no room for the key-value cache")
@@ -46,10 +41,10 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(1)
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         choice = {"message": {"role": "assistant", "content": f"{name} {request['model']}"}}
-        self.answer({"choices": [choice]}, 400 if fault == "refuses" else 200)
+        self.answer({"choices": [choice]})
 
-    def answer(self, content, status=200):
-        self.send_response(status)
+    def answer(self, content):
+        self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 

@@ -1,11 +1,11 @@
 """Running launch.sh, stop.sh and status.sh in tests, with a fake vLLM where that is enough."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -56,8 +56,6 @@ class Shell:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder / "run" / "test"  # of the launch's label
-        self.recorded = folder / "records"
-        self.recorded.mkdir()
         self.environment = {
             "HOME": os.environ.get("HOME", "/"),
             "PATH": os.environ["PATH"],
@@ -69,7 +67,6 @@ class Shell:
             "VLLM_LABEL": "test",
             "PACO_RUNTIME_DIR": str(folder / "run"),
             "CUDA_VISIBLE_DEVICES": "",
-            "FAKE_VLLM_RECORD": str(self.recorded),
         }
 
     def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen:
@@ -102,14 +99,20 @@ class Shell:
         assert "Traceback" not in errors
         return errors
 
-    def records(self, count: int = 1) -> list[dict]:
-        """What ``count`` fake vLLMs were started with; they are forgotten then."""
-        wait_for(lambda: len(list(self.recorded.glob("*.json"))) >= count)
-        records = []
-        for file in self.recorded.glob("*.json"):
-            records.append(json.loads(file.read_text()))
-            file.unlink()
-        return records
+    def processes(self, running: bool) -> set[int]:
+        """The servers' processes, once some run, or none; they work in the folders of labels."""
+        deadline = time.monotonic() + 60
+        while True:
+            pids = set()
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    is_server = Path(process.cwd()).is_relative_to(self.folder.parent)
+                    if is_server and process.status() != psutil.STATUS_ZOMBIE:  # it has ended
+                        pids.add(process.pid)
+            if bool(pids) == running:
+                return pids
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.05)
 
     def states(self, api_key: str | None = None) -> list[tuple[str, str, str]]:
         """Label, name and state of each server."""
@@ -117,17 +120,3 @@ class Shell:
         for label, servers in all_servers(self.folder.parent).items():
             states += [(label, server.name, server.state(api_key)) for server in servers]
         return states
-
-
-def all_ended(pids: list[int]) -> None:
-    """Zombies have ended."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, running = psutil.wait_procs(processes, 10)
-    assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
-
-
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)

@@ -115,13 +115,6 @@ def test_what_cannot_be_served_is_refused_by_name(planned, variables):
         planned(variables)
 
 
-def test_vllm_on_gpus_needs_a_compiler(planned, monkeypatch):
-    monkeypatch.setattr(launch, "missing_for_compilation", lambda include: "install gcc")
-    with pytest.raises(UserError, match="gcc"):
-        planned("")
-    assert planned("CUDA_VISIBLE_DEVICES=")
-
-
 def test_servers_get_their_gpus_and_no_variables_of_the_launch():
     launcher = {"VLLM_LABEL": "a", "VLLM_PORT": "1", "PYTHONPATH": "/nowhere", "VLLM_X": "b"}
     assert process_environment("vllm", ("3", "2"), launcher) == {
@@ -186,7 +179,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = make_arg_parser(FlexibleArgumentParser())
 names = ("tensor_parallel_size", "data_parallel_size", "api_server_count", "mm_processor_kwargs",
-         "allowed_media_domains", "generation_config")
+         "allowed_media_domains", "generation_config", "default_chat_template_kwargs")
 parsed = []
 for words in json.loads(sys.argv[1]):
     arguments = parser.parse_args(words)
@@ -204,7 +197,7 @@ def test_vllm_understands_the_command_lines_of_one_gpu_and_of_many(planned, mode
     machines = [
         "CUDA_VISIBLE_DEVICES=0",
         "CUDA_VISIBLE_DEVICES=0,1,2,3",
-        f"{NODE} VLLM_TP=2 VLLM_EXTRA_ARGS='--api-server-count 9'",
+        f"family=qwen3_5 {NODE} VLLM_TP=2 VLLM_EXTRA_ARGS='--api-server-count 9'",
     ]
     commands = []
     for machine in machines:
@@ -215,5 +208,6 @@ def test_vllm_understands_the_command_lines_of_one_gpu_and_of_many(planned, mode
     assert done.returncode == 0, done.stderr[-2000:]
     rest = [{"max_pixels": 2097152}, ["no/remote/media"], "vllm"]
     # None: vLLM starts as many as there are copies.
-    expected = [[1, 1, None, *rest], [1, 4, None, *rest], [2, 4, 9, *rest]]
+    answers = {"enable_thinking": False}
+    expected = [[1, 1, None, *rest, None], [1, 4, None, *rest, None], [2, 4, 9, *rest, answers]]
     assert json.loads(done.stdout.splitlines()[-1]) == expected

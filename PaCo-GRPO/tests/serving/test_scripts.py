@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from serving_tools import REPO, ROOT
@@ -42,40 +41,32 @@ PROGRAMS = {
 }
 
 
-def start_job(folder: Path, **variables: str) -> subprocess.Popen:
-    """Start a job of ``t2is`` in a clone whose programs take notes; all nodes are this machine."""
-    for name, text in PROGRAMS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    (folder / "PaCo-GRPO" / "scripts").symlink_to(ROOT / "scripts")
-    (folder / "tools").symlink_to(REPO / "tools")
-    environment = {
-        "PATH": f"{folder}/bin:{os.environ['PATH']}",
-        "PYTHON": f"{folder}/bin/python",
-        "RECORD": f"{folder}/record",
-        "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": "node[07-08]",
-        "SLURM_NNODES": "1",
-        "SLURM_SUBMIT_DIR": f"{folder}/PaCo-GRPO",
-    }
-    command = ["bash", str(ROOT / "scripts" / "slurm" / "train.sh"), "t2is", "--config.seed=1"]
-    return subprocess.Popen(command, env=environment | variables, cwd="/")
-
-
-def calls(folder: Path) -> list[list[str]]:
-    """Command line, GPUs, label, key and rank of each call."""
-    return [line.split("|") for line in (folder / "record").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("num_nodes", "judge_gpus", "training_gpus"),
     [("1", "0", ["1,2,3"]), ("2", "0", ["1,2,3", "0,1,2,3"]), ("1", "2,0", ["1,3"])],
 )
 def test_a_slurm_job(tmp_path, num_nodes, judge_gpus, training_gpus):
-    job = start_job(tmp_path, SLURM_NNODES=num_nodes, JUDGE_GPUS=judge_gpus)
-    assert job.wait(timeout=60) == 0
-    judge, (srun, *_), *nodes, stop = calls(tmp_path)
+    """Of ``t2is``, in a clone whose programs take notes; all nodes are this machine."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "PaCo-GRPO" / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "tools").symlink_to(REPO / "tools")
+    environment = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "PYTHON": f"{tmp_path}/bin/python",
+        "RECORD": f"{tmp_path}/record",
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node[07-08]",
+        "SLURM_NNODES": num_nodes,
+        "SLURM_SUBMIT_DIR": f"{tmp_path}/PaCo-GRPO",
+        "JUDGE_GPUS": judge_gpus,
+    }
+    command = ["bash", str(ROOT / "scripts" / "slurm" / "train.sh"), "t2is", "--config.seed=1"]
+    subprocess.run(command, env=environment, cwd="/", timeout=60, check=True)
+    calls = [line.split("|") for line in (tmp_path / "record").read_text().splitlines()]
+    judge, (srun, *_), *nodes, stop = calls
     key = judge[3]
     assert judge == ["launch.sh ", judge_gpus, "slurm-42", key, ""]
     assert len(key) == 32
@@ -89,4 +80,4 @@ def test_a_slurm_job(tmp_path, num_nodes, judge_gpus, training_gpus):
     for rank, (command, *_, node_key, node_rank) in enumerate(trainings):
         assert [word for word in words if word not in command] == []
         assert (node_key, node_rank) == (key, str(rank))
-    assert not any(key in call[0] for call in calls(tmp_path))  # others see command lines
+    assert not any(key in call[0] for call in calls)  # others see command lines

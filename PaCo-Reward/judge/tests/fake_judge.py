@@ -7,7 +7,6 @@ import json
 import math
 import socket
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,16 +51,15 @@ class FakeJudge(ThreadingHTTPServer):
         self,
         respond: Callable | None = None,
         models=("Paco-Reward-7B",),
-        delay_s: float = 0.0,
         port: int = 0,
         key: str | None = None,
     ):
         super().__init__(("127.0.0.1", port), Handler)
         self.respond = respond or (lambda number, request: (200, answer(0.75), {}))
-        self.models, self.delay_s, self.key = list(models), delay_s, key
+        self.models = list(models)
+        self.key = key
         self.requests: list[dict] = []
         self.headers: list[dict] = []
-        self.model_requests = 0
         self.sockets: list[socket.socket] = []
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -89,8 +87,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.server.model_requests += 1
-        time.sleep(self.server.delay_s)
         self.reply(200, {"data": [{"id": name} for name in self.server.models]}, {})
 
     def do_POST(self):
@@ -99,7 +95,6 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append(request)
             self.server.headers.append(dict(self.headers))
             number = len(self.server.requests)
-        time.sleep(self.server.delay_s)
         result = self.server.respond(number, request)
         if result is None:
             self.close_connection = True

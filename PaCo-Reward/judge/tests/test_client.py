@@ -88,8 +88,11 @@ def test_an_error_is_not_retried_forever(status, attempts, monkeypatch):
 
 
 def test_each_written_answer_has_its_own_deadline():
-    text = {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}
-    with FakeJudge(lambda *_: (200, text, {}), delay_s=0.4) as judge:
+    def respond(number, request):
+        time.sleep(0.4)
+        return 200, {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}, {}
+
+    with FakeJudge(respond) as judge:
         answers = client(judge, deadline_s=1.0, max_concurrency=1).generate([PAIR] * 4, 8)
     assert answers == [Answer("Yes. Both show a fox.")] * 4
 

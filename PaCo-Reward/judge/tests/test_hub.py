@@ -2,9 +2,11 @@
 
 import http.server
 import threading
+from functools import partial
 
 import pytest
 from huggingface_hub import constants
+from transformers import AutoModelForImageTextToText
 
 from paco_judge.errors import UserError
 from paco_judge.scorer import JudgeScorer
@@ -46,31 +48,18 @@ def set_endpoint(monkeypatch, url):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def load_model(name):
-    from transformers import AutoModelForImageTextToText
-
-    from_pretrained_strict(AutoModelForImageTextToText, name)
-
-
-def load_files(name):
-    local_folder(name, ("adapter_*",))
-
-
-LOADERS = [load_model, load_files, JudgeScorer.from_pretrained]
+LOADERS = [
+    JudgeScorer.from_pretrained,
+    partial(from_pretrained_strict, AutoModelForImageTextToText),
+    partial(local_folder, patterns=("adapter_*",)),
+]
 
 
 @pytest.mark.parametrize("load", LOADERS)
-@pytest.mark.parametrize(
-    ("code", "reason"), [("GatedRepo", "are gated"), ("RepoNotFound", "no such model")]
-)
-def test_what_the_hub_refuses_is_one_message_with_all_remedies(hub, code, reason, load):
-    hub.code = code
-    with pytest.raises(UserError, match=reason) as caught:
-        load("org/judge")
-    assert "hf download org/judge" in str(caught.value)
-
-
-@pytest.mark.parametrize("load", LOADERS)
-def test_a_path_that_is_no_folder_is_not_taken_for_a_name(hub, load):
+def test_what_the_hub_refuses_is_one_message_with_all_remedies(hub, load):
+    """A path that is no folder is not taken for a name."""
+    for hub.code, reason in (("GatedRepo", "are gated"), ("RepoNotFound", "no such model")):
+        with pytest.raises(UserError, match=f"{reason}.* `hf download org/judge`"):
+            load("org/judge")
     with pytest.raises(UserError, match="neither an existing folder nor a name"):
         load("runs/judge/adapter")

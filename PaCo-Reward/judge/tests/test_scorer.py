@@ -66,22 +66,15 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
     np.testing.assert_allclose(logits, scorer.first_token_logits(chats), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"], indirect=True)
-def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(family, scorer, pairs):
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(scorer, pairs):
     image = pairs[0].image_a
-    token = "<image>" if family == "llava" else "<|image_pad|>"
-    bad = [Pair(image, image, f"{token}?")]
-    if family != "llava":  # which cuts an image to a square
-        bad.append(Pair(Image.new("RGB", (1, 300)), image, "same?"))
+    bad = [Pair(image, image, "<|image_pad|>?"), Pair(Image.new("RGB", (1, 300)), image, "same?")]
     asked = [pairs[0], *bad, pairs[1]]
     first, *errors, last = scorer.score(asked)
-    assert token in errors[0].error
-    assert family == "llava" or "aspect ratio" in errors[1].error
+    assert "<|image_pad|>" in errors[0].error and "aspect ratio" in errors[1].error
     expected = p_yes(scorer, pairs[:2])
     np.testing.assert_allclose([first.p_yes, last.p_yes], expected, atol=1e-5)
-    first, *others, last = scorer.reasons(asked, 5)
-    assert [answer.error for answer in others] == [verdict.error for verdict in errors]
-    assert [first, last] == scorer.reasons(pairs[:2], 5)
 
 
 def test_only_words_of_one_token_are_answers():

@@ -37,9 +37,8 @@ def test_grids_and_edits_are_scored_as_by_the_rewards(server):
     kwargs = {name: {"base_url": server.url} for name in names}
     rewards = build_rewards(dict.fromkeys(names, 1.0), kwargs)
     arrays = [np.moveaxis(np.asarray(image), -1, 0) for image in IMAGES[:4]]
-    arrays[1] = arrays[1][None].repeat(2, axis=0)  # of several images the first counts
-    arrays[1][1] = 7
-    arrays[2] = ((arrays[2] - 0.4) / 255).astype(np.float32)  # which is rounded
+    arrays[1] = np.stack([arrays[1], 0 * arrays[1]])  # of several images the first counts
+    arrays[2] = arrays[2].astype(np.float32) / 255
     prompts = [item.prompt for item in ITEMS[:4]]
     scores = ask(server, arrays, prompts, [None, {}, {"split": "train"}, {}])
     assert scores == pytest.approx(rewards[names[0]](IMAGES[:4], ITEMS[:4]))
