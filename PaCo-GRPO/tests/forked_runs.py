@@ -1,20 +1,15 @@
-"""Tiny runs of one or more processes, observed from inside or hit by a fault: killed, out of disk,
-not finite.
+"""Tiny runs of one or more processes, observed from inside or hit by a fault of one of them.
 
 The processes are forked from a server that has everything imported, so a run costs little more than
 its own work.
 """
 
 import contextlib
-import errno
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +18,7 @@ import pytest
 import torch
 from fakes import distributed_environment, free_port
 from safetensors.torch import load_file
-from tiny_run import brightness, overrides_for, tiny_options
+from tiny_run import overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
 from paco_grpo.policies.flux import FluxPolicy
@@ -38,7 +33,6 @@ RUN = {
     "save_freq": 1,
     "train__gradient_step_per_epoch": 2,
     "sample__num_images_per_prompt": 8,
-    "train__reward_fn": "{'forked_runs:scored': 1}",
     "sample__reward_batch_size": 4,
 }
 # With a tiny epsilon of Adam, the first step is the gradient's sign, and rounding near 0 shows at
@@ -59,27 +53,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-def scored(without: str):
-    """brightness, NaN for prompts that begin with ``without``."""
-    score = brightness()
-
-    def score_others(images, items):
-        missing = [bool(without) and item.prompt.startswith(without) for item in items]
-        return np.where(missing, np.nan, score(images, items))
-
-    return score_others
-
-
-def kill(*_) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def terminate(*_) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fill_disk(*_) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def lose_log_probs(updater, rollouts, *_) -> None:
@@ -88,47 +63,35 @@ def lose_log_probs(updater, rollouts, *_) -> None:
             step.log_prob.fill_(float("nan"))
 
 
-@dataclass(frozen=True)
-class Fault:
-    """``action`` before call number ``at_call`` of a method, in process ``rank`` alone."""
-
-    method: str
-    at_call: int
-    action: Callable = kill
-    rank: int = 0
-
-
-_METHODS = {
-    "decode": (FluxPolicy, "decode"),
-    "backward": (Updater, "_micro_batches"),
-    "commit": (ckpt, "commit"),
+# Name → what process 1 does before which call of a method of its: class, method, call, action.
+FAULTS = {
+    "signal": (FluxPolicy, "decode", 3, terminate),
+    "not finite": (Updater, "_micro_batches", 2, lose_log_probs),
 }
 
 
-def injected(fault: Fault):
-    owner, name = _METHODS[fault.method]
+def injected(fault: str):
+    owner, name, at_call, action = FAULTS[fault]
     original = getattr(owner, name)
     calls = []
 
     def method(*arguments, **keywords):
         calls.append(1)
-        if len(calls) == fault.at_call:
-            fault.action(*arguments)
+        if len(calls) == at_call:
+            action(*arguments)
         return original(*arguments, **keywords)
 
     return mock.patch.object(owner, name, method)
 
 
-def _main(
-    rank: int, placement: dict, flux: Path, folder: Path, changes: dict, fault: Fault | None
-) -> None:
+def _main(rank: int, placement: dict, flux: Path, folder: Path, changes: dict, fault: str) -> None:
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     if placement:
         os.environ |= distributed_environment(rank, **placement)
     try:
-        with injected(fault) if fault and fault.rank == rank else contextlib.nullcontext():
+        with injected(fault) if fault and rank == 1 else contextlib.nullcontext():
             trainer = Trainer(build_run(tiny_options(flux, folder, **changes)))
             observe(trainer, folder)
             trainer.fit()
@@ -141,29 +104,22 @@ def run(
     flux: Path,
     folder: Path,
     processes: int = 1,
-    fault: Fault | None = None,
-    without: str = "",
+    fault: str = "",
     machines: int = 1,
     **changes,
 ) -> list[int]:
-    """Exit status of each process; when one is killed, so are the others, as by a launcher."""
+    """Exit status of each process."""
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
-    kwargs = {"forked_runs:scored": {"without": without}}
-    changes = RUN | {"train__reward_fn_kwargs": repr(kwargs)} | changes
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_runs"])
     placement = {}
     if processes > 1:
         placement = {"processes": processes, "port": free_port(), "machines": machines}
-    more = (placement, flux, folder, changes, fault)
+    more = (placement, flux, folder, RUN | changes, fault)
     started = [context.Process(target=_main, args=(rank, *more)) for rank in range(processes)]
     for process in started:
         process.start()
-    multiprocessing.connection.wait([process.sentinel for process in started])
-    if any(process.exitcode == -signal.SIGKILL for process in started):
-        for process in started:
-            process.kill()
     for process in started:
         process.join(240)
     return [process.exitcode for process in started]

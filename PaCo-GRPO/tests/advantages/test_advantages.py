@@ -122,7 +122,6 @@ def test_an_aggregation_returns_a_finite_number_for_each_image(totals):
     ("name", "arguments", "named"),
     [
         ("harmonic_mean", {}, "harmonic_mean_aggregate_fn"),
-        ("numpy:no_such_function", {}, "no_such_function"),
         ("log_tame_aggregate_fn", {"global_std": True}, "'global_std'"),
         ("product_aggregate_fn", {"reward_weights": {"a": 1.0, "bb": 2.0}}, "lack b"),
     ],

@@ -28,12 +28,3 @@ def test_everything_divides_evenly(m, k, batch, processes):
     unit = processes * plan.sample_batch_size
     assert all(fewer * k % unit for fewer in range(m, plan.prompts)), "raised further than needed"
     assert (plan.prompts != m) == any("raised" in note for note in plan.notes)
-
-
-def test_what_follows_is_derived_after_overrides():
-    overrides = ("sample.batch_size", "4"), ("train.gradient_step_per_epoch", "3")
-    plan = make_plan(load("t2is", *overrides), 8, gradient_steps=2)
-    assert plan.gradient_steps == 3
-    assert (plan.prompts, plan.samples, plan.samples_per_process) == (42, 672, 84)
-    assert plan.rollout_batches == 21
-    assert plan.notes == ()

@@ -30,12 +30,7 @@ BLUE = encoded("blue")
 
 def write_jsonl(folder, *rows):
     cut = encoded("red", "JPEG", size=(64, 64))[:-40]
-    for name, data in (
-        ("a.png", RED),
-        ("b.png", BLUE),
-        ("cut.jpg", cut),
-        ("a.eps", encoded("red", "EPS")),
-    ):
+    for name, data in (("a.png", RED), ("b.png", BLUE), ("cut.jpg", cut)):
         (folder / name).write_bytes(data)
     (folder / "train_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -54,29 +49,12 @@ def corner(image):
     return image.getpixel((0, 0))
 
 
-@pytest.mark.parametrize(
-    "name", ["c.png", "cut.jpg", "a.eps"]
-)  # the damaged one is found when it is read
+@pytest.mark.parametrize("name", ["c.png", "cut.jpg"])  # the second is found when it is read
 def test_geneval_image(tmp_path, name):
-    good = {
-        "prompt": "the 2x2 tiles",
-        "image": "a.png",
-        "height": 64,
-        "width": 32,
-        "category": "color",
-    }
+    good = {"prompt": "the 2x2 tiles", "image": "a.png", "height": 64, "width": 32}
     (item,) = load_prompts(write_jsonl(tmp_path, good), "train", "geneval_image")
-    assert (item.prompt, item.height, item.width, item.metadata["category"]) == (
-        "the 2x2 tiles",
-        64,
-        32,
-        "color",
-    )
-    assert (
-        item.image.mode == "RGB"
-        and item.image.size == (12, 8)
-        and corner(item.image) == (255, 0, 0)
-    )
+    assert (item.prompt, item.height, item.width) == ("the 2x2 tiles", 64, 32)
+    assert (item.image.mode, item.image.size, corner(item.image)) == ("RGB", (12, 8), (255, 0, 0))
     write_jsonl(tmp_path, good, {"prompt": "x", "image": name})
     with pytest.raises(UserError, match=rf"train_metadata.jsonl: row 2: field 'image' .*{name}"):
         _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
@@ -106,8 +84,6 @@ def test_arrow_editing(tmp_path, suffix):
     ("columns", "named"),
     [
         ({"prompt": ["x"]}, "column 'image' is missing"),
-        ({"prompt": [1], "image": [b"x"]}, "row 1: field 'prompt'"),
-        ({"prompt": ["x", "y", "z"], "image": [RED, b"x", RED]}, "row 2: field 'image'"),
         ({"prompt": ["x", "y"], "images": [[RED], [RED, None]]}, "row 2: field 'images'"),
     ],
 )

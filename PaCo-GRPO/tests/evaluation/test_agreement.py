@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from fakes import fake_judge
 from tiny_run import load_script, tiny_options, write_prompts
 
 from paco_grpo.commands.compare import measuring
@@ -67,26 +66,26 @@ def test_which_rewards_measure_it(tiny_flux_dir, tmp_path):
     assert pairs_of(["between_images"]) == []
     with pytest.raises(ConfigError, match="consistency_score"):
         measuring(tiny_options(tiny_flux_dir, tmp_path), 4)
+    kwargs = {"consistency_score": {"port": 8001}}
+    judged = {"test__reward_fn": {"consistency_score": 1.0}, "test__reward_fn_kwargs": kwargs}
+    test = measuring(tiny_options(tiny_flux_dir, tmp_path, **judged), 4).test
+    assert list(test.reward_fn) == [*NAMES]
+    assert test.reward_fn_kwargs["between_images"] == {"port": 8001}
 
 
 def test_evaluate_with_images_per_prompt(trained_run, tmp_path):
-    """Two open prompts and one that describes everything."""
+    """Two open prompts, n = 0 and 1, and one that describes everything; w is 3 n, b is 1 − n / 2."""
     prompts = write_prompts(tmp_path / "prompts", test=3, first_open=2)
-    with fake_judge.FakeJudge(fake_judge.by_content) as judge:
-        kwargs = {"consistency_score": {"base_url": judge.url}}
-        command = ["--config", str(trained_run.folder / "saved.yaml")]
-        command += ["--output", str(tmp_path), "--images_per_prompt", "4"]
-        command += [
-            f"--config.dataset={prompts}",
-            "--config.test.reward_fn={'consistency_score': 1.0}",
-            f"--config.test.reward_fn_kwargs={kwargs}",
-        ]
-        assert load_script("evaluate").main(command) == 0
+    rewards = dict.fromkeys(
+        ("reward_factories:oracle_consistency", "reward_factories:oracle_between_images"), 1.0
+    )
+    command = ["--config", str(trained_run.folder / "saved.yaml")]
+    command += ["--output", str(tmp_path), "--images_per_prompt", "4"]
+    command += [f"--config.dataset={prompts}", f"--config.test.reward_fn={rewards}"]
+    assert load_script("evaluate").main(command) == 0
     measured = json.loads((tmp_path / "results.json").read_text())["results"]["adapter"]
     images = read_rows(tmp_path)
     assert [row["item_id"] for row in images] == [0, 1, 2] * 4
     assert len({row["seed"] for row in images}) == 12
-    scores = [[row["rewards"][reward] for reward in NAMES] for row in images if row["open"]]
-    within, different = np.mean(scores, axis=0)
-    assert measured["within_minus_between"]["mean"] == pytest.approx(within - (1 - different))
-    assert measured["within_minus_between"]["prompts"] == 2
+    difference = measured["oracle_within_minus_between"]
+    assert (difference["mean"], difference["prompts"]) == (pytest.approx(1.5 - 0.75), 2)

@@ -20,7 +20,6 @@ from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
-from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.sampling.images import Batch
 from paco_grpo.types import Item
 
@@ -213,26 +212,6 @@ def test_evaluating_an_adapter_repeats_the_run(trained_run, tmp_path, place):
     logged = rows_of(trained_run.options, "eval")[-1]
     odd = [row["rewards"]["brightness"] for row in rows if row["category"] == "odd"]
     assert logged["category/odd/brightness_mean"] == pytest.approx(np.mean(odd))
-
-
-def test_an_image_that_is_not_finite_is_missing_and_ends_nothing(
-    tiny_flux_dir, tmp_path, monkeypatch
-):
-    initial = FluxPolicy.initial_latents
-
-    def diverging(policy, seeds, height, width):
-        latents = initial(policy, seeds, height, width)
-        if height == 32:  # the second one of the evaluation
-            latents[1:2] = float("nan")
-        return latents
-
-    monkeypatch.setattr(FluxPolicy, "initial_latents", diverging)
-    changes = {"num_epochs": 1, "test__save_eval_images": True, "logging_platform": "tensorboard"}
-    changes["train__max_missing_reward_fraction"] = 0.2  # one of five; above it, the run stops
-    run = train(tiny_options(tiny_flux_dir, tmp_path, **changes)).run
-    rows = read_rows(run.folder / "eval" / "epoch_0001")
-    assert [row["file"] is None for row in rows] == [False, True, False, False, False]
-    assert rows[1]["rewards"] == {"brightness": None}
 
 
 def test_images_of_an_interrupted_evaluation_do_not_stay(tiny_flux_dir, tmp_path):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from toy_policy import ToyPolicy, sample
+from toy_policy import ToyPolicy, sample, set_group_weights
 
 from paco_grpo.objectives import Step, get_objective, transition
 from paco_grpo.objectives.awm import slow_decay
-from paco_grpo.objectives.dgpo import group_weights
 from paco_grpo.objectives.noised import Noised, sample_sigmas
 from paco_grpo.options import TrainOptions
 
@@ -21,12 +20,6 @@ f64 = torch.float64
 def step_of(policy, advantages, index=2, cps=False, moved=False):
     result = sample(policy, cps=cps, moved=moved)
     return Step(result, index, torch.tensor(advantages, dtype=policy.dtype), epoch_seed=7)
-
-
-def gradient(policy, value):
-    policy.transformer.current.grad = None
-    value.backward()
-    return policy.transformer.current.grad.clone()
 
 
 # --- σ
@@ -104,11 +97,7 @@ def test_names_of_snapshots():
 
 def dgpo_loss(step, policy, train):
     objective = get_objective("dgpo")(train)
-    changes = objective.error_change(step, policy)[:, None].numpy()
-    weights = group_weights(
-        changes, step.rollout.item_ids.numpy(), step.advantages.numpy(), train.dgpo_beta
-    )
-    step.group_weights = torch.from_numpy(weights[:, 0])
+    set_group_weights(objective, [step], policy)
     return objective.loss(step, policy)
 
 
@@ -120,9 +109,10 @@ def test_dgpo_masks_what_moved_far_enough():
     step = step_of(policy, (1.0, 0.0, -1.0))
     noised = Noised(step, policy, shared=True)
     for _ in range(20):
-        change = 0.05 * gradient(policy, noised.error(noised.velocity()).sum())
+        error = noised.error(noised.velocity()).sum()
+        (gradient,) = torch.autograd.grad(error, policy.transformer.current)
         with torch.no_grad():
-            policy.transformer.current.sub_(change)
+            policy.transformer.current.sub_(0.05 * gradient)
     lower = noised.error(noised.velocity("slow")) - noised.error(noised.velocity())
     assert (lower[[0, 2]] > 1e-3).all()
     for limit, masked in ((1e-3, [1.0, 0.0]), (100.0, [0.0, 0.0])):

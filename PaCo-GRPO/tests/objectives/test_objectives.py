@@ -261,11 +261,8 @@ def test_ratio_metrics():
     [
         ("ppo", {"sample.noise_steps": ()}, "sample.noise_steps"),
         ("guard_grpo", {"sample.cps": True}, "sample.cps"),
-        ("ppo", {"train.timesteps": (1,), "sample.num_noise_steps": 1}, "train.timesteps"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
-        ("nft", {"train.num_sigmas": 9}, "train.num_sigmas"),
         ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
-        ("dgpo", {"sample.num_images_per_prompt": 1}, "train.loss_type"),
     ],
 )
 def test_an_objective_checks_its_options(name, changes, option):

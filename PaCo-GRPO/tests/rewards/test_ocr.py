@@ -1,9 +1,5 @@
 """ocr: the formula against an independent computation; both readers."""
 
-import sys
-from importlib.machinery import ModuleSpec
-from types import SimpleNamespace
-
 import cv2
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
@@ -20,16 +16,11 @@ from paco_grpo.types import Item
         ("abcd", "bcd", 3 / 4),
         ("abcd", "xaxbxcxd", 0),
         ("kitten", "sitting", 1 - 3 / 6),
-        ("abc", "a very long other text", 0),
         # One character in several forms, on either side.
         ("CAFE\u0301", "CAF\u00c9", 1),
-        ("CAF\u00c9", "CAFE\u0301", 1),
         ("Ｈｉ！", "Hi!", 1),
-        ("DON´T", "DON`T", 1),
         ("“so-called” 1–2", "''so−called'' 1-2", 1),
-        ("oﬃce ½", "office 1/2", 1),
         ("Stra\u00adße\u200b", "STRASSE", 1),
-        ("ΣΟΦΟΣ", "σοφος", 1),
         ("欢迎", "歡迎", 1 / 2),
     ],
 )
@@ -41,13 +32,10 @@ def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
     ("prompt", "texts"),
     [
         ('A sign that says "Open 24 h" above a door', ["Open 24 h"]),
-        ("A sign that says “Öffnen”", ["Öffnen"]),
-        ('a 12" ruler and a 10" pan', []),
         ('a 5½" nail, a 12" ruler and a mug with "TEA"', ["TEA"]),
         ("a board ＂HI＂ over 第3“欢迎”", ["HI", "欢迎"]),
         ('blank "  ", "\u200b" and "x"', ["x"]),
         ("no quotes", []),
-        ('half "open', []),
     ],
 )
 def test_quoted_texts(prompt, texts):
@@ -79,20 +67,3 @@ def test_rapidocr_reads_rendered_words_on_its_own_weights():
     assert sharp == apostrophe == 1 and unreadable == 0
     assert other == pytest.approx(text_score("Soup", "Fresh bread"))
     assert cv2.getNumThreads() == 1
-
-
-def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
-    """It needs an older numpy; here stands a module with its interface."""
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    built, read = [], [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
-    engine = SimpleNamespace(ocr=lambda image, **options: read)
-    spec = ModuleSpec("paddleocr", None)
-    module = SimpleNamespace(
-        PaddleOCR=lambda **options: built.append(options) or engine, __spec__=spec
-    )
-    monkeypatch.setitem(sys.modules, "paddleocr", module)
-    reward = build_rewards({"ocr": 1}, {"ocr": {"lang": "fr"}}, device="cuda:1")["ocr"]
-    for _ in range(2):
-        assert reward([rendered("")], [Item(0, '"open 24 h"')]) == [1.0]
-    (options,) = built
-    assert options["lang"] == "fr" and options["use_gpu"]

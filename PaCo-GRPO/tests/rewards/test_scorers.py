@@ -77,17 +77,13 @@ def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_ope
         )
 
 
-def test_an_edit_is_compared_with_its_own_references(tiny_open_clip):
+def test_an_edit_is_compared_with_all_of_its_references(tiny_open_clip):
     reward = reference_clipI(*tiny_open_clip)
     clip = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
-    references = [(IMAGES[1],), (IMAGES[2], IMAGES[0]), (IMAGES[2],)]
-    items = [Item(i, f"edit {i}", references=of_item) for i, of_item in enumerate(references)]
-    expected = []
-    for image, of_item in zip(IMAGES, references, strict=True):
-        edited = clip.images([image], 1)[0]
-        expected.append(np.mean([(edited @ one).item() for one in clip.images(of_item, 1)]))
-    assert reward(IMAGES, items) == pytest.approx(expected, abs=1e-6)
-    assert expected[2] == pytest.approx(1, abs=1e-5) and expected[0] < 0.999
+    first, second, edited = clip.images(IMAGES, 3)
+    expected = (first @ edited + second @ edited) / 2
+    item = Item(0, "edit", references=tuple(IMAGES[:2]))
+    assert reward(IMAGES[2:], [item]) == pytest.approx([expected.item()], abs=1e-6)
     with pytest.raises(ValueError, match="reference_clipI"):
         reference_clipI.check_item(Item(0, "no reference"), {})
 
@@ -109,14 +105,6 @@ def test_prompts_that_clip_does_not_read_to_the_end_are_counted(
     reward.check_items([Item(number, prompt) for number, prompt in enumerate(prompts)])
     longer = 2 if name == "subfig_clipT" else 3  # which reads each panel alone
     assert f"{name}: {longer} of 4 prompts" in caplog.text
-
-
-def test_a_reward_in_half_precision(tiny_open_clip):
-    full = subfig_clipT(*tiny_open_clip)
-    half = subfig_clipT(*tiny_open_clip, dtype="bfloat16")
-    scores = full(IMAGES, ITEMS)
-    rounded = half(IMAGES, ITEMS)
-    assert rounded == pytest.approx(scores, abs=0.02) and not np.array_equal(rounded, scores)
 
 
 @pytest.mark.parametrize(

@@ -121,27 +121,20 @@ def test_flow_factory_gets_the_scores_of_its_batch(name):
         judge.respond = lambda number, request: (400, {}, {})
         answer = client.post("/compute", json=request).json()
         assert "rewards" not in answer and f"{len(IMAGES)} of" in answer["error"]
-        request = flow_factory_request(IMAGES[:1], [Item(0, "a cat")], True)
-        assert name in client.post("/compute", json=request).json()["error"]
-        for unusable in ({"image": None}, {"prompt": ["too", "many"]}):
-            assert "error" in client.post("/compute", json=request | unusable).json()
+        assert "error" in client.post("/compute", json=request | {"image": None}).json()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("words", "named"),
     [
-        (["--reward", "jpeg_compressibility", "--host", "0.0.0.0"], "REWARD_SERVICE_KEY"),
-        (
-            ["--reward", "grid_layout", "--kwargs", '{"base_url": "http://127.0.0.1:9"}'],
-            "127.0.0.1:9",
-        ),
-        (["--reward", "reward_factories:unlike_others"], "compares the images of a group"),
+        ("jpeg_compressibility --host 0.0.0.0", "REWARD_SERVICE_KEY"),
+        ("reward_factories:unlike_others", "compares the images of a group"),
     ],
 )
-def test_command_line_mistakes(arguments, named, capsys, monkeypatch):
+def test_command_line_mistakes(words, named, capsys, monkeypatch):
     monkeypatch.delenv("REWARD_SERVICE_KEY", raising=False)
     try:
-        status = main(arguments)
+        status = main(["--reward", *words.split()])
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and named in capsys.readouterr().err

@@ -1,12 +1,8 @@
 """Training started by its scripts: exit status, error messages, signals."""
 
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -18,25 +14,12 @@ from paco_grpo.training.checks import require_promised_gpu
 from paco_grpo.training.resume import StopSignal
 from paco_grpo.training.trainer import Trainer
 
-NO_JUDGE = {
-    "train__reward_fn": "{'consistency_score': 1}",
-    "train__reward_fn_kwargs": str({"consistency_score": {"base_url": "http://127.0.0.1:9"}}),
-}
 
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"train__resoluton": 3}, "config.train.resoluton. Did you mean config.train.resolution"),
-        (NO_JUDGE, "vllm_server/launch.sh"),
-    ],
-    ids=["option", "judge"],
-)
-def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys, changes, named):
-    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, **changes))
+def test_bad_input_is_one_clear_line(tiny_flux_dir, tmp_path, capsys):
+    options = as_arguments(overrides_for(tiny_flux_dir, tmp_path, train__resoluton=3))
     assert load_script("train").main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *options]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and named in error
+    (error,) = capsys.readouterr().err.splitlines()[-1:]
+    assert error.startswith("error: ") and "Did you mean config.train.resolution" in error
 
 
 def test_promised_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
@@ -74,15 +57,14 @@ def test_a_signal_saves_and_a_second_ctrl_c_ends_at_once(
     assert saved == (number is not None)
 
 
-@pytest.mark.parametrize("limit", [1024, 128 * 1024])  # the weights, the optimizer
-def test_a_full_disk_is_one_message(tiny_flux_dir, tmp_path, monkeypatch, capsys, limit):
+def test_a_full_disk_is_one_message(tiny_flux_dir, tmp_path, monkeypatch, capsys):
     save = Checkpoints.save
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save_on_full_disk(checkpoints):
         if checkpoints.state.epoch == 1:
             return save(checkpoints)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (128 * 1024, most[1]))
         try:
             return save(checkpoints)
         finally:
@@ -104,37 +86,3 @@ def test_nohup_stays_in_force():
         assert stop.received is None
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.slow
-def test_sigterm_from_outside(tiny_flux_dir, tmp_path):
-    overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=10000, save_freq=0, eval_freq=0)
-    command = [
-        "bash",
-        str(ROOT / "scripts/single_node/train_flux.sh"),
-        "toy_t2is",
-        *as_arguments(overrides),
-    ]
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "NUM_PROCESSES": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]),
-    }
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (metrics.is_file() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=550)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert (
-        "run_name=run --config.resume_from=latest" in error
-        and "Traceback" not in error
-        and "truncated because" not in error
-    )
-    (checkpoint,) = (tmp_path / "runs" / "run" / "checkpoints").iterdir()
-    last = json.loads(metrics.read_text().splitlines()[-1])
-    assert checkpoint.name == f"epoch_{last['epoch']:04d}"

@@ -44,6 +44,7 @@ def dgpo_run(tiny_flux_dir, tmp_path):
     changes = {
         "train__loss_type": "dgpo",
         "train__dgpo_clip_range": "None",
+        "train__num_inner_epochs": 2,
         "train__max_grad_norm": 1e9,
     }
     return build_run(
@@ -52,6 +53,7 @@ def dgpo_run(tiny_flux_dir, tmp_path):
 
 
 def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
+    """In the second inner epoch, whose order is another one."""
     run = dgpo_run
     objective = run.updater.objective
     objective.steps = lambda rollout, rng: [1, 3]
@@ -66,7 +68,7 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
     )
     run.updater.update(rollouts, advantages, np.ones(8, bool), epoch=0)
     run.state.optimizer.zero_grad(set_to_none=True)
-    micro_batches = run.updater._micro_batches(rollouts, advantages, np.arange(8), 0, 0)
+    micro_batches = run.updater._micro_batches(rollouts, advantages, np.arange(8), 0, 1)
     assert len(micro_batches) > 1
     whole = dataclasses.replace(
         micro_batches[0],

@@ -11,6 +11,7 @@ import torch
 from tiny_run import rows_of, tiny_options
 
 from paco_grpo.objectives import Step
+from paco_grpo.policies import lora
 from paco_grpo.training.build import build_run
 from paco_grpo.training.state import merges_lora
 from paco_grpo.training.trainer import Trainer
@@ -251,19 +252,31 @@ def test_test_rewards_may_differ(scale, make):
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_new"),
+    ("changes", "name", "is_new", "sampled"),
     [
-        ({"train__loss_type": "nft", "train__decay_type": 0}, True),
-        ({"train__loss_type": "nft"}, False),
-        ({"train__loss_type": "awm", "train__num_inner_epochs": 2, "train__num_sigmas": 1}, True),
+        ({"train__loss_type": "nft", "train__decay_type": 0}, "old", True, "old"),
+        ({"train__loss_type": "nft"}, "old", False, "old"),
+        ({"train__loss_type": "awm", "train__num_inner_epochs": 2}, "old", True, "default"),
+        ({"train__loss_type": "dgpo"}, "slow", False, "default"),
     ],
 )
-def test_how_the_old_adapter_follows(changes, is_new, make):
-    """After one epoch it has the new weights; by nft's default, it keeps 0.001 of the old ones."""
-    run = one_epoch(make(**changes))
+def test_how_a_copy_follows_and_what_images_are_sampled_with(changes, name, is_new, sampled, make):
+    """After one epoch it has the new weights; by default, nft's and dgpo's keep 0.001 of the old."""
+    run = make(train__num_sigmas=1, **changes)
+    layer = lora.lora_layers(run.state.policy)[0]
+    active = []
+    sample = run.sampler.sample
+
+    def record(*arguments):
+        active.append(list(layer.active_adapters))
+        return sample(*arguments)
+
+    run.sampler.sample = record
+    one_epoch(run)
+    assert active == [[sampled]]
     equal = []
-    for name, new in run.state.parameters.items():
-        old = run.state.snapshots["old"][name.replace(".default.", ".old.")]
-        torch.testing.assert_close(old, new, rtol=0, atol=1e-5)
-        equal.append(torch.equal(old, new))
+    for parameter, new in run.state.parameters.items():
+        copied = run.state.snapshots[name][parameter.replace(".default.", f".{name}.")]
+        torch.testing.assert_close(copied, new, rtol=0, atol=1e-5)
+        equal.append(torch.equal(copied, new))
     assert all(equal) == is_new

@@ -112,6 +112,15 @@ def test_a_checkpoint_of_another_version_is_refused(folder, again):
         build_run(again())
 
 
+def test_what_came_after_the_checkpoint_is_done_again(folder, again):
+    shutil.rmtree(folder / "checkpoints" / "epoch_0002")
+    train(again())
+    assert [row["epoch"] for row in rows_of(again(), "train")] == [1, 2]
+    assert (folder / "eval" / "replaced_epoch_0002").is_dir()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"epoch_0001", "epoch_0002"}
+
+
 def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, caplog):
     """The rows and evaluations of the first course are set aside, not lost."""
     options = again(resume_from="None", save_freq=5, eval_freq=1, num_epochs=3)

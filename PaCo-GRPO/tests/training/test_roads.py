@@ -130,7 +130,7 @@ def test_a_sample_is_trained_once_in_a_pass_with_its_own_advantage(
 
 def test_two_processes_sample_and_train_what_one_would(tiny_flux_dir, tmp_path):
     """Both in this process, one after the other; sums over the processes are taken here."""
-    run = make(tiny_flux_dir, tmp_path)
+    run = make(tiny_flux_dir, tmp_path, sample__same_latent=True)
     state = run.state
     advantages = np.random.default_rng(0).normal(size=12)
     kept = np.arange(12) != 5
@@ -145,6 +145,7 @@ def test_two_processes_sample_and_train_what_one_would(tiny_flux_dir, tmp_path):
         return tensor
 
     latents = {}
+    randoms = []  # of users' rewards
     strategy = state.strategy
     for processes, rank in ((1, 0), (2, 0), (2, 1)):
         if processes > 1:
@@ -155,12 +156,15 @@ def test_two_processes_sample_and_train_what_one_would(tiny_flux_dir, tmp_path):
                 reduce=reduce,
             )
             strategy = state.strategy = Strategy(fake)
+        run.seed_generators()
+        randoms.append(np.random.random())
         run.sampler.batch_size = make_plan(run.options, processes, 1).sample_batch_size
         rollouts = run.sampler.sample(lambda *_: None)
         for number, position in enumerate(rollouts.positions.tolist()):
             latents[processes, position] = rollouts.samples[number].clean_latents
         run.updater.update(rollouts, advantages, kept, epoch=0)
     assert reductions == {"sum"}
+    assert randoms[0] == randoms[1] != randoms[2]
     for position in range(12):
         torch.testing.assert_close(latents[2, position], latents[1, position], rtol=1e-4, atol=1e-5)
     distinct = torch.stack([latent.flatten()[:64] for latent in latents.values()])

@@ -2,7 +2,6 @@
 nothing.
 """
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -53,21 +52,10 @@ def test_what_a_run_writes(finished):
         ("train", 3, 6),
         ("eval", 3, 6),
     ]
-    assert {"train/loss", "time/epoch_s", "reward/brightness_cv"} <= rows[1].keys()
-    assert {"eval/brightness_mean", "time/eval_s"} <= rows[0].keys()
-    for epoch in (0, 2, 3):
-        names = {
-            path.name for path in (folder / "eval" / ckpt.checkpoint_name(epoch)).glob("*.png")
-        }
-        assert names == {"sheet.png", *(f"{i:05d}.png" for i in range(5))}
-    assert (
-        folder / "checkpoints" / "epoch_0003" / "diffusers" / "pytorch_lora_weights.safetensors"
-    ).is_file()
+    assert len(list((folder / "eval" / "epoch_0002").glob("*.png"))) == 6  # with the sheet
     kept = [path.name for path in ckpt.list_checkpoints(folder / "checkpoints")]
     assert kept == ["epoch_0002", "epoch_0003"]
     assert list((folder / "tensorboard").iterdir())
-    saved = json.loads((folder / "checkpoints/epoch_0003/state/trainer.json").read_text())
-    assert saved["epoch"] == 3
     assert load_options(str(folder / "config.yaml")) == finished
 
 

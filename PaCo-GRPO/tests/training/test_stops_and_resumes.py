@@ -53,15 +53,9 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     louder = dataclasses.replace(again, train=dataclasses.replace(options.train, lora_alpha=64.0))
     with pytest.raises(ConfigError, match=r"lora_alpha.*16.*64.*resume_changed"):
         build_run(louder)
-    prompts = write_prompts(tmp_path / "others", train=5)
-    for name, value in (
-        ("dataset", prompts),
-        ("train__loss_type", "nft"),
-        ("train__use_8bit_adam", True),
-        ("seed", 7),  # half of the random streams would go on with 42
-    ):
-        with pytest.raises(ConfigError, match=f"config.{name.replace('__', '.')} "):
-            build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **{name: value}))
+    # Half of the random streams would go on with 42.
+    with pytest.raises(ConfigError, match="config.seed "):
+        build_run(dataclasses.replace(again, seed=7))
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     other_seed = dataclasses.replace(
         louder, dataset=str(moved), resume_changed=True, seed=7, save_freq=7

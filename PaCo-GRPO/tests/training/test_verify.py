@@ -42,7 +42,6 @@ def test_a_file_is_compared_in_plain_diffusers(tiny_folder, tmp_path, name):
     before = state_of(policy)
     result = verify_adapter(policy, OPTIONS, tmp_path, item)
     assert result.difference < 0.1 and result.effect > 1 and result.passed
-    assert "plain diffusers" in str(result)
     assert state_of(policy) == before
 
     file = tmp_path / "pytorch_lora_weights.safetensors"
@@ -50,7 +49,6 @@ def test_a_file_is_compared_in_plain_diffusers(tiny_folder, tmp_path, name):
     save_file(half, file)
     weaker = verify_adapter(policy, OPTIONS, tmp_path, item)
     assert weaker.effect == result.effect and not weaker.passed
-    assert "DOES NOT HOLD" in str(weaker) and "DOES NOT HOLD" not in str(result)
     assert state_of(policy) == before
 
 
