@@ -111,8 +111,8 @@ def unlike_others(unscored=""):
     return score
 
 
-def absent_while(file, share: float = 1.0):
-    """brightness; while ``file`` exists, the first ``share`` of a call has no score."""
+def absent_while(file):
+    """brightness; no score while ``file`` exists."""
     from tiny_run import brightness  # it needs torch, which the environment of a service lacks
 
     score = brightness()
@@ -120,7 +120,7 @@ def absent_while(file, share: float = 1.0):
     def score_unless(images, items):
         scores = score(images, items)
         if Path(file).exists():
-            scores[: round(share * len(scores))] = np.nan
+            scores[:] = np.nan
         return scores
 
     return score_unless

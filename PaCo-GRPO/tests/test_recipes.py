@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_judge
-from PIL import Image
 from tiny_pipelines import save_clip, save_open_clip
 from tiny_policies import draw
 from tiny_run import as_arguments, load_script, overrides_for, rows_of
 
 from paco_grpo.options import OPTIONS, read_options
 from paco_grpo.policies import POLICIES, PolicySettings, load_policy
-from paco_grpo.rewards.registry import build_rewards, short_name
+from paco_grpo.rewards.registry import short_name
 from paco_grpo.types import Item
 
 HERE = Path(__file__).resolve().parents[1]
@@ -80,12 +79,6 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
     (row,) = rows_of(options, "train")
     measured = {short_name(reward) for reward in options.train.reward_fn}
     assert {f"reward/{reward}_mean" for reward in measured} <= set(row)
-
-
-def test_reward_that_compares_images(recipes):
-    reward = build_rewards({"my_comparisons:own_color": 1})["own_color"]
-    images = [Image.new("RGB", (8, 8), color) for color in ("black", "white", "white")]
-    assert reward(images, [Item(0, "a"), Item(0, "a"), Item(1, "b")]).tolist() == [0.5, 0.5, 0.0]
 
 
 def test_generator(recipes, monkeypatch, tiny_flux_dir):

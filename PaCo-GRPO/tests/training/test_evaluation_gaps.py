@@ -18,8 +18,8 @@ def run(tiny_flux_dir, tmp_path):
     while a file exists.
     """
 
-    def of(share=1.0, **changes):
-        kwargs = {ABSENT: {"file": str(tmp_path / "absent"), "share": share}}
+    def of(**changes):
+        kwargs = {ABSENT: {"file": str(tmp_path / "absent")}}
         settings = {
             "eval_freq": 1,
             "test__reward_fn": repr({ABSENT: 1}),

@@ -158,8 +158,6 @@ def test_the_example_of_the_page_is_right(tmp_path):
     (tmp_path / "mine.py").write_text((CONFIG / "grpo.py").read_text() + code)
     options = load_options(f"{tmp_path / 'mine.py'}:my_sets_48gb")
     assert contradictions(options) == []
-    assert options.datasets["keep"].reward_fn_kwargs == {"clipscore": {"device": "cpu"}}
-    assert options.datasets["open"].reward_fn_kwargs == {}
     shares = [prompt_set.share for prompt_set in prompt_sets(options)]
     assert divide(8, shares) == [4, 2, 2]  # full, keep, open
 
