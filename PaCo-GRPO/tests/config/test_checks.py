@@ -18,7 +18,8 @@ def problems_of(*overrides):
 
 
 def test_named_configurations_pass():
-    for name in [*NAMES, "t2is_24gb_nft", "klein_t2is_awm", "sd3_ocr_dgpo", "klein_t2is_flow_dppo"]:
+    combined = ["t2is_24gb_nft", "klein_t2is_awm", "sd3_ocr_dgpo", "klein_t2is_flow_dppo"]
+    for name in [*NAMES, *combined, "flux2_t2is_80gb"]:
         options = load(name)
         assert [
             *contradictions(options),

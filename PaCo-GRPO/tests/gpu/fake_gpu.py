@@ -26,11 +26,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paco_grpo.estimate.fake_device import FakeDevice, aten, numpy_of
+from paco_grpo.estimate.fake_device import FakeDevice, aten, numpy_of, tensors_of
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parents[1]
-PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO.parent / "PaCo-Reward" / "judge"]
+PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO / "benchmarks", GRPO.parent / "PaCo-Reward" / "judge"]
+GIB = 2**30
+ON_GPU = "torch.float32 cuda:0"
 
 
 def run(folder: Path, *calls: list[Any], capability: int = 90) -> list[dict[str, Any]]:
@@ -67,6 +69,11 @@ def library(folder: Path) -> Path:
     return built
 
 
+def kind(tensor: torch.Tensor | None) -> str:
+    """Data type and device."""
+    return "missing" if tensor is None else f"{tensor.dtype} {tensor.device}"
+
+
 class FakeGPU(FakeDevice):
     """Counts the bytes of fake tensors on CUDA; operations that create tensors there make them."""
 
@@ -76,17 +83,14 @@ class FakeGPU(FakeDevice):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of(args, kwargs)
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         _check(func, tensors, args, kwargs)
         if not fakes and torch.device(kwargs.get("device") or "cpu").type != "cuda":
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default and _known(args[0]) is not None:
-            with unset_fake_temporarily():
-                return _known(args[0]).item()
         values = _values(func, tensors, args, kwargs)
-        if isinstance(values, int):  # a bool, too
+        if isinstance(values, (int, float)):  # a bool, too
             return values
         if func is aten.index.Tensor:
             args = args[0], [index if _known(index) is None else _known(index) for index in args[1]]

@@ -12,20 +12,22 @@ from unittest import mock
 
 import numpy as np
 import torch
-from fake_gpu import FakeGPU, fake_gpu
+from fake_gpu import GIB, ON_GPU, FakeGPU, fake_gpu, kind
 from named import CONFIG
 from tiny_run import write_edits
 
+from epoch import CHANGES
 from paco_grpo import architectures
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.generator import NF4, RESERVE, estimate, example
+from paco_grpo.estimate.report import GPUS
 from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies import POLICIES
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import Run, build_run
 from paco_grpo.training.trainer import Trainer
 
-GIB = 2**30
+CARDS = {"_24gb": "RTX 4090 24GB", "_48gb": "L40S 48GB"}  # by suffix; else an H100
 
 
 def distinct():
@@ -38,31 +40,27 @@ def options_of(name: str, folder: Path) -> RunOptions:
     """The configuration with two micro-batches or more, two denoising steps, one optimizer step."""
     words = ["--config", f"{CONFIG}/grpo.py:{name}"]
     options, _ = read_options(words)
-    changes = {
+    images = max(options.sample.batch_size, 2 * options.train.batch_size)
+    changes = CHANGES | {
         "save_dir": folder / "runs",
         "run_name": "run",
-        "logging_platform": "none",
-        "eval_freq": 0,
+        "dataset": "dataset/T2IS",
+        "prompt_fn": "geneval",
         "health.probe_images": 1,
         "speed.compile": False,
         "sample.unique_sample_num_per_epoch": 1,
-        "sample.num_images_per_prompt": max(
-            options.sample.batch_size, 2 * options.train.batch_size
-        ),
+        "sample.num_images_per_prompt": images,
         "sample.num_steps": 2,
-        "sample.noise_steps": "(0,)" if options.sample.noise_level else "()",
+        "sample.noise_steps": "()",
         "sample.num_noise_steps": None,
         "sample.tail_steps": None,
-        "train.num_sigmas": None,
-        "train.timesteps": None,
         "train.gradient_step_per_epoch": 1,
         "train.reward_fn": {"real_step:distinct": 1.0},
-        "train.reward_fn_kwargs": {},
-        "train.aggregate_fn": None,
-        "test.reward_fn": {},
-        "test.reward_fn_kwargs": {},
     }
-    changes |= {"dataset": "dataset/T2IS", "prompt_fn": "geneval"}
+    if options.sample.noise_level:
+        changes |= {"sample.noise_steps": "(0,)", "train.timesteps": None}
+    else:
+        changes["train.num_sigmas"] = 1
     if options.prompt_fn == "arrow_editing":
         write_edits(folder / "edits")
         changes |= {"dataset": folder / "edits", "prompt_fn": "geneval_image"}
@@ -70,8 +68,11 @@ def options_of(name: str, folder: Path) -> RunOptions:
 
 
 @contextlib.contextmanager
-def few_blocks(model: str, count: int) -> Iterator[None]:
-    """The real width with ``count`` blocks, also in encoders of which only the last layer counts."""
+def few_blocks(model: str, count: int | None) -> Iterator[None]:
+    """The real width with ``count`` blocks (None: all), also in encoders whose last layer counts."""
+    if count is None:
+        yield
+        return
     modules = architectures.KNOWN[model].modules
     few = {"num_layers": count, "num_hidden_layers": count}
     shallow = {}
@@ -118,7 +119,8 @@ class Packed(torch.nn.Linear):
         return product if self.bias is None else product + self.bias.to(self.dtype)
 
 
-def fake_weights(model: str, gpu: FakeGPU) -> Any:
+@contextlib.contextmanager
+def fake_weights(model: str, gpu: FakeGPU) -> Iterator[None]:
     """Inside the context, the policy of ``model`` gets fake weights in main memory."""
     policy_class = pkgutil.resolve_name(POLICIES[architectures.KNOWN[model].pipeline])
 
@@ -129,37 +131,45 @@ def fake_weights(model: str, gpu: FakeGPU) -> Any:
                 fake_device.place(module, gpu, "cpu")
         return policy_class(pipeline, settings)
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(policy_class, "from_pretrained", from_pretrained))
-    stack.enter_context(mock.patch("paco_grpo.policies.memory._quantized", Packed))
-    return stack
+    with (
+        mock.patch.object(policy_class, "from_pretrained", from_pretrained),
+        mock.patch("paco_grpo.policies.memory._quantized", Packed),
+    ):
+        yield
 
 
-def main(name: str, blocks: int | None, gib: float) -> dict[str, Any]:
-    """What an epoch shows, and the estimate of the same run.
+def main(name: str, blocks: int | None) -> dict[str, Any]:
+    """Peaks of an epoch's phases in GiB, and those of the estimate of the same run.
 
-    With ``blocks`` of each kind (None: all), on a card of ``gib``.
+    With ``blocks`` of each kind (None: all), on the card of the configuration's suffix.
+
+    Raises:
+        AssertionError: A tensor has another data type or device than it should, or is missing.
     """
+    suffix = next(filter(name.__contains__, CARDS), None)
+    gib = GPUS[CARDS.get(suffix, "H100 80GB")][0]
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        options = options_of(name, folder)
+        options = options_of(name, Path(place))
         model = options.pretrained.model
-        with few_blocks(model, blocks) if blocks else contextlib.nullcontext():
+        with few_blocks(model, blocks):
             estimated = estimate(options, name, 1, gib * GIB)
-            written = str(architectures.write(model, folder / "model"))
+            written = str(architectures.write(model, Path(place) / "model"))
             pretrained = dataclasses.replace(options.pretrained, model=written)
             options = dataclasses.replace(options, pretrained=pretrained)
             with fake_gpu(gib - RESERVE / GIB) as gpu, fake_weights(model, gpu):
-                shown = observed(build_run(options), gpu)
+                peaks = observed(build_run(options), gpu)
     resident = sum(estimated.resident.values())
-    expected = {}
-    for phase, parts in estimated.adds.items():
-        expected[phase] = (resident + sum(parts.values())) / GIB
-    return shown | {"name": name, "blocks": blocks, "gib": gib, "estimated": expected}
+    total = {phase: resident + sum(parts.values()) for phase, parts in estimated.adds.items()}
+    expected = {
+        "sample": max(total["encode"], total["sample"]) / GIB,
+        "train": max(total["train"], total["update"]) / GIB,
+        "evaluate": max(total["evaluate"], total["show"]) / GIB,
+    }
+    return {"name": name, "blocks": blocks, "card": gib, "peaks": peaks, "estimated": expected}
 
 
-def observed(run: Run, gpu: FakeGPU) -> dict[str, Any]:
-    """Data types, devices and peaks of an epoch."""
+def observed(run: Run, gpu: FakeGPU) -> dict[str, float]:
+    """Peaks of an epoch, in GiB; data types and devices are as they should be."""
     trainer = Trainer(run)
     state = run.state
     policy = state.policy
@@ -168,11 +178,9 @@ def observed(run: Run, gpu: FakeGPU) -> dict[str, Any]:
 
     def watched(phase: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = gpu.peak
             gpu.peak = gpu.live
             result = function(*args, **kwargs)
-            peaks[phase] = max(peaks.get(phase, 0.0), gpu.peak / GIB)
-            gpu.peak = max(before, gpu.peak)
+            peaks[phase] = gpu.peak / GIB
             return result
 
         return call
@@ -196,26 +204,24 @@ def observed(run: Run, gpu: FakeGPU) -> dict[str, Any]:
     decoder.register_forward_pre_hook(lambda _, inputs: decoded_on.add(inputs[0].device.type))
     trainer.epoch()
     run.close()
-    if state.ema:
-        watched("evaluate", evaluate)(run)
-    parameters = [*policy.transformer.named_parameters(), *policy.pipeline.vae.named_parameters()]
-    kinds: Counter[str] = Counter()
-    for name, parameter in parameters:
-        kinds[f"{'trained' if name in state.parameters else 'frozen'} {kind(parameter)}"] += 1
-    moments: Counter[str] = Counter()
-    for values in state.optimizer.state.values():
-        moments.update(f"{name} {kind(value)}" for name, value in values.items())
-    averages = Counter(kind(tensor) for tensor in state.ema.shadow.values()) if state.ema else {}
-    return {
-        "trained": len(state.parameters),
-        "parameters": kinds,
-        "gradients": gradients,
-        "moments": moments,
-        "averages": averages,
-        "decoded_on": sorted(decoded_on),
-        "peaks": peaks,
-        "steps": state.optimizer_steps,
-    }
+    watched("evaluate", evaluate)(run)
+    count = len(state.parameters)
+    # Nothing reads what the last block of Qwen-Image writes to the text: three layers, A and B.
+    unread = 6 if "QwenImageTransformer" in type(policy.transformer).__name__ else 0
+    assert gradients == Counter({ON_GPU: count - unread, "missing": unread})
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    tensors = [*state.parameters.values(), *state.ema.shadow.values(), *moments]
+    assert Counter(map(kind, tensors)) == {ON_GPU: 5 * count}  # three of them moments
+    assert decoded_on == {"cuda"}
+    expected = {"torch.bfloat16 cuda:0"}
+    expected.add("torch.float32 cpu" if run.options.speed.offload_vae else ON_GPU)
+    if run.options.pretrained.quantize:
+        expected.add("torch.uint8 cuda:0")
+    if state.snapshots:
+        expected.add(ON_GPU)
+    weights = [*policy.transformer.parameters(), *policy.pipeline.vae.parameters()]
+    assert {kind(weight) for weight in weights if not weight.requires_grad} == expected
+    return peaks
 
 
 def evaluate(run: Run) -> None:
@@ -229,8 +235,3 @@ def evaluate(run: Run) -> None:
         draws = Draws(ids, range(len(ids)), side, side)
         latents = rollout(policy, text, draws, Sampling(num_steps=2)).clean_latents
         policy.decode(latents, side, side)
-
-
-def kind(tensor: torch.Tensor | None) -> str:
-    """Data type and device."""
-    return "missing" if tensor is None else f"{tensor.dtype} {tensor.device}"

@@ -7,56 +7,66 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fake_gpu import fake_gpu
+from fake_gpu import GIB, ON_GPU, FakeGPU, fake_gpu, kind
 from named import CONFIG
+from real_step import few_blocks
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paco_grpo import distributed
-from paco_grpo.architectures import with_blocks
 from paco_grpo.estimate.generator import build_policy, estimate, example, one_step
-from paco_grpo.estimate.report import GIB
 from paco_grpo.objectives import create_objective
-from paco_grpo.options import read_options
+from paco_grpo.options import RunOptions, read_options
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 
+BF16 = "torch.bfloat16 cuda:0"
 
-def main(name: str, ranks: int, blocks: int, *words: str) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` holds, 8 on a machine; ``words`` are options."""
+
+def main(name: str, ranks: int, blocks: int | None, *words: str) -> dict[str, Any]:
+    """GiB that training adds on rank 0 of ``ranks``, 8 on a machine; ``words`` are options.
+
+    Raises:
+        AssertionError: Something is not sharded, or has no gradient.
+    """
     words = [*words, "--config.train.sharding=fsdp2", "--config.speed.compile=False"]
     options, _ = read_options(["--config", f"{CONFIG}/grpo.py:{name}", *words])
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     machine = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0"})
-    with machine, with_blocks(options.pretrained.model, blocks):
-        estimated = estimate(options, name, ranks, 80 * GIB)
+    with machine, few_blocks(options.pretrained.model, blocks):
+        adds = estimate(options, name, ranks, 80 * GIB).adds["train"]
         with fake_gpu(80) as gpu:
-            shown = shard_and_train(options, ranks, gpu)
+            train_gib = shard_and_train(options, ranks, gpu)
     dist.destroy_process_group()
-    adds = estimated.adds["train"]
-    return shown | {"expected_gib": (adds["gradients"] + adds["activations"]) / GIB}
+    expected = (adds["gradients"] + adds["activations"]) / GIB
+    return {"name": name, "ranks": ranks, "train_gib": train_gib, "expected_gib": expected}
 
 
-def reduce(tensor, reduction):
+def reduce(tensor, reduction="sum"):
     """As accelerate's."""
     dist.all_reduce(tensor)
     return tensor
 
 
-def shard_and_train(options, ranks, gpu):
-    """What rank 0 holds and gets."""
+def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
+    """GiB that a loss and its backward add."""
     policy = build_policy(options, gpu, "cuda:0")
-    transformer = policy.transformer
-    parameters = dict(transformer.named_parameters())
-    elements = sum(p.numel() for name, p in parameters.items() if "lora_" not in name)
+    base, _ = divided(policy)
+    elements = sum(parameter.numel() for parameter in base)
     device = torch.device("cuda:0")
-    accelerator = SimpleNamespace(device=device, num_processes=ranks, reduce=reduce)
+    accelerator = SimpleNamespace(device=device, num_processes=ranks, reduce=reduce, gather=reduce)
     # A fake collective operation returns nothing of the others.
     with mock.patch.object(distributed, "gather_object", lambda values: values * ranks):
         strategy = distributed.FSDP2(accelerator)
         strategy.place(policy)
-    parameters = dict(transformer.named_parameters())
-    base = [p for name, p in parameters.items() if "lora_" not in name]
-    adapter = [p for name, p in parameters.items() if "lora_" in name]
+    base, adapter = divided(policy)
+    assert all(isinstance(parameter, DTensor) for parameter in base)
+    assert base[0].device_mesh.shape == ((8,) if ranks == 8 else (ranks // 8, 8))
+    local = [parameter.to_local() for parameter in base]
+    assert {kind(tensor) for tensor in local} == {BF16 if options.use_lora else ON_GPU}
+    share = 8 * sum(tensor.numel() for tensor in local) / elements
+    assert 0.99 < share < 1.01, share
+    assert not any(isinstance(parameter, DTensor) for parameter in adapter)
+    assert {kind(parameter) for parameter in adapter} <= {ON_GPU}
     side = options.train.resolution
     text = policy.encode([example(policy, options, side)]).select([0])
     noise = {"noise_steps": (0,), "noise_level": options.sample.noise_level}
@@ -66,20 +76,17 @@ def shard_and_train(options, ranks, gpu):
     live = gpu.live
     gpu.peak = live
     objective.loss(step, policy).loss.sum().backward()
-    train_peak = gpu.peak
-    trained = [p for p in parameters.values() if p.requires_grad]
-    num_gradients = sum(p.grad is not None for p in trained)
+    peak = gpu.peak
+    trained = adapter if options.use_lora else base
+    assert all(parameter.grad is not None for parameter in trained)
     strategy.finish_gradients(trained, 1.0)
-    local = [p.to_local() for p in base if isinstance(p, DTensor)]
-    return {
-        "base": elements,
-        "base_here": sum(p.numel() for p in local),
-        "base_sharded": all(isinstance(p, DTensor) for p in base),
-        "base_kinds": sorted({f"{p.dtype} {p.device}" for p in local}),
-        "adapter_whole": not any(isinstance(p, DTensor) for p in adapter),
-        "adapter_kinds": sorted({f"{p.dtype} {p.device}" for p in adapter}),
-        "trained": len(trained),
-        "gradients": num_gradients,
-        "mesh": list(base[0].device_mesh.shape),
-        "train_gib": (train_peak - live) / GIB,
-    }
+    assert list(strategy.synced_batches([0], None)) == [(0, False)]
+    return (peak - live) / GIB
+
+
+def divided(policy: Any) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Parameters of the base, and of the adapter."""
+    parts: tuple[list, list] = ([], [])
+    for name, parameter in policy.transformer.named_parameters():
+        parts["lora_" in name].append(parameter)
+    return parts
