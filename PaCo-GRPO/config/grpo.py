@@ -95,6 +95,15 @@ def t2is_qwen_48gb() -> ConfigDict:
     return config
 
 
+def t2is_qwen_80gb() -> ConfigDict:
+    """``t2is_qwen`` on a GPU of 80 GB, which its activations would fill."""
+    config = t2is_qwen()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
+    config.test.batch_size = 2
+    return config
+
+
 def klein_t2is() -> ConfigDict:
     """FLUX.2 Klein with 4 billion weights."""
     config = t2is()

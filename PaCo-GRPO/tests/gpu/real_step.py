@@ -22,10 +22,11 @@ from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.generator import NF4, RESERVE, estimate, example
 from paco_grpo.estimate.report import GPUS
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.policies import POLICIES
+from paco_grpo.policies import POLICIES, Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import Run, build_run
 from paco_grpo.training.trainer import Trainer
+from paco_grpo.types import Rollout
 
 CARDS = {"_24gb": "RTX 4090 24GB", "_48gb": "L40S 48GB"}  # by suffix; else an H100
 
@@ -225,13 +226,17 @@ def observed(run: Run, gpu: FakeGPU) -> dict[str, float]:
 
 
 def evaluate(run: Run) -> None:
-    """Two denoising steps of a batch at the evaluation's size, with the averaged weights."""
+    """A batch at the evaluation's size, with the averaged weights."""
     policy = run.state.policy
-    test = run.options.test
-    side = test.resolution
-    ids = [0] * test.batch_size
+    side = run.options.test.resolution
     with run.state.ema.applied():
-        text = policy.encode([example(policy, run.options, side)]).select(ids)
-        draws = Draws(ids, range(len(ids)), side, side)
-        latents = rollout(policy, text, draws, Sampling(num_steps=2)).clean_latents
+        latents = sampled(policy, run.options, side, run.options.test.batch_size).clean_latents
         policy.decode(latents, side, side)
+
+
+def sampled(policy: Policy, options: RunOptions, side: int, count: int, **noise: Any) -> Rollout:
+    """Two denoising steps of ``count`` images."""
+    ids = [0] * count
+    text = policy.encode([example(policy, options, side)]).select(ids)
+    draws = Draws(ids, range(count), side, side)
+    return rollout(policy, text, draws, Sampling(num_steps=2, **noise))

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from fake_gpu import GIB, ON_GPU, FakeGPU, fake_gpu, kind
 from named import CONFIG
-from real_step import few_blocks
+from real_step import few_blocks, sampled
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paco_grpo import distributed
-from paco_grpo.estimate.generator import build_policy, estimate, example, one_step
+from paco_grpo.estimate.generator import build_policy, estimate, one_step
 from paco_grpo.objectives import create_objective
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 
 BF16 = "torch.bfloat16 cuda:0"
 
@@ -68,11 +67,10 @@ def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
     assert not any(isinstance(parameter, DTensor) for parameter in adapter)
     assert {kind(parameter) for parameter in adapter} <= {ON_GPU}
     side = options.train.resolution
-    text = policy.encode([example(policy, options, side)]).select([0])
     noise = {"noise_steps": (0,), "noise_level": options.sample.noise_level}
-    sampled = rollout(policy, text, Draws([0], [0], side, side), Sampling(num_steps=2, **noise))
+    images = sampled(policy, options, side, 1, **noise)
     objective = create_objective(options.train)
-    step = one_step(sampled, objective, 1)
+    step = one_step(images, objective, 1)
     live = gpu.live
     gpu.peak = live
     objective.loss(step, policy).loss.sum().backward()
