@@ -78,6 +78,8 @@ def test_an_image_is_scored_with_its_own_item(tiny_flux_dir, tmp_path):
             item.height,
             item.width,
         )
+        text = run.state.policy.encode([item]).prompt_embeds
+        assert torch.equal(sample.conditioning.prompt_embeds, text)
         (image,) = run.state.policy.decode(sample.clean_latents, item.height, item.width)
         expected.append(about(image, item))
     assert np.diff(np.sort(expected)).min() > 1e-3
