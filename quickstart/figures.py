@@ -1,12 +1,11 @@
-"""Draws the pictures of assets/ again, from results.csv: ``figures.py claims front_page``.
+"""Draws pictures of assets/ again, from results.csv: ``figures.py claims consistency_and_variety``.
 
-``claims`` is in docs/method.md and ``front_page`` in README.md. The latter also needs out/study,
-where ``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1.)
+The first is in docs/method.md, the second in README.md. The latter also needs out/study, where
+``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1.)
 """
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,37 +16,40 @@ from paco_judge.images import load_image
 from paco_toy.world import read_jsonl
 
 ASSETS = study.HERE.parent / "assets"
-GRAY, RED, BLUE = "#6b7280", "#d1242f", "#1f5fbf"
-GREEN, ORANGE, PURPLE = "#1a7f37", "#c2571a", "#7d3fb0"
-JUDGE = "b373f6ab16"  # of the runs in README.md
+GRAY = "#6b7280"
+RED = "#d1242f"
+BLUE = "#1f5fbf"
+ORANGE = "#c2571a"
+JUDGE = "b373f6ab16"  # of the runs in README.md and docs/method.md
 SHOWN_PROMPT = "a striped square."
 SHOWN_SEED = 11
 SHOWN_IMAGES = 6
-# Run -> (label, color, place of the label in points)
-REWARDS = {
-    "base": ("base model", GRAY, (-66, -4)),
-    "consistency_nft": ("consistency alone", RED, (8, 6)),
-    "variety_nft": ("consistency × variety", BLUE, (-128, -14)),
+# Run -> label, color, and place of the label in points to the right and up
+Groups = Mapping[str, tuple[str, str, int, int]]
+REWARDS: Groups = {
+    "base": ("base model", GRAY, -66, -4),
+    "consistency_nft": ("consistency alone", RED, 8, 6),
+    "variety_nft": ("consistency × variety", BLUE, -128, -14),
 }
-RESOLUTIONS = {
-    "awm": ("trained at 64 px", BLUE, (8, -18)),
-    "128px": ("trained at 128 px", ORANGE, (-66, -34)),
+RESOLUTIONS: Groups = {
+    "awm": ("trained at 64 px", BLUE, 8, -18),
+    "128px": ("trained at 128 px", ORANGE, -66, -34),
 }
-AGGREGATIONS = {
-    "product": ("product", GREEN, (14, 8)),
-    "advantage_sum": ("sum of advantages", BLUE, (14, 8)),
-    "log_tame_always": ("log of both rewards", PURPLE, (14, 8)),
-    "log_tame": ("log-tame", ORANGE, (14, 8)),
-    "sum": ("weighted sum", RED, (14, 8)),
+AGGREGATIONS: Groups = {
+    "product": ("product", "#1a7f37", 14, 8),
+    "advantage_sum": ("sum of advantages", BLUE, 14, 8),
+    "log_tame_always": ("log of both rewards", "#7d3fb0", 14, 8),
+    "log_tame": ("log-tame", ORANGE, 14, 8),
+    "sum": ("weighted sum", RED, 14, 8),
 }
 
 
-def plot(axes: Axes, rows: pd.DataFrame, groups: dict, x: str, y: str) -> None:
+def plot(axes: Axes, rows: pd.DataFrame, groups: Groups, x: str, y: str) -> None:
     """Every seed of each group faintly, and the mean of its seeds with standard errors.
 
     Groups with several evaluations (``epochs``) become curves.
     """
-    for run, (label, color, place) in groups.items():
+    for run, (label, color, *place) in groups.items():
         points = rows.loc[rows["run"] == run, ["seed", "epochs", x, y]].fillna({"epochs": 0})
         for _, seed in points.groupby("seed"):
             axes.plot(seed[x], seed[y], ".-", color=color, alpha=0.3)
@@ -57,7 +59,7 @@ def plot(axes: Axes, rows: pd.DataFrame, groups: dict, x: str, y: str) -> None:
         axes.errorbar(
             mean[x], mean[y], error[y], error[x], fmt="o-", color=color, capsize=3, markersize=8
         )
-        anchor = mean.iloc[min(1, len(mean) - 1)]
+        anchor = mean.iloc[:2].iloc[-1]
         axes.annotate(label, anchor, place, textcoords="offset points", color=color)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
@@ -65,16 +67,16 @@ def plot(axes: Axes, rows: pd.DataFrame, groups: dict, x: str, y: str) -> None:
 
 def draw_claims(results: pd.DataFrame) -> Figure:
     """Two panels: resolutions of training, and aggregations of a loud and a quiet reward."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)
-    curves = results.dropna(subset="teraflops")
-    larger = curves[curves["run"] == "128px"]
-    comparable = curves["judge"].isin(larger["judge"]) & curves["seed"].isin(larger["seed"])
-    plot(left, curves[comparable], RESOLUTIONS, "teraflops", "consistency_after")
+    comparable = (results["judge"] == JUDGE) & results["seed"].between(10, 12)
+    plot(left, results[comparable], RESOLUTIONS, "teraflops", "consistency_after")
     left.set_title("Small images learn more per FLOP", loc="left", fontweight="bold")
-    left.set_xlabel("TFLOPs of the transformer in training")
-    left.set_ylabel("consistency at 128 px, full prompts")
-    left.set_ylim(0.3, 1)
+    left.set(
+        xlabel="TFLOPs of the transformer in training",
+        ylabel="consistency at 128 px, full prompts",
+        ylim=(0.3, 1),
+    )
 
     both = results[results["study"] == "aggregation"]
     plot(right, study.trained(both), AGGREGATIONS, "alignment_after", "darkness_after")
@@ -82,54 +84,44 @@ def draw_claims(results: pd.DataFrame) -> Figure:
     right.plot(*before, "x", color=GRAY, markersize=9)
     right.annotate("before RL", before, (8, -3), textcoords="offset points", color=GRAY)
     right.set_title("A product keeps most of the quieter reward", loc="left", fontweight="bold")
-    right.set_xlabel("quieter reward: panels show what is named")
-    right.set_ylabel("louder reward: dark pixels, %")
+    right.set(
+        xlabel="quieter reward: panels show what is named", ylabel="louder reward: dark pixels, %"
+    )
     return figure
 
 
-def draw_front_page(results: pd.DataFrame, runs: Path) -> Figure:
+def draw_front_page(results: pd.DataFrame) -> Figure:
     """Images of one open prompt by three generators, and agreement against diversity."""
-    figure = Figure(figsize=(14.4, 4.6), layout="constrained")
+    figure = Figure(figsize=(14.4, 4.6), dpi=100, layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
     left.suptitle("a striped square: the color is left open")
-    grid = left.subplots(len(REWARDS), SHOWN_IMAGES)
-    for cells, (run, (label, _, _)) in zip(grid, REWARDS.items(), strict=True):
-        files = images_of(runs / f"{run}-seed{SHOWN_SEED}" / "agreement")
+    grid = left.subplots(len(REWARDS), SHOWN_IMAGES, subplot_kw={"xticks": [], "yticks": []})
+    for cells, (run, (label, *_)) in zip(grid, REWARDS.items(), strict=True):
         cells[0].set_ylabel(label.replace(" ", "\n", 1), rotation=0, ha="right", va="center")
-        for axes, file in zip(cells, files, strict=True):
+        evaluation = study.OUT / f"{run}-seed{SHOWN_SEED}" / "agreement"
+        rows = read_jsonl(evaluation / "eval_data.jsonl")
+        files = [evaluation / row["file"] for row in rows if SHOWN_PROMPT in row["prompt"]]
+        for axes, file in zip(cells, files):  # the first ones
             axes.imshow(load_image(file))
-            axes.set_xticks([])
-            axes.set_yticks([])
     rows = study.trained(results)
     axes = right.subplots()
     plot(axes, rows[rows["judge"] == JUDGE], REWARDS, "diversity", "oracle_w")
-    axes.set_xlabel("diversity between images of a prompt, 1 − b")
-    axes.set_ylabel("agreement within an image, w")
+    axes.set(
+        xlabel="diversity between images of a prompt, 1 − b",
+        ylabel="agreement within an image, w",
+    )
     return figure
 
 
-def images_of(evaluation: Path) -> Sequence[Path]:
-    """The first images of the shown prompt."""
-    rows = read_jsonl(next(evaluation.rglob("eval_data.jsonl")))
-    files = [evaluation / row["file"] for row in rows if SHOWN_PROMPT in row["prompt"]]
-    return files[:SHOWN_IMAGES]
+PICTURES = {"claims": draw_claims, "consistency_and_variety": draw_front_page}
 
 
 def main() -> None:
     """Draw the named pictures of assets/."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("pictures", nargs="+", choices=["claims", "front_page"])
-    parser.add_argument("--runs", type=Path, default=study.OUT, help="folder of the study's runs")
-    parser.add_argument("--output", type=Path, default=ASSETS)
-    arguments = parser.parse_args()
-    results = study.read_results()
-    if "claims" in arguments.pictures:
-        draw_claims(results).savefig(arguments.output / "claims.png", dpi=130)
-    if "front_page" in arguments.pictures:
-        figure = draw_front_page(results, arguments.runs)
-        figure.savefig(arguments.output / "consistency_and_variety.png", dpi=100)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pictures", nargs="+", choices=PICTURES)
+    for name in parser.parse_args().pictures:
+        PICTURES[name](study.read_results()).savefig(ASSETS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ cleanup() { stop_server; }
 begin toy_t2is_nft "$@"
 
 world="$out/world"
-reward_data="$world/reward_data"
 toy=../quickstart # as seen from PaCo-Reward and PaCo-GRPO
 
 if stage world 1 "World: render prompts and grids, build the judge's pairs"; then
@@ -43,13 +42,11 @@ if stage world 1 "World: render prompts and grids, build the judge's pairs"; the
     )
     run quickstart 1-world "${build_world[@]}" world --out "$world"
     run PaCo-Reward 1-sets "${build_dataset[@]}" --sets_only
-    run quickstart 1-annotate "${build_world[@]}" annotate --out "$world/drawn" \
-        --sets "$reward_data/sets.jsonl"
+    run quickstart 1-annotate "${build_world[@]}" annotate --out "$world"
     run PaCo-Reward 1-pairs "${build_dataset[@]}" \
         --rankings "$toy/out/world/drawn/rankings.jsonl" \
         --reasons_file "$toy/out/world/drawn/reasons.jsonl"
-    run quickstart 1-finish "${build_world[@]}" finish --out "$world/drawn" \
-        --data "$reward_data" --flux models/flux
+    run quickstart 1-finish "${build_world[@]}" finish --out "$world"
     finish
 fi
 

@@ -5,44 +5,40 @@
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-It needs quickstart/out/judge, which run.sh trains. A run that results.csv has for this commit and
-this judge is not repeated, and a stopped run continues. The columns:
+It needs quickstart/out/judge, which run.sh trains, and serves it on port 8000. A run that
+results.csv has for this commit and this judge is not repeated, and a stopped run continues. With
+NUM_PROCESSES=2 a training uses two cores.
+
+A run has a row for each evaluation; the last row has all columns:
 
 - ``judge``: the start of the SHA-256 of its weights. Runs with different judges are not averaged.
 - ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other
-  images", read by the oracle on open prompts. ``judge_`` and ``other_`` are the same numbers by the
-  judge and by a judge with another base, wording and training pairs. ``…_kappa`` =
-  (w − b) / (1 − b) is what rows until November 2026 have as well.
-- ``consistency``, ``agreement`` and the other measures of paco_toy/summary.py, ``_before`` and
-  ``_after`` training. A run may have further rows, for evaluations on the way.
-- ``minutes``: of the training, on a machine that may be shared. ``cpu_minutes``: of the trainer's
-  processes, evaluations included, without the judge.
-- ``teraflops``: of the transformer in all epochs so far, without evaluations (until e793f4b1).
-- ``warnings``: signs of collapse (docs/recovery.md), each with the epoch of its first warning.
+  images", read by the oracle on open prompts.
+- ``consistency_after`` and the other measures of paco_toy/summary.py.
+- ``cpu_minutes``: of the trainer's processes, evaluations included, without the judge.
 
-The quickstart's settings were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with
-planted rewards, which chose the signs of collapse (commit e2bd40d); ``quickstart`` are whole
-quickstarts, before commit e89da58 of a toy world whose prompts also left the shape open; ``gardo``
-and ``entropy`` are rewards that left with e793f4b1.
+Only rows until November 2026 have the rest: ``_before`` training, ``judge_`` and ``other_`` (w and b
+by the judge, and by a judge with another base, wording and training pairs), ``…_kappa`` =
+(w − b) / (1 − b), ``teraflops`` (of the transformer in all epochs so far, without evaluations),
+``minutes``, and ``warnings`` (signs of collapse with their first epoch). The quickstart's settings
+were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with planted rewards, which chose
+the signs of collapse (commit e2bd40d); ``quickstart`` are whole quickstarts, before commit e89da58
+of a toy world whose prompts also left the shape open. Commit c7f64444 has ``naming_variety``,
+``kl_0.5`` and ``nft_16_epochs``, and commit e793f4b1 the rewards ``gardo`` and ``entropy``.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
 
 import pandas as pd
 
-from paco_toy.summary import MEASURES, commit, judge_id, policy_measures, scores_of
-from paco_toy.world import read_jsonl
+from paco_toy.summary import commit, judge_id, scores_of
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent / "PaCo-GRPO"
@@ -50,53 +46,26 @@ RESULTS = HERE / "results.csv"
 OUT = HERE / "out" / "study"
 KEY = ["study", "run", "seed", "commit", "judge"]
 
-# --- what is trained ------------------------------------------------------------------------------
-
-SERVED = {"port": 8077, "model": "PaCo-Reward-Toy"}
-JUDGED = ("consistency_score", "between_images")
 ORACLE = "paco_toy.oracle:oracle_"
 # With weight 0, between_images is monitored: w and b in every epoch, and their warning.
-CONSISTENCY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 0.0}}
-VARIETY = {"train.reward_fn": {"consistency_score": 1.0, "between_images": 8.0}}
-# A control: no judge of consistency, but the share of panels that show what is named.
-NAMING_VARIETY = {"train.reward_fn": {f"{ORACLE}alignment": 1.0, "between_images": 8.0}}
-LONG = {"num_epochs": 80, "eval_freq": 20}
+CONSISTENCY = {"train.reward_fn.between_images": 0.0}
+LONG = {"num_epochs": 80}
+OBJECTIVE = {"num_epochs": 20, "eval_freq": 10}
 # With one optimizer step an epoch, the ratio is 1 and these objectives are the same.
-RATIO = {"train.gradient_step_per_epoch": 2}
-# Without noise, images of one initial noise would be equal.
-FORWARD = {
-    "sample.noise_level": 0.0,
-    "sample.same_latent": False,
-    "sample.latents_per_prompt": 1,
-    "train.num_sigmas": 3,
-}
-# The oracle alone evaluates, so that the judge has fewer questions.
-BY_ORACLE = {
-    "test.reward_fn": {f"{ORACLE}consistency": 1.0},
-    "test.reward_fn_kwargs": {},
-    "test.num_images": 64,
-}
+RATIO = OBJECTIVE | {"train.gradient_step_per_epoch": 2}
+DGPO = {"train.loss_type": "dgpo", "train.sigma_fraction": 0.7}
+LARGER = {"train.resolution": 128, "train.batch_size": 32, "num_epochs": 6, "eval_freq": 3}
 # Alignment is between 0 and 1; darkness varies twelve times as much.
+BOTH = {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0}
 LOUD_AND_QUIET = {
-    "train.reward_fn": {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0},
+    "train.reward_fn": BOTH,
+    "train.reward_fn_kwargs": {},
     "train.num_sigmas": 2,
-    "test.reward_fn": {f"{ORACLE}alignment": 1.0, "paco_toy.darkness:darkness": 1.0},
-    "test.reward_fn_kwargs": {},
+    "test.reward_fn": BOTH,
     "test.resolution": 64,
     "num_epochs": 8,
     "eval_freq": 8,
-    "save_freq": 0,
 }
-OBJECTIVES = {
-    "ppo": RATIO,
-    "guard_grpo": RATIO,
-    "flow_dppo": RATIO,
-    "nft": FORWARD | {"train.sigma_one": True, "train.beta": 0.02},
-    "awm": FORWARD | {"train.beta": 0.02, "train.awm_slow_beta": 0.0},
-    "dgpo": FORWARD | {"train.sigma_one": True, "train.sigma_fraction": 0.7, "train.beta": 0.02},
-}
-# As many CPU minutes as 20 epochs of awm, 5.9; 20 epochs of nft took 6.9.
-NFT = OBJECTIVES["nft"] | {"train.loss_type": "nft", "num_epochs": 16, "eval_freq": 16}
 AGGREGATIONS = {
     "sum": None,
     "log_tame": "log_tame_aggregate_fn",
@@ -106,214 +75,102 @@ AGGREGATIONS = {
     "product": "product_aggregate_fn",
 }
 
-
-@dataclass(frozen=True)
-class Study:
-    """Trainings that start from one configuration."""
-
-    config: str
-    runs: dict[str, dict[str, Any]]  # name -> options of the training; ``base`` is not trained
-    images_per_prompt: int = 4  # for w and b; 0 = without them
-    judged: bool = False  # w and b by the judge, too
-
-
+# Run -> configuration and options of the training.
+Runs = dict[str, tuple[str, dict[str, Any]]]
+REWARDS: Runs = {
+    "base": ("toy_t2is_awm", {"num_epochs": 0}),
+    "consistency": ("toy_t2is_awm", CONSISTENCY),
+    "variety": ("toy_t2is_awm", {}),
+    "kl_0.1": ("toy_t2is_awm", CONSISTENCY | {"train.beta": 0.1}),
+    "consistency_80": ("toy_t2is_awm", CONSISTENCY | LONG),
+    "variety_80": ("toy_t2is_awm", LONG),
+    "consistency_nft": ("toy_t2is_nft", CONSISTENCY),
+    "variety_nft": ("toy_t2is_nft", {}),  # the quickstart's training
+}
+OBJECTIVES: Runs = {
+    "ppo": ("toy_t2is", RATIO | {"train.loss_type": "ppo"}),
+    "guard_grpo": ("toy_t2is", RATIO | {"train.loss_type": "guard_grpo"}),
+    "flow_dppo": ("toy_t2is", RATIO | {"train.loss_type": "flow_dppo"}),
+    "nft": ("toy_t2is_nft", OBJECTIVE),
+    "awm": ("toy_t2is_awm", OBJECTIVE),
+    "dgpo": ("toy_t2is_nft", OBJECTIVE | DGPO),
+}
+# Compared with ``awm`` of the objectives, which is the same training at 64 px.
+RESOLUTION: Runs = {"128px": ("toy_t2is_awm", LARGER)}
 STUDIES = {
-    "rewards": Study(
-        "toy_t2is_awm",
-        {
-            "base": {},
-            "consistency": CONSISTENCY,
-            "variety": VARIETY,
-            "naming_variety": NAMING_VARIETY,
-            "kl_0.1": CONSISTENCY | {"train.beta": 0.1},
-            "kl_0.5": CONSISTENCY | {"train.beta": 0.5},
-            "consistency_80": CONSISTENCY | LONG,
-            "variety_80": VARIETY | LONG,
-            "consistency_nft": CONSISTENCY | NFT,
-            "variety_nft": VARIETY | NFT,  # the quickstart's training
-        },
-        images_per_prompt=8,
-        judged=True,
-    ),
-    "objectives": Study(
-        "toy_t2is",
-        {
-            name: VARIETY | BY_ORACLE | {"eval_freq": 10, "train.loss_type": name} | options
-            for name, options in OBJECTIVES.items()
-        }
-        | {"nft_16_epochs": VARIETY | BY_ORACLE | NFT | {"eval_freq": 8}},
-    ),
-    # Compared with ``awm`` of the objectives, which is the same training at 64 px.
-    "resolution": Study(
-        "toy_t2is_awm",
-        {
-            "128px": {
-                **VARIETY,
-                **BY_ORACLE,
-                "train.resolution": 128,
-                "train.batch_size": 32,
-                "num_epochs": 6,
-                "eval_freq": 3,
-                "save_freq": 3,
-            }
-        },
-    ),
-    "aggregation": Study(
-        "toy_t2is_awm",
-        {name: LOUD_AND_QUIET | {"train.aggregate_fn": fn} for name, fn in AGGREGATIONS.items()},
-        images_per_prompt=0,
-    ),
+    "rewards": REWARDS,
+    "objectives": OBJECTIVES,
+    "resolution": RESOLUTION,
+    "aggregation": {
+        name: ("toy_t2is_awm", LOUD_AND_QUIET | {"train.aggregate_fn": function})
+        for name, function in AGGREGATIONS.items()
+    },
 }
 
-# --- one run --------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Run:
-    """One training of a study."""
-
-    study: str
-    name: str
-    seed: int
-
-    @property
-    def folder(self) -> Path:
-        """Where it writes."""
-        return OUT / f"{self.name}-seed{self.seed}"
-
-
-def training_arguments(run: Run, epochs: int) -> list[str]:
+def training_arguments(study: str, run: str, seed: int) -> list[str]:
     """Arguments of train_flux.sh."""
-    study = STUDIES[run.study]
-    run_options = study.runs[run.name]
-    judged = [name for name in run_options["train.reward_fn"] if name in JUDGED]
+    config, options = STUDIES[study][run]
     options = {
-        "seed": run.seed,
+        "seed": seed,
         "save_dir": os.path.relpath(OUT, GRPO),
-        "run_name": run.folder.name,
+        "run_name": f"{run}-seed{seed}",
         "resume_from": "latest",
-        "num_epochs": epochs,
         "max_train_minutes": 600,
-        "eval_freq": epochs,
-        "train.reward_fn_kwargs": dict.fromkeys(judged, SERVED),
-        "test.seed": 1000 + run.seed,
+        "eval_freq": 20,
+        "test.seed": 1000 + seed,
         "test.num_images": 96,
-        "test.reward_fn_kwargs": {"consistency_score": SERVED},
-        **run_options,
-    }
-    return [study.config, *(f"--config.{name}={value}" for name, value in options.items())]
+    } | options
+    return [config, *(f"--config.{name}={value}" for name, value in options.items())]
 
 
-def agreement_command(run: Run) -> list[str]:
-    """Measures w and b of a run's last checkpoint, or of the base model."""
-    study = STUDIES[run.study]
-    rewards = [f"{ORACLE}consistency", f"{ORACLE}between_images"]
-    served = {}
-    if study.judged:
-        rewards = [*JUDGED, *rewards]
-        served = dict.fromkeys(JUDGED, SERVED)
-    options = {
-        "dataset": "../quickstart/out/world/open_prompts",
-        "test.seed": 1000 + run.seed,
-        "test.reward_fn": dict.fromkeys(rewards, 1.0),
-        "test.reward_fn_kwargs": served,
-    }
-    command = [sys.executable, "scripts/evaluate.py", "--config", "config/grpo.py:toy_t2is"]
-    command += ["--images_per_prompt", str(study.images_per_prompt)]
-    command += ["--output", str(run.folder / "agreement")]
-    checkpoints = sorted((run.folder / "checkpoints").glob("epoch_*"))
-    if checkpoints:
-        command += ["--adapter", str(checkpoints[-1])]
-    return command + [f"--config.{name}={value}" for name, value in options.items()]
+def agreement_arguments(folder: Path, seed: int) -> list[str]:
+    """Arguments of evaluate.py: w and b of a run's last checkpoint."""
+    rewards = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 1.0}
+    return [
+        "--config=config/grpo.py:toy_t2is",
+        "--config.dataset=../quickstart/out/world/open_prompts",
+        f"--config.test.seed={1000 + seed}",
+        f"--config.test.reward_fn={rewards}",
+        "--images_per_prompt=8",
+        f"--adapter={max((folder / 'checkpoints').glob('epoch_*'))}",
+        f"--output={folder / 'agreement'}",
+    ]
 
 
-def run_command(command: Sequence[str], log: Path) -> float:
-    """Runs it in PaCo-GRPO with one thread; returns the CPU minutes of all its processes."""
-    variables = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_PROCESSES": "1"}
-    with open(log, "a") as file:
-        process = subprocess.Popen(
-            command, cwd=GRPO, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return (usage.ru_utime + usage.ru_stime) / 60
+def train(study: str, run: str, seed: int) -> list[dict[str, Any]]:
+    """Trains and evaluates; returns the columns of each evaluation."""
+    folder = OUT / f"{run}-seed{seed}"
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    script = ["bash", "scripts/single_node/train_flux.sh", *training_arguments(study, run, seed)]
+    before = getrusage(RUSAGE_CHILDREN)
+    subprocess.run(script, cwd=GRPO, env=environment, check=True)
+    after = getrusage(RUSAGE_CHILDREN)
+    evaluate = [sys.executable, "scripts/evaluate.py", *agreement_arguments(folder, seed)]
+    subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
+
+    rows = evaluations_of(folder)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    rows[-1] |= agreement_of(folder) | {"cpu_minutes": spent / 60}
+    return rows
 
 
-def finish(run: Run, epochs: int) -> list[dict[str, Any]]:
-    """Trains and evaluates; returns the columns of each evaluation, the trained model's last."""
-    log = OUT / f"{run.folder.name}.log"
-    print(f"started {run.name}, seed {run.seed}; log: {log}", flush=True)
-    row = {}
-    earlier = []
-    if run.name != "base":
-        is_new = not run.folder.exists()
-        start = time.monotonic()
-        arguments = training_arguments(run, epochs)
-        cpu_minutes = run_command(["bash", "scripts/single_node/train_flux.sh", *arguments], log)
-        row["minutes"] = (time.monotonic() - start) / 60
-        if is_new:
-            row["cpu_minutes"] = cpu_minutes
-        row["warnings"] = warnings_of(log.read_text(errors="replace"))
-        *earlier, last = evaluations_of(run.folder)
-        row |= before_and_after(policy_measures(run.folder)) | last
-    if STUDIES[run.study].images_per_prompt:
-        run_command(agreement_command(run), log)
-        row |= agreement_columns(run)
-    return [*earlier, row]
+def evaluations_of(folder: Path) -> list[dict[str, Any]]:
+    """Columns of every evaluation of a run."""
+    rows = []
+    for evaluation in sorted((folder / "eval").iterdir()):
+        scores, _ = scores_of(evaluation)
+        means = scores.mean().add_suffix("_after").to_dict()
+        epochs = int(evaluation.name.removeprefix("epoch_"))
+        rows.append({"epochs": epochs, "images": len(scores)} | means)
+    return rows
 
 
-# --- what came out --------------------------------------------------------------------------------
-
-
-def warnings_of(log: str) -> str:
-    """Signs of collapse with the epochs of their first warnings: ``health/diversity_vs_first@12``."""
-    epochs: dict[str, str] = {}
-    for epoch, signal in re.findall(r"after epoch (\d+): .*\((\S+) in metrics.jsonl\)", log):
-        epochs.setdefault(signal, epoch)
-    return " ".join(f"{signal}@{epoch}" for signal, epoch in epochs.items())
-
-
-def before_and_after(policy: Mapping[str, Any]) -> dict[str, float]:
-    """Columns of ``policy_measures``'s results."""
-    columns = {"epochs": policy["epochs"], "images": policy["num_images"]}
-    for measure in MEASURES:
-        if measure in policy["after"]:
-            columns[f"{measure}_before"] = policy["before"][measure]
-            columns[f"{measure}_after"] = policy["after"][measure]
-    return columns
-
-
-def evaluations_of(folder: Path) -> list[dict[str, float]]:
-    """The columns of every evaluation of a run."""
-    evaluations = []
-    for path in sorted((folder / "eval").glob("epoch_*/eval_data.jsonl")):
-        scores, _ = scores_of(path.parent)
-        epoch = int(path.parent.name.removeprefix("epoch_"))
-        columns = {"epochs": epoch, "images": len(scores)}
-        for measure, mean in scores.mean().dropna().items():
-            columns[f"{measure}_after"] = mean
-        rewards = pd.DataFrame([row["rewards"] for row in read_jsonl(path)])
-        if "darkness" in rewards:
-            columns["darkness_after"] = rewards["darkness"].mean()
-        evaluations.append(columns)
-    return evaluations
-
-
-def agreement_columns(run: Run) -> dict[str, float]:
-    """Columns of ``agreement_command``'s results."""
-    results = json.loads((run.folder / "agreement" / "results.json").read_text())
-    measured = results["results"]["adapter"]
-    prefixes = {"oracle": "oracle_"}
-    if STUDIES[run.study].judged:
-        prefixes["judge"] = ""
-    columns = {}
-    for reader, prefix in prefixes.items():
-        columns[f"{reader}_w"] = measured[f"{prefix}within"]["mean"]
-        columns[f"{reader}_b"] = measured[f"{prefix}between"]["mean"]
-        columns[f"{reader}_w_minus_b"] = measured[f"{prefix}within_minus_between"]["mean"]
-    return columns
+def agreement_of(folder: Path) -> dict[str, float]:
+    """Columns of the evaluation that ``agreement_arguments`` asks for."""
+    results = json.loads((folder / "agreement" / "results.json").read_text())["results"]["adapter"]
+    columns = {"w": "within", "b": "between", "w_minus_b": "within_minus_between"}
+    return {f"oracle_{name}": results[f"oracle_{key}"]["mean"] for name, key in columns.items()}
 
 
 def read_results() -> pd.DataFrame:
@@ -321,11 +178,9 @@ def read_results() -> pd.DataFrame:
     return pd.read_csv(RESULTS, dtype={"commit": str, "judge": str})
 
 
-def keep(run: Run, judge: str, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    """Adds a finished run to results.csv: one row for each evaluation."""
-    key = {"study": run.study, "run": run.name, "seed": run.seed}
-    key |= {"commit": commit(), "judge": judge}
-    rows = pd.DataFrame([key | columns for columns in evaluations])
+def keep(key: dict[str, Any], evaluations: list[dict[str, Any]]) -> None:
+    """Adds the rows of a finished run to results.csv."""
+    rows = pd.DataFrame(evaluations).assign(**key)
     results = pd.concat([read_results(), rows])
     results.to_csv(RESULTS, index=False, float_format="%.4f")
 
@@ -341,8 +196,6 @@ LABELS = {
     "diversity": "diversity 1 − b",
     "oracle_w_minus_b": "w − b",
     "consistency_after": "consistency, full prompts",
-    "judge_w_minus_b": "w − b by the judge",
-    "other_w_minus_b": "w − b by another judge",
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
     "cpu_minutes": "CPU minutes",
@@ -350,49 +203,39 @@ LABELS = {
 
 
 def table(results: pd.DataFrame) -> str:
-    """Markdown: means and standard errors over seeds for each run and judge."""
-    rows = trained(results).dropna(axis=1, how="all")
-    columns = [column for column in LABELS if column in rows]
-    labels = [LABELS[column] for column in columns]
-    lines = [f"| {' | '.join(['run', 'judge', 'seeds', 'commits', *labels])} |"]
-    lines.append("|---" * (4 + len(labels)) + "|")
-    for (name, judge), group in rows.groupby(["run", "judge"], sort=False):
-        seeds = " ".join(map(str, group["seed"]))
-        commits = " ".join(group["commit"].unique())
-        means = [mean_and_error(group[column].dropna()) for column in columns]
-        lines.append(f"| {' | '.join([name, judge, seeds, commits, *means])} |")
-    return "\n".join(lines) + "\n"
+    """Means ± standard errors over the seeds of each run and judge."""
+    rows = trained(results).dropna(axis=1, how="all").rename(columns=LABELS)
+    columns = pd.Index(LABELS.values()).intersection(rows.columns, sort=False)
+    groups = rows.groupby(["run", "judge"], sort=False)
+    return groups.agg({"seed": list} | dict.fromkeys(columns, mean_and_error)).to_string()
 
 
 def mean_and_error(values: pd.Series) -> str:
-    """Mean ± standard error; of one seed, the value alone."""
-    if values.empty:
-        return ""
-    error = f" ± {values.sem():.3f}" if len(values) > 1 else ""
-    return f"{values.mean():+.3f}{error}"
+    """Mean ± standard error; nan for one seed."""
+    return f"{values.mean():.3f} ± {values.sem():.3f}"
 
 
-# --- command line ---------------------------------------------------------------------------------
-
-
-def run_all(runs: Sequence[Run], epochs: int, judge: Path, jobs: int) -> None:
-    """Some runs at a time, one thread each, beside the judge's server; keeps each finished run."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    server = os.environ | {
-        "VLLM_ENGINE": os.environ.get("VLLM_ENGINE", "transformers"),
+def train_missing(
+    studies: list[str], runs: list[str] | None, seeds: list[int], judge: Path
+) -> None:
+    """Train the runs that results.csv does not have of this commit and this judge."""
+    server = {
+        "VLLM_ENGINE": "transformers",
         "VLLM_LABEL": "paco-study",
-        "VLLM_PORT": str(SERVED["port"]),
-        "VLLM_MODEL_NAMES": SERVED["model"],
+        "VLLM_MODEL_NAMES": "PaCo-Reward-Toy",
         "VLLM_MODEL_PATHS": str(judge.resolve()),
-    }
-    pool = ThreadPoolExecutor(jobs)
+    } | os.environ
+    subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
     try:
-        subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
-        futures = {pool.submit(finish, run, epochs): run for run in runs}
-        for future in as_completed(futures):
-            keep(futures[future], judge_id(judge), future.result())
+        for study in studies:
+            for seed in seeds:
+                for run in STUDIES[study]:
+                    values = [study, run, seed, commit(), judge_id(judge)]
+                    is_finished = (read_results()[KEY] == values).all(axis=1).any()
+                    is_chosen = runs is None or run in runs
+                    if is_chosen and not is_finished:
+                        keep(dict(zip(KEY, values, strict=True)), train(study, run, seed))
     finally:
-        pool.shutdown(cancel_futures=True)
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
 
 
@@ -404,35 +247,14 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--runs", nargs="+", help="names of runs; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument(
-        "--epochs", type=int, default=20, help="epochs of runs that do not set their own"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
     parser.add_argument("--table", action="store_true", help="only the table of finished runs")
     arguments = parser.parse_args()
     if not arguments.table:
-        train_missing(arguments)
+        train_missing(arguments.studies, arguments.runs, arguments.seeds, arguments.judge)
     results = read_results()
     for study in arguments.studies:
-        print(table(results[results["study"] == study]))
-
-
-def train_missing(arguments: argparse.Namespace) -> None:
-    """Train the runs that results.csv does not have of this commit and this judge."""
-    if not (arguments.judge / "config.json").exists():
-        raise SystemExit(f"no judge in {arguments.judge}: run quickstart/run.sh, or set --judge")
-    results = read_results()
-    same = (results["commit"] == commit()) & (results["judge"] == judge_id(arguments.judge))
-    finished = set(results.loc[same, ["study", "run", "seed"]].itertuples(index=False, name=None))
-    runs = []
-    for study in arguments.studies:
-        for seed in arguments.seeds:
-            for name in STUDIES[study].runs:
-                is_chosen = arguments.runs is None or name in arguments.runs
-                if is_chosen and (study, name, seed) not in finished:
-                    runs.append(Run(study, name, seed))
-    run_all(runs, arguments.epochs, arguments.judge, arguments.jobs)
+        print(table(results[results["study"] == study]), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
         prompts, a benchmark of rankings, grids for the judge's pairs
     paco-reward build-dataset … --sets_only
         sub-figures of the grids, and the sets to be ranked
-    python -m paco_toy.build_world annotate --out WORLD/drawn --sets …
+    python -m paco_toy.build_world annotate --out WORLD
         rankings and reasons, as of an annotator who knows what is shown
     paco-reward build-dataset … --rankings … --reasons_file …
-        the judge's pairs
-    python -m paco_toy.build_world finish --out WORLD/drawn --data … --flux …
+        the judge's pairs, in WORLD/reward_data
+    python -m paco_toy.build_world finish --out WORLD
         kinds of themes, broken panels
     python -m paco_toy.build_world edits --out EDITS
         the editing task
@@ -34,6 +34,7 @@ from paco_toy import world
 from paco_toy.edits import build_edits
 from paco_toy.oracle import read_grids, read_prompt
 
+FLUX = Path(__file__).resolve().parents[1] / "models" / "flux"  # a weak generator
 # What the prompt sets leave open. Not the shape, of which the base model draws hybrids: a third of
 # the panels are invalid.
 PROMPT_OPENINGS = tuple(opening for opening in world.OPENINGS if "shape" not in opening)
@@ -50,9 +51,10 @@ PROMPTS = {"train": 480, "test": 84}  # about 5400 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
 # Test sets of equal size: one for each kind of theme, and one whose No pairs have a broken panel.
-TESTS = tuple(f"toy_pairs_{kind}_test" for kind in (*THEMES, "weak"))
-WEAK_TEST = TESTS[-1]
-BROKEN_TRAINING = 4  # one No pair of so many has a broken panel
+WEAK_TEST = "toy_pairs_weak_test"
+THEME_OF = {f"toy_pairs_{theme}_test": theme for theme in THEMES}
+TESTS = (*THEME_OF, WEAK_TEST)
+BROKEN = {TRAIN: 4, WEAK_TEST: 1}  # one No pair of so many has a broken panel
 BROKEN_STEPS = 6  # of the denoising that ends early
 # Grids of broken panels: of each size and number of steps, and of blanks. Twice as many are merged.
 BROKEN_GRIDS = 24
@@ -233,12 +235,12 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
     return len(rankings), len(rows)
 
 
-def _unfinished(flux: Path, seed: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _unfinished(seed: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Grids (2S, 2S, 3) in [0, 1] whose denoising ends after two, three or four of its steps."""
     import torch
     from diffusers import FluxPipeline
 
-    pipe = FluxPipeline.from_pretrained(flux, torch_dtype=torch.float32)
+    pipe = FluxPipeline.from_pretrained(FLUX, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
     grids: list[np.ndarray] = []
@@ -282,13 +284,13 @@ def _blank(side: int, rng: np.random.Generator) -> np.ndarray:
     return np.ones((side, side, 3)) * color
 
 
-def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
+def broken_panels(seed: int) -> list[Image.Image]:
     """Panels that the oracle calls invalid.
 
     A judge that was trained without them gives them a high score, and RL finds that.
     """
     rng = np.random.default_rng([seed, 40])
-    images = [world.to_image(grid) for grid in _unfinished(flux, seed, rng)]
+    images = [world.to_image(grid) for grid in _unfinished(seed, rng)]
     for draw_panel in (_blank, _merged, _merged):
         for number in range(BROKEN_GRIDS):
             panels = [draw_panel(PANEL_SIDES[number % 3], rng) for _ in range(4)]
@@ -304,11 +306,11 @@ def broken_panels(flux: Path, seed: int) -> list[Image.Image]:
     return broken
 
 
-def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
+def finish(out: Path, data: Path, seed: int) -> None:
     """Sets the questions of the pairs in ``data``, breaks panels, divides the test pairs."""
     broken = []  # file names, relative to ``data``
     (data / "images" / "broken").mkdir(parents=True, exist_ok=True)
-    for number, panel in enumerate(broken_panels(flux, seed)):
+    for number, panel in enumerate(broken_panels(seed)):
         name = f"images/broken/{number:04d}.png"
         panel.save(data / name, compress_level=1)
         broken.append(name)
@@ -329,16 +331,11 @@ def finish(out: Path, data: Path, flux: Path, seed: int) -> None:
             num_full_rounds = len(labeled) // len(targets)
             for number, pair in enumerate(labeled[: num_full_rounds * len(targets)]):
                 target = targets[number % len(targets)]
-                if target in (TRAIN, WEAK_TEST):  # all kinds of themes in turn
-                    theme = THEMES[number // len(targets) % len(THEMES)]
-                else:
-                    theme = THEMES[TESTS.index(target)]
+                every_theme = THEMES[number // len(targets) % len(THEMES)]
+                theme = THEME_OF.get(target, every_theme)
                 character = characters[Path(pair["images"][0]).parts[1]]
                 _set_question(pair, character, theme, rng)
-                is_broken = target == WEAK_TEST or (
-                    target == TRAIN and number % BROKEN_TRAINING == 0
-                )
-                if label == "No" and is_broken:
+                if label == "No" and target in BROKEN and number % BROKEN[target] == 0:
                     _break_panels(pair, panels, rng)
                 sets[target].append(pair)
 
@@ -390,26 +387,21 @@ def main() -> None:
         default=0,
         help="changes everything except which characters are held out",
     )
-    parser.add_argument(
-        "--sets", type=Path, help="annotate: sets.jsonl of paco-reward build-dataset --sets_only"
-    )
-    parser.add_argument(
-        "--data", type=Path, help="finish: output folder of paco-reward build-dataset"
-    )
-    parser.add_argument("--flux", type=Path, help="finish: the toy FLUX, a weak generator")
     arguments = parser.parse_args()
     out = arguments.out
     seed = arguments.seed
+    drawn = out / "drawn"
+    reward_data = out / "reward_data"
     if arguments.command == "world":
         build_prompts(out / "prompts", seed)
         build_prompts(out / "open_prompts", seed, train=4, test=24, open_share=1.0)
         build_rank_benchmark(out / "ConsistencyRank-Bench", seed)
-        draw(out / "drawn", seed)
+        draw(drawn, seed)
     elif arguments.command == "annotate":
-        ranked, sets = annotate(out, arguments.sets)
+        ranked, sets = annotate(drawn, reward_data / "sets.jsonl")
         print(f"{ranked} of {sets} sets ranked (the others have no clear best or worst)")
     elif arguments.command == "finish":
-        finish(out, arguments.data, arguments.flux, seed)
+        finish(drawn, reward_data, seed)
     else:
         build_edits(out, seed)
 

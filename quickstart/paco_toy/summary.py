@@ -63,6 +63,7 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
         "alignment": reading.alignment(named),
         "valid": reading.valid.mean(axis=1),
         "distinct": reading.distinctness(),
+        "darkness": rewards.get("darkness", math.nan),  # of study.py
     }
     choices = [reading.choices(named, attribute) for attribute in ATTRIBUTES]
     return pd.DataFrame(scores), choices

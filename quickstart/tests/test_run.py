@@ -116,20 +116,15 @@ def test_everything_once_then_nothing_then_fresh(repo):
     assert all("--seed 3" in commands[i] for i in (1, 2, 4, 5))
     assert "seed=3" in commands[7]
     launch, training = commands[13:15]
-    assert "--config.seed=3" in training
-    assert "--config.num_epochs=2" in training
-    assert "--config.max_train_minutes=2" in training
+    for option in ("seed=3", "num_epochs=2", "max_train_minutes=2"):
+        assert f"--config.{option} " in f"{training} "
     assert set(re.findall(r"port=(\d+)", training)) == {launch.removeprefix("launch.sh ")}
     assert not (repo / "serving").exists()
     assert running(repo) == []
     assert "the table" in output
-    assert output.strip().endswith("quickstart/out/report.html")
-    assert output.count("/6] ") == 6
 
-    status, output, _ = drive(repo, *options)
-    assert status == 0
+    assert drive(repo, *options)[0] == 0
     assert {call.split()[0] for call in calls(repo)} == {"stop.sh"}
-    assert output.count("done before") == 6
     assert drive(repo, *options, "--fresh")[0] == 0
     assert len(calls(repo)) == len(ORDER)
 
@@ -153,7 +148,8 @@ def test_what_cannot_be_used_is_refused_before_anything_begins(repo, argument):
     calls(repo)
     assert drive(repo, argument)[0] == 2
     assert not (repo / "calls").exists()
-    assert drive(repo, "--seed=3")[1].count("done before") == 6
+    assert drive(repo, "--seed=3")[0] == 0
+    assert {call.split()[0] for call in calls(repo)} == {"stop.sh"}
 
 
 # What changes after a run with --seed=3: the programs that run again, and what is moved aside.
@@ -184,9 +180,9 @@ def test_a_change_repeats_the_stages_that_depend_on_it(repo, arguments, file, pr
     aside = {path.parent.name for path in (out / "earlier").rglob("weights")}
     assert aside == ({"judge", "toy_t2is_nft"} if "judge" in moved else set(moved))
     assert (out / "editing" / "weights").exists()
-    for word in ("--seed=4", "--fresh"):  # deletes only what this command wrote
-        assert drive(repo, word)[0] == 0
-    assert {path.parent.name for path in (out / "earlier").rglob("weights")} >= aside
+    assert drive(repo, "--fresh")[0] == 0  # deletes only what this command wrote
+    kept = {path.parent.name for path in out.rglob("weights")}
+    assert kept == {"editing", *aside}
 
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
