@@ -227,6 +227,14 @@ def qwen21_t2is() -> ConfigDict:
     return config
 
 
+def qwen21_t2is_80gb() -> ConfigDict:
+    """``qwen21_t2is`` on a GPU of 80 GB, which decoding four images of 1024 px would fill."""
+    config = qwen21_t2is()
+    for_80gb(config)
+    config.test.batch_size = 2
+    return config
+
+
 def longcat_t2is() -> ConfigDict:
     """LongCat-Image, with true CFG."""
     config = t2is()
