@@ -118,6 +118,14 @@ def klein_t2is_9b() -> ConfigDict:
     return config
 
 
+def klein_t2is_9b_80gb() -> ConfigDict:
+    """``klein_t2is_9b`` on a GPU of 80 GB, which its activations would fill."""
+    config = klein_t2is_9b()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
+    return config
+
+
 def flux2_t2is() -> ConfigDict:
     """FLUX.2-dev, in 4 bits."""
     config = t2is()
@@ -340,6 +348,14 @@ def klein_editing_9b() -> ConfigDict:
     """FLUX.2 Klein with 9 billion weights."""
     config = klein_editing()
     config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-9B"
+    return config
+
+
+def klein_editing_9b_80gb() -> ConfigDict:
+    """``klein_editing_9b`` on a GPU of 80 GB, which its activations would fill."""
+    config = klein_editing_9b()
+    for_80gb(config)
+    config.enable_gradient_checkpointing = True
     return config
 
 

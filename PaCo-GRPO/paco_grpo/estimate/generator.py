@@ -294,8 +294,8 @@ def memory(
     resident, offloaded, gradients = weight_bytes(options, policy, plan.num_processes, gpu_bytes)
     vae = offloaded.get("VAE", 0)
     moved = offloaded.get("text encoders", 0)
-    if _edits(policy, options):
-        moved += vae
+    if _edits(policy, options):  # first the text encoders, then the VAE
+        moved = max(moved, vae)
     records = _record_bytes(options, plan, sampled)
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
