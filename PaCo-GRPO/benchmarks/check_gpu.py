@@ -178,14 +178,13 @@ def full_size(name: str) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     figures = epoch.measure(options, 1, True)
     estimated = estimate(options, name, 1, torch.cuda.get_device_properties(0).total_memory)
-    phases = ("encode", "sample", "train", "update")
-    peak = max(sum(estimated.adds[phase].values()) for phase in phases)
+    peak = max(estimated.peaks[phase] for phase in ("encode", "sample", "train", "update"))
     row = {
         "images_per_s": figures["images_per_second"],
         "sample_s": figures["time/sample_s"],
         "train_s": figures["time/train_s"],
         "peak_gib": figures["memory/peak_cuda_mb"] / 1024,
-        "estimated_gib": (peak + sum(estimated.resident.values())) / 2**30,
+        "estimated_gib": peak / 2**30,
         "first_ratio": figures["train/ratio_deviation"],
     }
     if not row["first_ratio"] <= RATIO_LIMIT:

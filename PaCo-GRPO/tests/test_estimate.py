@@ -117,7 +117,7 @@ def test_the_length_of_texts_is_that_of_the_longest_prompt(
     options = tiny(tiny_flux_dir, "t2is_fast", dataset=dataset, max_sequence_length=longest)
     policy = generator.build_policy(options, FakeDevice(), "cpu")
     assert policy.max_sequence_length == expected
-    assert generator.training_text(policy, options) == 64
+    assert generator.text_lengths(policy, options) == (expected, 64)
 
 
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):

@@ -35,7 +35,8 @@ _Words = Annotated[tuple[str, ...], BeforeValidator(shlex.split)]
 class LaunchSettings(BaseModel):
     """The environment variables of a launch."""
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    # Inputs are hidden in errors: one may be a key.
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     paths: _List = Field(alias="VLLM_MODEL_PATHS", min_length=1)
     names: _List = Field((), alias="VLLM_MODEL_NAMES")
@@ -61,12 +62,7 @@ class LaunchSettings(BaseModel):
         try:
             return cls.model_validate(variables)
         except ValidationError as error:
-            problems = []
-            for detail in error.errors():
-                message = detail["msg"].removeprefix("Value error, ")
-                variable = "".join(map(str, detail["loc"][:1]))
-                problems.append(f"{variable}: {message}" if variable else message)
-            raise UserError("; ".join(problems)) from error
+            raise UserError(str(error)) from error
 
     @model_validator(mode="after")
     def _check(self) -> "LaunchSettings":

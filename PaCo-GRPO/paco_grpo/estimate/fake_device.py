@@ -164,24 +164,24 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
     fakes: dict[int, Any] = {}  # a tensor may have several names
 
     def fake(tensor: torch.Tensor, where: str) -> torch.Tensor:
-        with _disable_current_modes(), device.mode:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
-        device.sizes[empty.untyped_storage()] = [0]
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in fakes:
+            with _disable_current_modes(), device.mode:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+            device.sizes[empty.untyped_storage()] = [0]
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+            fakes[id(tensor)] = empty
+        return fakes[id(tensor)]
 
     for part in module.modules():
-        for tensors, where in ((part._parameters, on), (part._buffers, on), (vars(part), "cpu")):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                    if id(tensor) not in fakes:
-                        fakes[id(tensor)] = fake(tensor, where)
-                    tensors[name] = fakes[id(tensor)]
-        for values in vars(part).values():
-            if isinstance(values, list):  # Qwen-Image-2.1's tables of positions
-                for i, value in enumerate(values):
-                    if isinstance(value, torch.Tensor) and value.is_meta:
-                        values[i] = fake(value, "cpu")
+        for name, value in vars(part).items():
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in value.items():
+                    value[key] = None if tensor is None else fake(tensor, on)
+            elif isinstance(value, (torch.Tensor, list)):  # tables of positions
+                vars(part)[name] = tree_map_only(torch.Tensor, lambda t: fake(t, "cpu"), value)
 
 
 class Measured(NamedTuple):

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from paco_grpo.architectures import pipeline_of
-from paco_grpo.data.sets import has_references, prompt_sets
+from paco_grpo.data.sets import has_references, load_items, prompt_sets
 from paco_grpo.distributed import Strategy, blocks_of
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
@@ -24,9 +26,9 @@ from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import needed_length, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.training.state import Plan, make_plan
-from paco_grpo.types import Item, Rollout
+from paco_grpo.types import Conditioning, Item, Rollout
 
 PROMPT = (
     "A 2x2 grid of images that show one fox in four seasons, "
@@ -56,7 +58,12 @@ class Estimate:
     epoch: dict[str, float]  # FLOPs of an epoch, by phase
     resident: dict[str, int]  # bytes that stay on the device, by part
     adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
-    compiled: bool
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes in use, by phase."""
+        resident = sum(self.resident.values())
+        return {phase: resident + sum(parts.values()) for phase, parts in self.adds.items()}
 
 
 @dataclass
@@ -73,8 +80,12 @@ class Pieces:
     """Every kind of work of an epoch, once."""
 
     policy: DiffusersPolicy
+    text_tokens: int  # in training
     training: SampledOnce
     evaluation: SampledOnce
+    record: Rollout  # a batch of the epoch, all of its steps
+    forwards: int  # of one image in it
+    trained_steps: Sequence[int]
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
     update: Measured  # forward and backward of a micro-batch at one step
 
@@ -83,61 +94,55 @@ def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -
     """What each of ``processes`` GPUs does in an epoch, and what it holds of ``gpu_bytes``."""
     objective = create_objective(options.train)
     plan = make_plan(options, processes, objective.gradient_steps)
-    pieces = measure_pieces(options, plan)
+    pieces = measure_pieces(options, plan, objective)
     title = (
         f"{name} on {processes} GPU(s): {plan.samples} images an epoch "
         f"({plan.prompts} prompts x {plan.images_per_prompt}), sampled {plan.sample_batch_size} "
         f"and trained {options.train.batch_size} at a time; "
-        f"{training_text(pieces.policy, options)} text tokens, in evaluations "
-        f"{pieces.policy.max_sequence_length}"
+        f"{pieces.text_tokens} text tokens, in evaluations {pieces.policy.max_sequence_length}"
     )
     resident, adds = memory(options, plan, pieces, gpu_bytes)
-    return Estimate(
-        title=title,
-        epoch=epoch_flops(options, plan, pieces, objective),
-        resident=resident,
-        adds=adds,
-        compiled=options.speed.compile,
-    )
+    epoch = epoch_flops(options, plan, pieces)
+    return Estimate(title, epoch, resident, adds)
 
 
-def measure_pieces(options: RunOptions, plan: Plan) -> Pieces:
+def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pieces:
     """Sample, evaluate and train once."""
-    train = dataclasses.replace(options.train, timesteps=(0,), num_sigmas=None)
-    objective = create_objective(train)
     device = FakeDevice()
     policy = build_policy(options, device, "cpu")
+    sample = options.sample
+    test = options.test
+    _, tokens = text_lengths(policy, options)
+    item = example(policy, options, options.train.resolution)
+    shown = example(policy, options, test.resolution)
+    noise = {}
+    if sample.noise_steps:
+        noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
+    batch = plan.sample_batch_size
     with fake_cpu(device):
         Strategy(accelerator=None).place(policy)
-        sample = options.sample
-        noise = {}
-        if num_noise_steps(options):
-            noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
-        training = _sample(
-            policy,
-            device,
-            example(policy, options, train.resolution),
-            training_text(policy, options),
-            plan.sample_batch_size,
-            Sampling(num_steps=2, **noise),
-        )
-        test = options.test
+        training = _sample(policy, device, item, tokens, batch, Sampling(num_steps=2, **noise))
         evaluation = _sample(
             policy,
             device,
-            example(policy, options, test.resolution),
+            shown,
             policy.max_sequence_length,
             test.batch_size,
             Sampling(num_steps=2),
         )
-        step = one_step(training.denoise.result, objective, micro_batch_size(options, plan))
+        record, forwards = epoch_record(policy, options, training.encode.result, item, batch)
+        steps = objective.steps(record, np.random.default_rng(0))
+        micro_batch = min(options.train.batch_size, plan.samples_per_process)
+        step = one_step(record, steps[0], micro_batch)
         for parameter in policy.transformer.parameters():
             if parameter.requires_grad:  # gradients are counted apart
                 parameter.grad = torch.zeros_like(parameter)
         first_pass = getattr(objective, "error_change", lambda step, policy: None)
         before_update = measured(device, lambda: first_pass(step, policy))
         update = measured(device, lambda: objective.loss(step, policy).loss.sum().backward())
-    return Pieces(policy, training, evaluation, before_update, update)
+    return Pieces(
+        policy, tokens, training, evaluation, record, forwards, steps, before_update, update
+    )
 
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersPolicy:
@@ -158,28 +163,25 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)
-    policy.max_sequence_length = options.max_sequence_length or needed_text(policy, options)
+    policy.max_sequence_length, _ = text_lengths(policy, options)
     return policy
 
 
-def needed_text(policy: DiffusersPolicy, options: RunOptions) -> int:
-    """Text tokens that the prompts need, by a tokenizer about as fine as the real one."""
-    tokenizer = getattr(policy.pipeline, policy.tokenizer_folder)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    items = []
-    for prompt_set in prompt_sets(options):
-        items += prompt_set.load("train") + prompt_set.load("test")
-    prompts = {item.prompt for item in items} | {options.sample.negative_prompt or ""}
-    counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
-    return needed_length(counts, policy.text_limit)
-
-
-def training_text(policy: DiffusersPolicy, options: RunOptions) -> int:
-    """Text tokens in sampling and training."""
-    length = options.train.max_sequence_length
-    if length is None:
-        return policy.max_sequence_length
-    return length or min(needed_text(policy, options), policy.max_sequence_length)
+def text_lengths(policy: DiffusersPolicy, options: RunOptions) -> tuple[int, int]:
+    """Text tokens in evaluations and in training, by a tokenizer about as fine as the real one."""
+    longest = options.max_sequence_length
+    training = options.train.max_sequence_length
+    if 0 in (longest, training):
+        tokenizer = getattr(policy.pipeline, policy.tokenizer_folder)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        items = [*load_items(options, "train"), *load_items(options, "test")]
+        prompts = {item.prompt for item in items} | {options.sample.negative_prompt or ""}
+        counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
+        needed = needed_length(counts, policy.text_limit)
+        longest = longest or needed
+        if training == 0:
+            training = min(needed, longest)
+    return longest, longest if training is None else training
 
 
 def example(policy: DiffusersPolicy, options: RunOptions, side: int) -> Item:
@@ -212,15 +214,42 @@ def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
     return policy.needs_image or (policy.edits_images and has_references(options))
 
 
-def micro_batch_size(options: RunOptions, plan: Plan) -> int:
-    """Samples that are trained at a time."""
-    return min(options.train.batch_size, plan.samples_per_process)
+def epoch_record(
+    policy: DiffusersPolicy, options: RunOptions, text: Conditioning, item: Item, count: int
+) -> tuple[Rollout, int]:
+    """A batch of an epoch without its forwards, and the number of images that these denoise."""
+    sample = options.sample
+    sharing = sample.num_images_per_prompt // sample.latents_per_prompt
+    initial_seeds = [number // sharing for number in range(count)]
+    draws = Draws(
+        item_ids=[0] * count,
+        seeds=range(count),
+        height=item.height,
+        width=item.width,
+        initial_seeds=initial_seeds if sample.same_latent else None,
+    )
+    sampling = Sampling(
+        num_steps=sample.num_steps,
+        noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, 0, 0),
+        noise_level=sample.noise_level,
+        cps=sample.cps,
+        tail_steps=sample.tail_steps,
+    )
+    forwards = 0
+
+    def velocity(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        nonlocal forwards
+        forwards += len(x)
+        return x
+
+    with mock.patch.object(policy, "velocity", velocity):
+        record = rollout(policy, text.select([0] * count), draws, sampling)
+    return record, forwards
 
 
-def one_step(sampled: Rollout, objective: Objective, count: int) -> Step:
-    """A training step of ``count`` samples."""
+def one_step(sampled: Rollout, index: int, count: int) -> Step:
+    """A training step of ``count`` samples at position ``index`` of the schedule."""
     trained = sampled.select([0] * count)
-    (index,) = objective.steps(trained, np.random.default_rng(0))
     ones = torch.ones(count, device=trained.clean_latents.device)
     return Step(trained, index, ones, group_weights=ones)
 
@@ -228,56 +257,19 @@ def one_step(sampled: Rollout, objective: Objective, count: int) -> Step:
 # --- FLOPs ----------------------------------------------------------------------------------------
 
 
-def epoch_flops(
-    options: RunOptions, plan: Plan, pieces: Pieces, objective: Objective
-) -> dict[str, float]:
+def epoch_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> dict[str, float]:
     """FLOPs of an epoch on each GPU, by phase."""
     train = options.train
     sampled = pieces.training
-    steps = _num_trained_steps(options, sampled.denoise.result, objective)
     micro_batches = math.ceil(plan.samples_per_process / train.batch_size)
-    updates = micro_batches * steps * train.num_inner_epochs
-    forwards = plan.rollout_batches * _num_forwards(options, plan.sample_batch_size)
+    updates = micro_batches * len(pieces.trained_steps) * train.num_inner_epochs
+    steps = plan.rollout_batches * pieces.forwards / plan.sample_batch_size  # of a whole batch
     return {
         "encode": min(plan.prompts, plan.samples_per_process) * sampled.encode.flops,
-        "denoise": forwards * sampled.denoise.flops / 2,
+        "denoise": steps * sampled.denoise.flops / 2,
         "decode": plan.rollout_batches * sampled.decode.flops,
         "train": updates * (pieces.before_update.flops + pieces.update.flops),
     }
-
-
-def num_noise_steps(options: RunOptions) -> int:
-    """Noise steps of an epoch."""
-    sample = options.sample
-    if not (sample.noise_steps and sample.noise_level):
-        return 0
-    return sample.num_noise_steps or len(sample.noise_steps)
-
-
-def _num_forwards(options: RunOptions, batch: int) -> float:
-    """Denoising steps that are computed for an image.
-
-    Images that share their initial noise also share the steps before the noise steps.
-    """
-    sample = options.sample
-    is_noisy = num_noise_steps(options) > 0
-    before = min(sample.noise_steps) if is_noisy else sample.num_steps
-    tail = sample.num_steps - 1 - max(sample.noise_steps) if is_noisy else 0
-    forwards = sample.num_steps - tail + min(tail, sample.tail_steps or tail)
-    if sample.same_latent:
-        sharing = min(batch, sample.num_images_per_prompt // sample.latents_per_prompt)
-        forwards -= before * (1 - 1 / sharing)
-    return forwards
-
-
-def _num_trained_steps(options: RunOptions, images: Rollout, objective: Objective) -> int:
-    sample = options.sample
-    steps = sample.noise_steps[: num_noise_steps(options)]
-    noise_steps = [dataclasses.replace(images.noise_steps[0], index=step) for step in steps]
-    schedule = dataclasses.replace(
-        images, sigmas=range(sample.num_steps + 1), noise_steps=noise_steps
-    )
-    return len(objective.steps(schedule, np.random.default_rng(0)))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -296,7 +288,10 @@ def memory(
     moved = offloaded.get("text encoders", 0)
     if _edits(policy, options):  # first the text encoders, then the VAE
         moved = max(moved, vae)
-    records = _record_bytes(options, plan, sampled)
+    texts = min(plan.prompts, plan.samples_per_process)
+    latents = bytes_of(pieces.record) - bytes_of(pieces.record.conditioning)
+    records = latents // plan.sample_batch_size * plan.samples_per_process
+    records += bytes_of(sampled.encode.result) * texts
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
     aside = gradients if options.train.ema else 0  # while the averaged weights are in their place
@@ -328,7 +323,7 @@ def memory(
 def bytes_to_compute(options: RunOptions, policy: DiffusersPolicy, processes: int) -> int:
     """Bytes of the weights that exist only while a layer or block computes."""
     if options.pretrained.quantize:
-        return max(linear.weight.nbytes for _, linear in quantizable_layers(policy))
+        return max(linear.weight.nbytes for _, linear in quantizable(policy.transformer))
     if options.train.sharding != "fsdp2" or processes == 1:
         return 0
     largest = 0
@@ -354,74 +349,43 @@ def weight_bytes(
     old_adapter = bytes_of([p for p in adapters if not p.requires_grad])
     transformer = bytes_of(policy.transformer) - trained - old_adapter
     if options.pretrained.quantize:
-        for _, linear in quantizable_layers(policy):
-            weight = linear.weight
-            transformer -= int(weight.nbytes - weight.numel() * NF4)
+        for _, linear in quantizable(policy.transformer):
+            transformer -= int(linear.weight.nbytes - linear.weight.numel() * NF4)
+    # As ``fits_beside_training`` decides before there are an optimizer and an average.
+    vae_bytes = bytes_of(policy.pipeline.vae)
+    text_bytes = sum(map(bytes_of, policy.text_encoders()))
+    free = gpu_bytes - RESERVE - transformer - trained - old_adapter - vae_bytes - text_bytes
+    name = "adapter" if options.use_lora else "trained weights"
     resident = {
         "transformer": transformer,
-        "adapter" if options.use_lora else "trained weights": trained,
+        name: trained,
         "old adapter": old_adapter,
         "optimizer": trained // 2 if options.train.use_8bit_adam else 2 * trained,
         "average": trained if options.train.ema else 0,
     }
-    gradients = trained
     if options.train.sharding == "fsdp2":
-        shards = min(processes, _GPUS_OF_A_MACHINE)
-        sharded = ["transformer"] if options.use_lora else list(resident)
-        for part in sharded:
-            resident[part] //= shards
-        if not options.use_lora:
-            gradients //= shards
-    offloaded = {}
-    vae_bytes = bytes_of(policy.pipeline.vae)
-    text_bytes = sum(map(bytes_of, policy.text_encoders()))
-    # As ``fits_beside_training`` decides before there are an optimizer and an average.
-    free = gpu_bytes - RESERVE - transformer - trained - old_adapter - vae_bytes - text_bytes
-    offloads_text = speed.offload_text
-    if offloads_text is None:
-        offloads_text = free < gpu_bytes / 2
-    vae = offloaded if speed.offload_vae else resident
-    vae["VAE"] = vae_bytes
-    text = offloaded if offloads_text else resident
-    text["text encoders"] = text_bytes
+        for part in ["transformer"] if options.use_lora else list(resident):
+            resident[part] //= min(processes, _GPUS_OF_A_MACHINE)
+    gradients = resident[name]
+    offloads_text = free < gpu_bytes / 2 if speed.offload_text is None else speed.offload_text
+    offloaded: dict[str, int] = {}
+    (offloaded if speed.offload_vae else resident)["VAE"] = vae_bytes
+    (offloaded if offloads_text else resident)["text encoders"] = text_bytes
     resident = {part: size for part, size in resident.items() if size}
     return resident, offloaded, gradients
-
-
-def quantizable_layers(policy: DiffusersPolicy) -> list[tuple[str, nn.Linear]]:
-    """The layers in 4 bits, which may have a LoRA already."""
-    layers = []
-    for name, layer in quantizable(policy.transformer):
-        if "lora_" not in name:
-            layers.append((name, layer))
-    return layers
 
 
 def reward_bytes(options: RunOptions) -> dict[str, int]:
     """Bytes of local reward models on the device; rewards that use the same one share it."""
     sizes = {}
-    uses = []
     for prompt_set in prompt_sets(options):
-        trained = prompt_set.train.kwargs
-        uses += trained.items()
-        uses += [use for use in prompt_set.test.kwargs.items() if use[0] not in trained]
-    for name, kwargs in uses:
-        is_elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
-        if name in REWARD_PARAMETERS and not is_elsewhere:
-            model, parameters = REWARD_PARAMETERS[name]
-            is_half = kwargs.get("dtype") in ("float16", "bfloat16")
-            sizes[model] = (2 if is_half else 4) * parameters
+        for name, kwargs in {**prompt_set.test.kwargs, **prompt_set.train.kwargs}.items():
+            is_elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
+            if name in REWARD_PARAMETERS and not is_elsewhere:
+                model, parameters = REWARD_PARAMETERS[name]
+                is_half = kwargs.get("dtype") in ("float16", "bfloat16")
+                sizes[model] = (2 if is_half else 4) * parameters
     return sizes
-
-
-def _record_bytes(options: RunOptions, plan: Plan, sampled: SampledOnce) -> int:
-    """Bytes of an epoch's latents and texts."""
-    images = sampled.denoise.result
-    kept = bytes_of(images) - bytes_of(images.conditioning)
-    recorded = sum(bytes_of(step) for step in images.noise_steps)  # nothing without noise
-    per_image = (kept + (num_noise_steps(options) - 1) * recorded) // plan.sample_batch_size
-    texts = min(plan.prompts, plan.samples_per_process)
-    return per_image * plan.samples_per_process + bytes_of(sampled.encode.result) * texts
 
 
 def bytes_of(value: Any) -> int:

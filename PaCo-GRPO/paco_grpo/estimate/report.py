@@ -52,26 +52,24 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from paco_grpo.options import read_options
 
     options, name = read_options(rest)
-    gib, peak = GPUS[arguments.gpu]
+    gib, stated = GPUS[arguments.gpu]
     estimated = estimate(options, name, arguments.processes, gib * GIB)
     share = arguments.share or (COMPILED if options.speed.compile else EAGER)
     print(f"{estimated.title}\n\n{'each GPU':<12}{'TFLOP':>9}{'seconds':>9}")
     epoch = estimated.epoch | {"an epoch": sum(estimated.epoch.values())}
     for phase, flops in epoch.items():
         teraflops = flops / 1e12
-        print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * peak):>9.1f}")
-    print(f"seconds: assumed {share:.0%} of the stated {peak} TFLOP a second; not measured")
+        print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * stated):>9.1f}")
+    print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second; not measured")
     print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
-    resident = sum(estimated.resident.values())
-    totals = {}
-    for phase, parts in estimated.adds.items():
-        totals[phase] = resident + sum(parts.values())
-        print(f"{phase:<12} {totals[phase] / GIB:6.1f}  + {_parts(parts)}")
-    worst = max(totals, key=totals.__getitem__)
-    spare = gib - (RESERVE + totals[worst]) / GIB
+    peaks = estimated.peaks
+    for phase, peak in peaks.items():
+        print(f"{phase:<12} {peak / GIB:6.1f}  + {_parts(estimated.adds[phase])}")
+    worst = max(peaks, key=peaks.__getitem__)
+    spare = gib - (RESERVE + peaks[worst]) / GIB
     verdict = "fits" if spare >= 0 else "does not fit"
     print(
-        f"\n{verdict}: peak {totals[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
+        f"\n{verdict}: peak {peaks[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
         f"for CUDA itself leave {spare:.1f} GiB of {arguments.gpu}"
     )
     return 0 if spare >= 0 else 3

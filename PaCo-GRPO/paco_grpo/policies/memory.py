@@ -101,14 +101,14 @@ class TensorCache:
 
 
 def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers inside the blocks of ``module``, by name.
+    """The linear layers inside the blocks of ``module``, by name, without those of adapters.
 
     Embedders and the output projection are small, and their errors would reach every token.
     """
     for list_name, blocks in module.named_children():
         if isinstance(blocks, nn.ModuleList):
             for name, layer in blocks.named_modules():
-                if type(layer) is nn.Linear:
+                if type(layer) is nn.Linear and "lora_" not in name:
                     yield f"{list_name}.{name}", layer
 
 

@@ -159,8 +159,7 @@ def main(name: str, blocks: int | None) -> dict[str, Any]:
             options = dataclasses.replace(options, pretrained=pretrained)
             with fake_gpu(gib - RESERVE / GIB) as gpu, fake_weights(model, gpu):
                 peaks = observed(build_run(options), gpu)
-    resident = sum(estimated.resident.values())
-    total = {phase: resident + sum(parts.values()) for phase, parts in estimated.adds.items()}
+    total = estimated.peaks
     expected = {
         "sample": max(total["encode"], total["sample"]) / GIB,
         "train": max(total["train"], total["update"]) / GIB,

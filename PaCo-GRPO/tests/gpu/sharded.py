@@ -70,7 +70,7 @@ def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
     noise = {"noise_steps": (0,), "noise_level": options.sample.noise_level}
     images = sampled(policy, options, side, 1, **noise)
     objective = create_objective(options.train)
-    step = one_step(images, objective, 1)
+    step = one_step(images, 0, 1)
     live = gpu.live
     gpu.peak = live
     objective.loss(step, policy).loss.sum().backward()
