@@ -93,15 +93,16 @@ def test_labeled_edits(edits, tmp_path):
 
 
 def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):
-    """About the source and then its edit."""
+    """About the source and then its edit; each answer has its own reason."""
     setting = {"editing": edits / "bare.jsonl", "duplicate_bits": 0, "min_gap": 0.2}
     with fake_judge.FakeJudge(judge_model, models=["judge-a"]) as server:
-        setting |= {"server": server.url, "model": "judge-a", "test_share": 0.0}
+        setting |= {"server": server.url, "model": "judge-a", "test_share": 0.0, "reasons": True}
         stats = build(None, tmp_path, **setting)
         assert build(None, tmp_path, **setting) == stats
-        assert len(server.requests) == 24
+        (numbers,) = stats["datasets"].values()
+        assert len(server.requests) == 24 + numbers["pairs"]
     assert 0 < stats["counts"]["editing_unclear"] < 24
-    examples = load_examples(tmp_path, "sharegpt_editing_train")
+    examples = load_examples(tmp_path, "sharegpt_editing_cot_train")
     assert examples
     for example in examples:
         question = example.prompt.removeprefix("<image><image>")
