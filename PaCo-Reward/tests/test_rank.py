@@ -66,13 +66,16 @@ def test_an_item_without_one_of_its_answers_has_no_row(rank, capsys, unanswered,
 
 
 def test_images_are_unpacked_once(rank):
+    """The first of the published templates asks about the criteria."""
     images = rank.data / "images"
     archive = rank.data / "images.zip"
     with ZipFile(archive, "w") as packed:
         for file in images.rglob("*.png"):
             packed.write(file, file.relative_to(rank.data))
     shutil.rmtree(images)
-    assert rank(ContentJudge()) == 0
+    judge = ContentJudge()
+    assert rank(judge, "--prompt_template", "1") == 0
+    assert all("the following criteria? Same" in question for question in judge.questions)
     assert len(list(images.glob("*/*.png"))) == 19
     archive.write_bytes(b"no archive")
     assert rank(ContentJudge()) == 0  # unpacked already

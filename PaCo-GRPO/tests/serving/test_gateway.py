@@ -100,6 +100,7 @@ async def test_the_key_is_checked_and_passed_on():
     life, http, sent = gateway(api_key="secret")
     async with life, http:
         assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 401
         for key in ("", "secre", "secret1", "other"):
             http.headers["authorization"] = f"Bearer {key}"
             assert (await http.get("/v1/models")).status_code == 401

@@ -151,7 +151,8 @@ def test_one_late_answer_is_no_outage():
 
 def test_the_model_is_looked_up_whatever_its_case(caplog):
     with FakeJudge(models=("Paco-Reward-7B", "OTHER", "other")) as judge:
-        assert client(judge, model="PaCo-Reward-7B").check() == "Paco-Reward-7B"
+        assert client(judge, model="PaCo-Reward-7B").score([PAIR])[0].ok
+        assert judge.requests[0]["model"] == "Paco-Reward-7B"
         (warning,) = caplog.messages
         assert "'Paco-Reward-7B'" in warning
         assert client(judge, model="other").check() == "other"
