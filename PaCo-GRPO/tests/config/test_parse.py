@@ -256,13 +256,15 @@ def test_of_two_suffixes_the_longer_one_is_meant_and_helpers_are_no_configuratio
         "from paco_grpo.options import config_dict\n"
         "from paco_grpo.options import config_dict as another\n"
         "def mine(): return config_dict()\n"
-        "def fast(config): config.seed = 3\n"
+        "def fast(config): config.seed = config.num_epochs + 1\n"
         "def very_fast(config): config.num_epochs = 5\n"
         "SUFFIXES = {'_fast': fast, '_very_fast': very_fast}\n"
     )
     options = load_options(f"{file}:mine_very_fast")
     assert (options.seed, options.num_epochs) == (RunOptions().seed, 5)
     options = load_options(f"{file}:mine_very_fast_fast")
-    assert (options.seed, options.num_epochs) == (3, 5)
+    assert (options.seed, options.num_epochs) == (6, 5)
+    options = load_options(f"{file}:mine_fast_very_fast")  # they change it one after the other
+    assert (options.seed, options.num_epochs) == (1001, 5)
     with pytest.raises(ConfigError, match=r"Known: mine, _fast"):
         load_options(f"{file}:another")
