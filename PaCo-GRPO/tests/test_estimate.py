@@ -127,6 +127,7 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
         pretrained__quantize="nf4",
         train__ema="false",
         speed__offload_vae="true",
+        sample__batch_size="2",
         train__use_8bit_adam="true",
         train__max_sequence_length="4",
     )
