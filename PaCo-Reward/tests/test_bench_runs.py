@@ -77,12 +77,22 @@ def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys)
     assert [row["index"] for row in rank.rows] == [0, 1, 3, 4]
 
 
-def test_only_tokens_that_a_server_would_report_count(judge_dir, tiny):
-    """Yes and No of the random judge are not among its 20 most probable tokens."""
+def test_the_judge_is_the_one_of_the_command_line(judge_dir, adapter_dir, tiny):
+    """With its adapter, and asked in the stated form, in this process as at a server.
+
+    Yes and No of the random judge are not among the tokens that a server would report.
+    """
     pairs = [Pair(tiny.picture(1), tiny.picture(2), "same?")]
-    words = ["--engine", "transformers", "--model", str(judge_dir)]
-    assert not make_engine(command_line(words))(pairs)[0].ok
-    assert JudgeScorer.from_pretrained(judge_dir).score(pairs)[0].ok
+    form = ["--image_labels", "<img{n}>: "]
+    words = ["--engine", "transformers", "--model", str(judge_dir), "--adapter", str(adapter_dir)]
+    engine = make_engine(command_line([*words, *form]))
+    assert not engine(pairs)[0].ok
+    labeled = RequestForm("<img{n}>: ")
+    scorer = JudgeScorer.from_pretrained(judge_dir, adapter_dir, form=labeled)
+    assert engine(pairs, top=None) == scorer.score(pairs)
+    with fake_judge.FakeJudge(models=["judge"]) as judge:
+        make_engine(command_line(["--server", judge.url, "--model", "judge", *form]))(pairs)
+    assert judge.requests[0]["messages"][0]["content"][0]["text"] == "<img1>: "
 
 
 def test_a_server_that_goes_away_ends_the_run():

@@ -13,6 +13,7 @@ from paco_judge.client import Pair
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages
 from paco_judge.verdict import p_yes_from_top_logprobs
+from vllm_server import transformers_server as server
 from vllm_server.transformers_server import BatchWorker, build_app
 
 
@@ -130,3 +131,13 @@ async def test_routes(http):
     assert (await http.get("/health")).status_code == 200
     (row,) = (await http.get("/v1/models")).json()["data"]
     assert row["id"] == "Judge"
+
+
+def test_the_command_obeys_its_limit_of_pixels(judge_folder, monkeypatch):
+    workers = []
+    monkeypatch.setattr(server, "build_app", lambda worker, *_: workers.append(worker))
+    monkeypatch.setattr(server.uvicorn, "run", lambda app, **_: None)
+    words = ["--model", str(judge_folder), "--served-model-name", "Judge", "--max-pixels", "1568"]
+    monkeypatch.setattr("sys.argv", ["server", *words])
+    server.serve()
+    assert workers[0].scorer.processor.image_processor.size["longest_edge"] == 1568
