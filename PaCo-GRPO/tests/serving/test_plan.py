@@ -115,6 +115,12 @@ def test_what_cannot_be_served_is_refused_by_name(planned, variables):
         planned(variables)
 
 
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(planned):
+    with pytest.raises(UserError, match="VLLM_API_KEY") as caught:
+        planned("VLLM_API_KEY='se cret'")
+    assert "cret" not in str(caught.value)
+
+
 def test_servers_get_their_gpus_and_no_variables_of_the_launch():
     launcher = {"VLLM_LABEL": "a", "VLLM_PORT": "1", "PYTHONPATH": "/nowhere", "VLLM_X": "b"}
     assert process_environment("vllm", ("3", "2"), launcher) == {
