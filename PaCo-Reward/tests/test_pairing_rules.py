@@ -24,6 +24,16 @@ def test_the_best_are_yes_and_the_worst_no():
     assert labels_of_ranking(one, 1, 2, 0.41) is None and labels_of_ranking(one, 3, 2, 0) is None
 
 
+def test_where_rankings_disagree_the_majority_decides_and_a_tie_leaves_the_pair_out():
+    votes = [("a", "b", True), ("b", "a", False), ("c", "d", False), ("d", "c", False)]
+    votes.append(("c", "d", True))
+    ranked = [(ranking(ref, [name, "x"]), [(name, label)]) for ref, name, label in votes]
+    counts = Counter()
+    (pair,) = select.pairs_of_rankings(ranked, {"f": "g"}, {"f": "q"}, 1, counts)
+    assert {pair.first, pair.second} == {"images/f/c", "images/f/d"} and not pair.label
+    assert counts["pairs_disputed"] == 1
+
+
 def test_groups_are_connected_directly_or_through_others():
     shown = ["ab", "cd", "ef", "bx", "xd", "gg"]
     leader = {name: name for name in "abcdefg"} | {"x": "c"}  # a near-duplicate
