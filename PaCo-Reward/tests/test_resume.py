@@ -1,15 +1,21 @@
-"""A repeated training resumes."""
+"""A repeated training resumes, and its adapter loads as on the card."""
 
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from peft import PeftModel
+from qwen_vl_utils import process_vision_info
 from training_tools import adapter, losses, run_processes, train_config
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from paco_judge.errors import UserError
 from paco_judge.files import locked
+from paco_judge.questions import Pair, theme_question
+from paco_judge.scorer import JudgeScorer
 from paco_reward.launch import run, with_resume
 
 
@@ -81,12 +87,18 @@ def train(judge_dir: Path, data_dir: Path, output: Path) -> None:
     run_processes(["-m", "paco_reward.cli", "train"], [config], output.parent)
 
 
+@pytest.fixture(scope="module")
+def whole(judge_dir, data_dir, tmp_path_factory) -> Path:
+    """An uninterrupted training."""
+    folder = tmp_path_factory.mktemp("resume") / "whole"
+    train(judge_dir, data_dir, folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_killed_training_resumes_to_the_same_adapter(judge_dir, data_dir, tmp_path):
+def test_a_killed_training_resumes_to_the_same_adapter(whole, judge_dir, data_dir):
     """Weights, optimizer, schedule, data order and dropout are all restored."""
-    whole = tmp_path / "whole"
-    train(judge_dir, data_dir, whole)
-    killed = tmp_path / "killed"
+    killed = whole.with_name("killed")
     shutil.copytree(whole / "checkpoint-4", killed / "checkpoint-4")
     train(judge_dir, data_dir, killed)
     state = Path("checkpoint-4", "trainer_state.json")
@@ -96,3 +108,34 @@ def test_a_killed_training_resumes_to_the_same_adapter(judge_dir, data_dir, tmp_
     weights = adapter(killed)
     for name, expected in adapter(whole).items():
         np.testing.assert_allclose(weights[name], expected, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, tiny, tmp_path):
+    """Its calls give the same score as ours, from an adapter that matters."""
+    content = []
+    for number in range(2):
+        image = tmp_path / f"{number}.png"
+        tiny.picture(number, size=56).save(image)
+        content.append({"type": "image", "image": str(image)})
+    question = theme_question("a paper boat")
+    content.append({"type": "text", "text": question})
+    messages = [{"role": "user", "content": content}]
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        str(judge_dir), torch_dtype=torch.bfloat16
+    )
+    processor = AutoProcessor.from_pretrained(str(judge_dir))
+    model = PeftModel.from_pretrained(base, str(whole))
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images, videos = process_vision_info(messages)
+    inputs = processor(text=[text], images=images, videos=videos, padding=True, return_tensors="pt")
+    ids = processor.tokenizer.convert_tokens_to_ids(["Yes", "No"])
+    with torch.no_grad():
+        yes, no = torch.exp(model(**inputs).logits[0, -1, ids])
+
+    pair = Pair(tiny.picture(0, size=56), tiny.picture(1, size=56), question)
+    scorer = JudgeScorer.from_pretrained(judge_dir, whole, dtype=torch.bfloat16)
+    score = scorer.score([pair])[0].p_yes
+    assert (yes / (yes + no)).item() == pytest.approx(score, abs=5e-3)  # bfloat16
+    with scorer.model.disable_adapter():
+        assert abs(scorer.score([pair])[0].p_yes - score) > 0.02
