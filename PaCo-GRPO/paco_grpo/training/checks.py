@@ -89,6 +89,11 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             f"sample.tail_steps={sample.tail_steps} changes nothing: "
             "without noise, no step is the last with noise"
         )
+    if train.reward_fn and test.reward_fn and not test.reward_fn.keys() & train.reward_fn.keys():
+        warnings.append(
+            f"test.reward_fn has {', '.join(test.reward_fn)}, and none that is trained: "
+            "--config.test.reward_fn= evaluates the trained rewards"
+        )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided
