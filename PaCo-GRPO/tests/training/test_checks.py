@@ -26,8 +26,8 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
     [
         ({}, None),
         ({"sample.num_images_per_prompt": "1"}, "sample.num_images_per_prompt=1"),
-        ({"test.reward_fn.ocr": "1"}, "test.reward_fn"),
-        ({"test.reward_fn.ocr": "1", "train.reward_fn.ocr": "1"}, None),
+        ({"train.reward_fn": '{"ocr": 1}'}, "test.reward_fn"),
+        ({"train.reward_fn": '{"ocr": 1}', "test.reward_fn": ""}, None),
         (TURBO, None),
         (TURBO | {"train.loss_type": "nft"}, "train.loss_type='nft'"),
         (TURBO | {"train.loss_type": "dgpo", "test.num_steps": "28"}, None),
