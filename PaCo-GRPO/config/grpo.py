@@ -28,7 +28,11 @@ CLIP_REWARDS = ("clipscore", "pickscore", "reference_clipI", "subfig_clipI", "su
 
 
 def t2is() -> ConfigDict:
-    """FLUX.1-dev: train at 512 px, evaluate at 1024 px."""
+    """FLUX.1-dev: train at 512 px, evaluate at 1024 px.
+
+    Objective and numbers are the defaults: ``ppo``, 10 steps with noise at step 1, 42 prompts of 16
+    images, two optimizer steps an epoch.
+    """
     config = config_dict()
     config.dataset = "dataset/T2IS"
     config.item_size = "aspect"  # one prompt set serves every resolution

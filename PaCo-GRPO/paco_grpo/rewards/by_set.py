@@ -47,7 +47,7 @@ class RunRewards:
         write_records(records, folder)
 
 
-def build_rewards(
+def build_run_rewards(
     options: RunOptions,
     device: torch.device | str,
     items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],

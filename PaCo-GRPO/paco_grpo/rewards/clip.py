@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from paco_grpo.item import Item
 from paco_grpo.rewards.judge import check_references
 from paco_grpo.rewards.registry import Reward
-from paco_grpo.rewards.subfigures import check_panels, mean_over_pairs
+from paco_grpo.rewards.subfigures import grid_of, mean_over_pairs
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.weights import explain_missing, from_pretrained_strict
@@ -290,4 +290,4 @@ subfig_clipT = partial(_open_clip_reward, _with_panels)
 subfig_clipI = partial(_open_clip_reward, _with_each_other)
 reference_clipI = partial(_open_clip_reward, _with_references)
 reference_clipI.check_item = lambda item, kwargs: check_references(item, "reference_clipI")
-subfig_clipI.check_item = lambda item, kwargs: check_panels(item, "subfig_clipI")
+subfig_clipI.check_item = lambda item, kwargs: grid_of(item, "subfig_clipI")

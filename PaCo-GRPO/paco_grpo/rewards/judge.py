@@ -13,7 +13,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.server import ConsistencyScore, JudgeReward, ScoreRequest, ServerReward
-from paco_grpo.rewards.subfigures import check_panels
+from paco_grpo.rewards.subfigures import grid_of
 from paco_judge.grid import split_image
 from paco_judge.questions import BETTER, EDITING, Pair, load_question
 
@@ -50,7 +50,7 @@ class BetweenImages(ConsistencyScore):
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About one pair of sub-figures for each two neighboring images, if the item is open."""
-        rows, cols = check_panels(item, self.name)
+        rows, cols = grid_of(item, self.name)
         cells = [split_image(image, rows, cols) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open") else []
         # Two different sub-figures, because sub-figures of the same place look alike.
@@ -171,11 +171,11 @@ class GridLayout(JudgeReward):
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item has no grid."""
-        check_panels(item, "grid_layout")
+        grid_of(item, "grid_layout")
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About each whole image."""
-        rows, cols = check_panels(item, "grid_layout")
+        rows, cols = grid_of(item, "grid_layout")
         text = self.questions[0].text(rows=rows, cols=cols)
 
         def score(p_yes: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.subfigures import check_panels
+from paco_grpo.rewards.subfigures import grid_of
 from paco_judge.client import JudgeClient
 from paco_judge.grid import index_pairs, split_image, split_prompt
 from paco_judge.questions import Pair, Question, RequestForm, load_question, record
@@ -171,13 +171,13 @@ class ConsistencyScore(JudgeReward):
     @classmethod
     def check_item(cls, item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item has no grid, or nothing that the question asks about."""
-        check_panels(item, cls.name)
+        grid_of(item, cls.name)
         _texts(*cls.load(kwargs.get("question", cls.question)), item, cls.name)
 
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About every pair of sub-figures of the one image."""
         (image,) = images
-        cells = split_image(image, *check_panels(item, self.name))
+        cells = split_image(image, *grid_of(item, self.name))
         couples = [(cells[i], cells[j]) for i, j in index_pairs(len(cells))]
         questions = self.about(couples, item)
         return questions, lambda p_yes: self.agreement(p_yes, item).mean()

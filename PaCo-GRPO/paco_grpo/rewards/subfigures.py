@@ -13,7 +13,7 @@ from paco_grpo.rewards.registry import Reward
 from paco_judge.grid import index_pairs, parse_layout, split_image
 
 
-def check_panels(item: Item, reward: str) -> tuple[int, int]:
+def grid_of(item: Item, reward: str) -> tuple[int, int]:
     """Rows and columns of the grid that ``item`` asks for.
 
     Raises ValueError: It is a single panel.
@@ -37,7 +37,7 @@ def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any])
         cells = []
         ends = []  # of each image's cells
         for image, item in zip(images, items, strict=True):
-            cells += split_image(image, *check_panels(item, name))
+            cells += split_image(image, *grid_of(item, name))
             ends.append(len(cells))
         vectors = features(cells).double().cpu().numpy()
         scores = []
@@ -86,4 +86,4 @@ def subfig_dreamsim(
     return mean_over_pairs("subfig_dreamsim", features)
 
 
-subfig_dreamsim.check_item = lambda item, kwargs: check_panels(item, "subfig_dreamsim")
+subfig_dreamsim.check_item = lambda item, kwargs: grid_of(item, "subfig_dreamsim")

@@ -27,7 +27,7 @@ from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
 from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.rewards.by_set import RunRewards, build_rewards, training_rewards
+from paco_grpo.rewards.by_set import RunRewards, build_run_rewards, training_rewards
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints, RunFolder
 from paco_grpo.training.resume import Earlier, find_earlier
@@ -142,7 +142,7 @@ def _build(
     options = with_text_lengths(options, [*train_items, *test_items])
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
-    rewards = build_rewards(options, accelerator.device, items_of_sets)
+    rewards = build_run_rewards(options, accelerator.device, items_of_sets)
     if accelerator.is_main_process:
         rewards.write_records(folder)
     tracker = None

@@ -80,6 +80,7 @@ class GroupSampler:
         seeds = self._words(count, Stream.SAMPLE_SEEDS, epoch)
         words = self._words(self.latents * sum(self.num_items), Stream.INITIAL_SEEDS, epoch)
         by_latent_and_item = words.reshape(self.latents, -1)
+        # An item's images are numbered one after the other, so each noise gets its share of them.
         initial_seeds = by_latent_and_item[order % self.latents, item_ids]
         return EpochSamples(item_ids, seeds, initial_seeds)
 

@@ -4,8 +4,9 @@ The samples of an epoch are divided into chunks, one for each optimizer step, an
 micro-batches, which share a forward. A micro-batch is trained on several steps of the schedule,
 each with its own loss and backward.
 
-From the old log-probabilities to the optimizer step: ``recompute_old_log_probs``, ``update``, the
-``loss`` of the objective (ratio, clip, KL), ``_optimizer_step``.
+From the old log-probabilities to the optimizer step: ``sampling.denoise.rollout`` records them, and
+``recompute_old_log_probs`` replaces them where they would be too far off, as usual in bf16; then
+``update``, the ``loss`` of the objective (ratio, clip, KL), ``_optimizer_step``.
 """
 
 import dataclasses
@@ -131,6 +132,7 @@ class Updater:
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
                 # Gradients add up over the micro-batches, and over the steps of the schedule.
+                # With one process, these two only pass through, and stop where may_stop says so.
                 with strategy.same_outcome():
                     for micro_batch in strategy.unless_stopped(micro_batches, may_stop):
                         for step in micro_batch.build_steps():

@@ -134,7 +134,7 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
         groups = [3, 1]
     elif name.startswith("qwen_image_21"):  # texts of different lengths
         groups = [1] * len(chosen)
-    assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.guided else 1))
+    assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.uses_true_cfg else 1))
     pipe = load_pipeline(policy, tiny_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
         ours = pixels(policy, latent, item)

@@ -82,4 +82,4 @@ def test_a_distilled_model_is_refused_guidance_before_its_weights_are_read(tmp_p
     assert json.loads((tmp_path / "model_index.json").read_text())["is_distilled"]
     with pytest.raises(PolicyLoadError, match=r"config\.sample\.guidance_scale"):
         load_policy(tmp_path, PolicySettings(guidance_scale=4.0))
-    assert not load(KLEIN, folder, guidance_scale=1.0).guided
+    assert not load(KLEIN, folder, guidance_scale=1.0).uses_true_cfg

@@ -163,8 +163,8 @@ def test_embedded_guidance_takes_no_negative_prompt(tiny_folder, name):
 
 def test_qwen_warns_of_half_a_cfg(tiny_folder, caplog):
     name = "qwen_image_edit"
-    assert load(name, tiny_folder(name)).guided and not caplog.text
+    assert load(name, tiny_folder(name)).uses_true_cfg and not caplog.text
     for options in ({"negative_prompt": None}, {"guidance_scale": 1.0}):
         caplog.clear()
-        assert not load(name, tiny_folder(name), **options).guided
+        assert not load(name, tiny_folder(name), **options).uses_true_cfg
         assert "config.sample.guidance_scale" in caplog.text

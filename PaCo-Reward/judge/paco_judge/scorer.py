@@ -4,8 +4,8 @@
     question = theme_question("one fox in four seasons")
     verdicts = judge.score([Pair(load_image("a.png"), load_image("b.png"), question)])
 
-`paco-reward`, the benchmarks and vllm_server score here. It needs the extra ``scorer`` (torch,
-transformers, peft). Shapes: B chats, L tokens, V vocabulary.
+`paco-reward` and the benchmarks score here, and vllm_server's engine without vLLM generates here.
+It needs the extra ``scorer`` (torch, transformers, peft). Shapes: B chats, L tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
