@@ -143,6 +143,7 @@ def train(study: str, run: str, seed: int) -> list[dict[str, Any]]:
     folder = OUT / f"{run}-seed{seed}"
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     script = ["bash", "scripts/single_node/train_flux.sh", *training_arguments(study, run, seed)]
+    is_new = not folder.exists()
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run(script, cwd=GRPO, env=environment, check=True)
     after = getrusage(RUSAGE_CHILDREN)
@@ -151,14 +152,16 @@ def train(study: str, run: str, seed: int) -> list[dict[str, Any]]:
 
     rows = evaluations_of(folder)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rows[-1] |= agreement_of(folder) | {"cpu_minutes": spent / 60}
+    rows[-1] |= agreement_of(folder)
+    if is_new:  # else, only part of it was spent now
+        rows[-1]["cpu_minutes"] = spent / 60
     return rows
 
 
 def evaluations_of(folder: Path) -> list[dict[str, Any]]:
     """Columns of every evaluation of a run."""
     rows = []
-    for evaluation in sorted((folder / "eval").iterdir()):
+    for evaluation in sorted((folder / "eval").glob("epoch_*")):
         scores, _ = scores_of(evaluation)
         means = scores.mean().add_suffix("_after").to_dict()
         epochs = int(evaluation.name.removeprefix("epoch_"))
@@ -219,12 +222,13 @@ def train_missing(
     studies: list[str], runs: list[str] | None, seeds: list[int], judge: Path
 ) -> None:
     """Train the runs that results.csv does not have of this commit and this judge."""
-    server = {
-        "VLLM_ENGINE": "transformers",
+    server = os.environ | {
+        "VLLM_ENGINE": os.environ.get("VLLM_ENGINE", "transformers"),
         "VLLM_LABEL": "paco-study",
+        "VLLM_PORT": "8000",
         "VLLM_MODEL_NAMES": "PaCo-Reward-Toy",
         "VLLM_MODEL_PATHS": str(judge.resolve()),
-    } | os.environ
+    }
     subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
     try:
         for study in studies:

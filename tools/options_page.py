@@ -22,8 +22,9 @@ bash scripts/single_node/train_flux.sh t2is --config.sample.noise_steps=1,2
 bash scripts/single_node/train_flux.sh t2is --config.train.ema=False
 # one entry of a table
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5
-# a whole table
-bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}'
+# a whole table (empty: the trained rewards are evaluated)
+bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}' \
+  --config.test.reward_fn=
 # a saved run
 bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN
 ```

@@ -1,7 +1,8 @@
 """Trains the weights of the toy models again: ``python quickstart/models/build.py --out FOLDER``.
 
-FOLDER/flux is a FluxPipeline and FOLDER/judge a Qwen2.5-VL, both in bfloat16. Sizes, tokenizers and schedulers are those of the folders beside this file. The recipe of
-flux_kontext is tools/toy_models/kontext.py at commit e793f4b1.
+FOLDER/flux is a FluxPipeline and FOLDER/judge a Qwen2.5-VL, both in bfloat16. Sizes, tokenizers and
+schedulers are those of the folders beside this file. The recipe of flux_kontext is
+tools/toy_models/kontext.py at commit e793f4b1.
 """
 
 import argparse

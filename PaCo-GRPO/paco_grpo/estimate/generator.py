@@ -27,6 +27,7 @@ from paco_grpo.policies.loading import needed_length, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
+from paco_grpo.training.sample import GroupSampler
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Conditioning, Item, Rollout
 
@@ -219,8 +220,11 @@ def epoch_record(
 ) -> tuple[Rollout, int]:
     """A batch of an epoch without its forwards, and the number of images that these denoise."""
     sample = options.sample
-    sharing = sample.num_images_per_prompt // sample.latents_per_prompt
-    initial_seeds = [number // sharing for number in range(count)]
+    prompts = [sample.unique_sample_num_per_epoch]
+    sampler = GroupSampler(
+        prompts, prompts, sample.num_images_per_prompt, 0, sample.latents_per_prompt
+    )
+    initial_seeds = sampler.samples(0).initial_seeds[:count].tolist()
     draws = Draws(
         item_ids=[0] * count,
         seeds=range(count),

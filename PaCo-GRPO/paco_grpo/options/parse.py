@@ -4,7 +4,6 @@ A command line has the form of ml_collections flags: ``--config SOURCE --config.
 are taken apart here; pydantic reads the values (``schema``), and OmegaConf those of tables.
 """
 
-import copy
 import dataclasses
 import difflib
 import inspect
@@ -63,7 +62,7 @@ def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
     for word in words:
         option, equals, value = word.partition("=")
         if option == "--config":
-            source = value or next(words, None)
+            source = value if equals else next(words, None)
         elif equals and option.startswith("--config."):
             overrides.append((option.removeprefix("--config."), value))
         else:
@@ -103,10 +102,15 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"configuration file {path.absolute()} does not exist")
-    if path.suffix == ".py":
-        config = named_configuration(runpy.run_path(file, run_name=_MODULE), name)
-        return make_options(config.to_dict(), overrides)
-    return make_options(OmegaConf.to_container(OmegaConf.load(path)), overrides)
+    try:
+        if path.suffix == ".py":
+            values = named_configuration(runpy.run_path(file, run_name=_MODULE), name).to_dict()
+        else:
+            values = OmegaConf.to_container(OmegaConf.load(path))
+    # ConfigDict's for an unknown name; what the file imports; its text.
+    except (AttributeError, ImportError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return make_options(values, overrides)
 
 
 def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
@@ -154,13 +158,21 @@ def make_options(
     values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = ()
 ) -> RunOptions:
     """Options from nested values, or defaults; a ``ConfigError`` has a line for each problem."""
-    values = copy.deepcopy(values)
+    values = _as_json(values)
     for name, text in overrides:
         _override(values, name, text)
     try:
         return _RUN_OPTIONS.validate_python(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(map(_problem, error.errors()))) from error
+        problems = dict.fromkeys(map(_problem, error.errors()))
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _as_json(value: Any) -> Any:
+    """A copy in which tuples are lists."""
+    if isinstance(value, dict):
+        return {key: _as_json(entry) for key, entry in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
@@ -170,8 +182,10 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     depth = 3 if name.startswith("datasets.") else 2
     keys = name.split(".", depth)
     keys[depth:] = re.findall(r"(?:.*:)?[^.]+", ".".join(keys[depth:]))
+    annotation = OPTIONS[name].annotation if name in OPTIONS else dict
+    kinds = (typing.get_origin(annotation), *typing.get_args(annotation))
     is_entry = name not in OPTIONS
-    may_be_none = is_entry or type(None) in typing.get_args(OPTIONS[name].annotation)
+    may_be_none = is_entry or type(None) in kinds or dict in kinds
     value: Any = text  # which pydantic reads
     if may_be_none and text.lower() in ("none", "null", ""):
         value = None
@@ -228,6 +242,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     """One line on an error of pydantic, with the option that it is about."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] != "unexpected_keyword_argument":
+        if name.startswith("train.aggregate_fn"):
+            name = "train.aggregate_fn"  # without pydantic's names of what it may be
         return f"config.{name}={error['input']!r}: {error['msg']}"
     if name in PUBLISHED:
         return f"config.{name} is an option of the published code. Here: {PUBLISHED[name]}"

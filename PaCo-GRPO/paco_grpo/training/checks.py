@@ -175,9 +175,10 @@ def argument_problems(where: str, kwargs: Iterable[str], rewards: Mapping[str, f
     """
     problems = []
     for name in kwargs:
+        if name in rewards or name in REWARDS:
+            continue
         meant = did_you_mean(name, rewards)
-        is_known = name in REWARDS or ":" in name
-        if name not in rewards and (meant or not is_known):
+        if meant or ":" not in name:
             problems.append(
                 f"{where}.reward_fn_kwargs has {name!r}, which is not a reward of this run.{meant}"
             )

@@ -44,7 +44,8 @@ def test_named_configurations_pass():
         ({"train.reward_fn_kwargs.ocr.server": "x"}, None),
         ({"test.reward_fn_kwargs.my.rewards:brightness.scale": "2"}, None),
         ({"train.reward_fn_kwargs.judge.server": "x"}, "train.reward_fn_kwargs"),
-        ({"test.reward_fn_kwargs.jpeg_incompressibility.server": "x"}, "test.reward_fn_kwargs"),
+        ({"test.reward_fn_kwargs.jpeg_incompressibility.server": "x"}, None),
+        ({"test.reward_fn_kwargs.jpeg_compresibility.server": "x"}, "test.reward_fn_kwargs"),
     ],
 )
 def test_contradictions(overrides, named):

@@ -77,7 +77,7 @@ VALUES = {
         "[to_k, to_q]": ("to_k", "to_q"),
         r"[a-z_]+\.\d{1,2}\.attn\.to_q": r"[a-z_]+\.\d{1,2}\.attn\.to_q",
     },
-    "train.reward_fn": {"{'a.b:c': 2}": {"a.b:c": 2}, '{"ocr": 2}': {"ocr": 2}, "": {}},
+    "train.reward_fn": {"{'a.b:c': 2}": {"a.b:c": 2}, '{"ocr": 2}': {"ocr": 2}, "": {}, "None": {}},
 }
 
 
@@ -156,7 +156,7 @@ def test_tables_in_a_file(load_file):
         """
         config.train.reward_fn = {"pkg.mod:factory": 1.0, "ocr": 1}
         config.train.reward_fn.ocr = 0.5
-        kwargs = {"pkg.mod:factory": {"size": [1, 2], "nested": {"a.b": None}}}
+        kwargs = {"pkg.mod:factory": {"size": (1, 2), "nested": {"a.b": None}}}
         kwargs["ocr"] = {"server": "x"}
         config.train.reward_fn_kwargs = kwargs
         """,
@@ -180,7 +180,9 @@ def test_tables_in_a_file(load_file):
     ("line", "named"),
     [
         ("config.train.reward_fn_kwargs = {'ocr': {'reader': print}}", "reward_fn_kwargs.ocr.read"),
-        ("config.train.aggregate_fn = 3", "config.train.aggregate_fn"),
+        ("config.train.aggregate_fn = 3", "config.train.aggregate_fn="),
+        ("config.trian.seed = 3", "trian"),
+        ("import nowhere_installed", "nowhere_installed"),
         ("config.train.bata = 1", "config.train.bata.* config.train.beta"),
     ],
 )
@@ -191,10 +193,11 @@ def test_wrong_line_of_a_file_names_the_option(load_file, line, named):
 
 @pytest.mark.parametrize(
     "source",
-    ["nowhere.yaml", "notes.txt", "empty.py", "grpo.py:toy_t2iss"],
+    ["nowhere.yaml", "notes.txt", "empty.py", "broken.yaml", "grpo.py:toy_t2iss"],
 )
 def test_unusable_source_is_named(source, tmp_path):
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.yaml").write_text("seed: [1")
     folder = CONFIG if source.startswith("grpo") else tmp_path
     with pytest.raises(ConfigError, match=source.partition(":")[2] or source.partition(":")[0]):
         load_options(f"{folder}/{source}")
