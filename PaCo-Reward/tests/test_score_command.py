@@ -9,6 +9,7 @@ from fakes import fake_judge
 from pairing_tools import digest, judge_model, p_yes_of
 from PIL import Image
 
+from paco_judge import Judge
 from paco_judge.questions import Pair, RequestForm, load_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
@@ -32,6 +33,8 @@ def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[-2] for line in lines] == ["prompt_following", "consistency", "overall"] * 2
     values = np.array([float(line[-1]) for line in lines]).reshape(2, 3)
+    overall = Judge.from_pretrained(answering_judge).score_edit(paths[0], paths[1:], "make it blue")
+    np.testing.assert_allclose(values[:, 2], overall, atol=1e-4)
     np.testing.assert_allclose(np.sqrt(values[:, 0] * values[:, 1]), values[:, 2], atol=1e-4)
     assert len(set(values[:, 2])) == 2
 

@@ -61,7 +61,7 @@ _QWEN3_5_CHAT = _QWEN3_VL_CHAT.replace(
 )
 
 
-def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
+def save_new_judge(folder: Path, family: str) -> Path:
     """A model folder of a Qwen3-VL (``qwen3_vl``) or Qwen3.5 (``qwen3_5``).
 
     A token is 32 px, an image 4 to 64 tokens. Yes and No have larger embeddings, because random
@@ -124,7 +124,7 @@ def save_new_judge(folder: Path, family: str, seed: int = 0) -> Path:
         vision |= {"deepstack_visual_indexes": [0, 1]}
         kind = Qwen3VLForConditionalGeneration
         config = Qwen3VLConfig
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = kind(
         config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     ).eval()
@@ -142,7 +142,7 @@ _OTHER_CHAT = (
 )
 
 
-def save_other_judge(folder: Path, seed: int = 0) -> Path:
+def save_other_judge(folder: Path) -> Path:
     """A model folder of another maker's architecture, LLaVA, with 28 px images."""
     tokenizer = make_processor().tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -170,7 +170,7 @@ def save_other_judge(folder: Path, seed: int = 0) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlavaConfig(
         text_config=text, image_token_id=image_id, vision_config=CLIPVisionConfig(**vision)
     )

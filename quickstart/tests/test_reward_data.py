@@ -76,6 +76,8 @@ def test_every_answer_is_true_of_the_two_images_as_they_are_shown(sets, names):
 def test_training_shows_training_characters_only_and_tests_name_held_out_ones(sets):
     shown = {character for pair in sets[TRAIN] for character in pair.shown} - {None}
     assert shown <= {CHARACTERS[number] for number in KNOWN}
+    held_out = {CHARACTERS[number] for number in HELD_OUT}
+    assert held_out.isdisjoint(pair.named for pair in sets[TRAIN])
     named = {pair.named for pair in sets[TESTS[0]]}
     assert named <= {CHARACTERS[number] for number in HELD_OUT}
 

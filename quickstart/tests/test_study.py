@@ -20,6 +20,8 @@ def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     config, *arguments = study.training_arguments(name, run, 3)
     options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
     assert contradictions(options) == []
+    _, changes = study.STUDIES[name][run]
+    assert {f"--config.{key}={value}" for key, value in changes.items()} <= set(arguments)
     assert (options.seed, options.test.seed) == (3, 1003)
 
 

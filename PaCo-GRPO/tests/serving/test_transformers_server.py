@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from serving_tools import body, top_logprobs
+from transformers import AutoProcessor
 
 from paco_judge.client import Pair
 from paco_judge.images import data_url, encode
@@ -133,11 +134,16 @@ async def test_routes(http):
     assert row["id"] == "Judge"
 
 
-def test_the_command_obeys_its_limit_of_pixels(judge_folder, monkeypatch):
+@pytest.mark.parametrize(("limit", "is_lower"), [(1568, True), (10**9, False)])
+def test_the_command_obeys_its_limit_of_pixels(judge_folder, monkeypatch, limit, is_lower):
     workers = []
     monkeypatch.setattr(server, "build_app", lambda worker, *_: workers.append(worker))
     monkeypatch.setattr(server.uvicorn, "run", lambda app, **_: None)
-    words = ["--model", str(judge_folder), "--served-model-name", "Judge", "--max-pixels", "1568"]
+    words = ["--model", str(judge_folder), "--served-model-name", "Judge"]
+    words += ["--max-pixels", str(limit)]
     monkeypatch.setattr("sys.argv", ["server", *words])
     server.serve()
-    assert workers[0].scorer.processor.image_processor.size["longest_edge"] == 1568
+    longest = workers[0].scorer.processor.image_processor.size["longest_edge"]
+    trained = AutoProcessor.from_pretrained(judge_folder).image_processor.size["longest_edge"]
+    assert 1568 < trained < 10**9
+    assert longest == (limit if is_lower else trained)
