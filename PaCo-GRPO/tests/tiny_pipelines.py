@@ -138,18 +138,16 @@ def t5_config(width: int) -> transformers.T5Config:
 
 def build_tiny_flux(
     *,
-    width: int = 32,
     guidance_embeds: bool = True,
     pipeline_class: type[DiffusionPipeline] = diffusers.FluxPipeline,
 ) -> DiffusionPipeline:
-    """``width`` is a multiple of 16."""
     torch.manual_seed(0)
     transformer = diffusers.FluxTransformer2DModel(
         in_channels=16,
         num_layers=2,
         num_single_layers=2,
         attention_head_dim=16,
-        num_attention_heads=width // 16,
+        num_attention_heads=2,
         joint_attention_dim=32,
         pooled_projection_dim=32,
         guidance_embeds=guidance_embeds,

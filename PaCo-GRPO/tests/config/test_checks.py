@@ -38,6 +38,9 @@ def test_named_configurations_pass():
             "sample.latents_per_prompt",
         ),
         ({"use_lora": "0", "train.beta": "0.1"}, "use_lora"),
+        ({"use_lora": "0", "train.lora_path": "x"}, "train.lora_path"),
+        ({"use_lora": "0", "pretrained.quantize": "nf4"}, "pretrained.quantize"),
+        ({"train.timesteps": "()"}, "train.timesteps"),
         ({"dataset": ""}, "dataset"),
         ({"train.reward_fn": ""}, "train.reward_fn"),
         # Arguments of a reward that is replaced, or of a misspelt one.

@@ -47,7 +47,10 @@ def launch(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
         if not called.exists():
             return process.returncode, errors, None
         pid, timeout, *words = called.read_text().splitlines()

@@ -4,6 +4,7 @@ and memory shared.
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from forked_runs import (
 from safetensors.torch import load_file
 from tiny_run import tiny_options, write_rows
 
-from paco_grpo.distributed import build_strategy
+from paco_grpo import distributed
+from paco_grpo.distributed import build_strategy, main_decides
 from paco_grpo.training.build import build_run
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
@@ -69,6 +71,23 @@ def test_which_strategy_is_chosen(tiny_flux_dir, tmp_path, caplog):
     assert "config.train.sharding='fsdp2'" in caplog.text
 
 
+def test_an_error_of_the_main_process_ends_all(monkeypatch):
+    """The others wait for a message, so it is sent before it is raised."""
+    error = OSError("disk is full")
+    sent = []
+    monkeypatch.setattr(
+        distributed, "broadcast_object_list", lambda both: sent.append(both) or both
+    )
+    with pytest.raises(OSError, match="disk is full"):
+        main_decides(
+            SimpleNamespace(is_main_process=True, num_processes=2), Mock(side_effect=error)
+        )
+    assert sent == [[None, error]]
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda _: [None, error])
+    with pytest.raises(OSError, match="disk is full"):
+        main_decides(SimpleNamespace(is_main_process=False, num_processes=2), Mock())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{}, FSDP2], ids=["ddp", "fsdp2"])
 def test_more_processes_change_nothing(trained, strategy):
@@ -87,7 +106,7 @@ def test_each_process_holds_its_part_of_the_base(trained):
 
 @pytest.mark.long
 def test_uneven_work_does_not_hang_and_changes_nothing(trained):
-    """Two image sizes and a prompt without scores: processes differ in their batches of sampling,
+    """Two image sizes, and no scores for odd items: processes differ in their batches of sampling,
     training and evaluation; where a forward is a collective operation, those with fewer batches
     join the others'.
     """

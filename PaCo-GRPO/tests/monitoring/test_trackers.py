@@ -50,6 +50,19 @@ def test_a_tracker_continues_the_run_of_its_folder_and_no_other(tmp_path, monkey
     assert name == "trackio" or calls[0].kwargs.get("resume") is None
 
 
+def test_trackios_step_is_the_epoch_and_each_picture_has_its_own_key(tmp_path, monkeypatch):
+    run = Mock()
+    package = SimpleNamespace(init=lambda *_, **__: run, Image=lambda image, caption: caption)
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    tracker = Tracker("trackio", tmp_path, "p", "r", {})
+    tracker.log({"train/loss": 1.5}, 4)
+    tracker.log_images("eval/images", [(None, "a star"), (None, "a box")], 6)
+    loss, images = run.log.call_args_list
+    assert (loss.args, loss.kwargs) == (({"train/loss": 1.5},), {"step": 4})
+    assert images.args == ({"eval/images/0": "a star", "eval/images/1": "a box"},)
+    assert images.kwargs == {"step": 6}
+
+
 def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

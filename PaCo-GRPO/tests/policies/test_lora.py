@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policies import NAMES, disturb, items, load, trainable_parameters, trained
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import PolicyLoadError
+from paco_grpo.policies import PolicyLoadError, adapters
 from paco_grpo.policies.adapters import add_lora, find_lora, save_diffusers, save_peft
 from paco_grpo.policies.lora import (
     add_snapshot,
@@ -271,6 +271,22 @@ def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, tmp_path):
     shutil.copy(file, tmp_path / "my_style_000003000.safetensors")
     with pytest.raises(PolicyLoadError, match="my_style_000003000"):
         find_lora(tmp_path)
+
+
+def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):
+    """As this project wrote it before: B as trained, and alpha / rank = 2.5 for the reader to
+    apply.
+    """
+    policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
+    weights = adapters._weights(policy.transformer)
+    config = policy.transformer.peft_config["default"].to_dict()
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    policy.pipeline.save_lora_weights(
+        tmp_path, transformer_lora_layers=weights, transformer_lora_adapter_metadata=config
+    )
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path)
+    assert_same_updates(again, policy)
 
 
 def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path):

@@ -1,5 +1,9 @@
 """ocr: the formula against an independent computation; both readers."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+
 import cv2
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
@@ -67,3 +71,19 @@ def test_rapidocr_reads_rendered_words_on_its_own_weights():
     assert sharp == apostrophe == 1 and unreadable == 0
     assert other == pytest.approx(text_score("Soup", "Fresh bread"))
     assert cv2.getNumThreads() == 1
+
+
+def test_paddleocr_reads_where_only_it_is_installed(monkeypatch):
+    """It needs an older numpy; here stands a module with its interface."""
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    built = []
+    read = [[[None, ("Open", 0.9)], [None, ("24 h", 0.8)]], None]
+    engine = SimpleNamespace(ocr=lambda image, **options: read)
+    create = lambda **options: built.append(options) or engine
+    module = SimpleNamespace(PaddleOCR=create, __spec__=ModuleSpec("paddleocr", None))
+    monkeypatch.setitem(sys.modules, "paddleocr", module)
+    reward = build_rewards({"ocr": 1}, {"ocr": {"lang": "fr"}}, device="cuda:1")["ocr"]
+    for _ in range(2):
+        assert reward([rendered("")], [Item(0, '"open 24 h"')]) == [1.0]
+    (options,) = built  # once
+    assert options["lang"] == "fr" and options["use_gpu"]

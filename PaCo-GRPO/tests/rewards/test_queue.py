@@ -36,13 +36,13 @@ def test_submitting_does_not_wait():
     gate = threading.Event()
 
     def slow(images, items):
-        gate.wait(5)
+        assert gate.wait(5)
         return levels(images, items)
 
-    queue = make_queue(2, slow=slow, fast=levels)
+    queue = make_queue(2, slow=slow, fast=lambda *arguments: 2 * levels(*arguments))
     submit(queue, [10, 11])
     gate.set()
-    assert queue.results(2).tolist() == [[10, 10], [11, 11]]
+    assert queue.results(2).tolist() == [[10, 20], [11, 22]]
     assert np.isnan(queue.results(1)).all()
     queue.close()
 

@@ -107,6 +107,19 @@ def test_unified_reward_reads_its_grades(tmp_path):
         built("unified_reward")
 
 
+def test_a_judge_that_answers_the_same_to_noise_is_refused(tmp_path):
+    answer = fake_judge.answer(0.75)
+    answer["choices"][0]["message"]["content"] = "Final Score: 3.75"
+    question = tmp_path / "question.txt"
+    question.write_text("Caption: [{prompt}]\n")
+    arguments = {"geneval2": {}, "unified_reward": {"question": str(question)}}
+    with fake_judge.FakeJudge(lambda *request: (200, answer, {}), models=MODELS) as server:
+        for name, kwargs in arguments.items():
+            reward = built(name, base_url=server.url, **kwargs)
+            with pytest.raises(UserError, match=f"{name}.* 0.75 and noise 0.75 "):
+                reward.check_items([])
+
+
 PHOTO = Image.fromarray(np.random.default_rng(1).integers(40, 90, (60, 100, 3), dtype=np.uint8))
 
 

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def running(command, port: int, **environment: str):
-    """The URL of a service in its own process group."""
+def running(command, port: int, seconds: float = 60, **environment: str):
+    """The URL of a service in its own process group, which has so many seconds to come up."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT.parent / "PaCo-Reward" / "judge", ROOT / "tests")))
     process = subprocess.Popen(
         [*command, "--port", str(port)],
@@ -39,9 +39,11 @@ def running(command, port: int, **environment: str):
         start_new_session=True,
     )
     url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + seconds
     try:
         while True:
-            assert process.poll() is None, "the service did not come up"
+            in_time = time.monotonic() < deadline
+            assert process.poll() is None and in_time, "the service did not come up"
             with contextlib.suppress(httpx.TransportError):
                 httpx.get(f"{url}/health", timeout=5)
                 break
@@ -174,7 +176,7 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
             "REWARD_ENVIRONMENT": str(tmp_path / "env"),
             "PYTHONPATH": "",
         }
-        with running(command, free_port(), **environment) as url:
+        with running(command, free_port(), seconds=400, **environment) as url:  # it installs
             reward = remote("edit_score", url)
             reward.check()
             scores = reward(IMAGES[:3], ITEMS[:3])

@@ -103,7 +103,9 @@ def test_processes_exchange_the_images_of_an_item_and_nothing_else(judge):
     answers = context.Queue()
     port = free_port()
     for rank in range(2):
-        context.Process(target=scores_on, args=(rank, 2, port, kwargs, answers)).start()
+        arguments = (rank, 2, port, kwargs, answers)
+        # If one fails, the other may wait for it for ever.
+        context.Process(target=scores_on, args=arguments, daemon=True).start()
     errors = []
     for _ in range(2):
         scores, error = answers.get(timeout=240)

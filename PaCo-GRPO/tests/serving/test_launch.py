@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 
 import httpx
 import numpy as np
@@ -64,7 +65,9 @@ def test_a_launch_that_fails_or_is_interrupted_leaves_no_process(shell, two):
     assert "no room for the key-value cache" in errors  # the end of its log
     shell.processes(False)
     launch = shell.start("launch.sh", FAKE_VLLM="hangs")
-    shell.processes(True)
+    while not read_servers(shell.folder):  # written when the launch knows the process
+        assert launch.poll() is None
+        time.sleep(0.05)
     os.killpg(launch.pid, signal.SIGTERM)
     launch.communicate()
     assert launch.returncode == 130

@@ -21,6 +21,7 @@ from forked_runs import (
 from hypothesis import given
 from hypothesis import strategies as st
 from named import CONFIG, load
+from PIL import Image
 from tiny_run import rows_of, tiny_options, train, write_rows
 
 from paco_grpo.commands.compare import results
@@ -202,9 +203,6 @@ def test_evaluations_take_sets_in_turn():
     assert [item.item_id for item in items_in_turn(items, 6)] == [0, 3, 1, 3, 2, 3]
 
 
-# --- rewards -------------------------------------------------------------------------------------
-
-
 # --- whole runs ----------------------------------------------------------------------------------
 
 
@@ -257,8 +255,13 @@ def test_metrics_are_those_of_each_set(finished):
         assert row["reward/of_set_mean"] == pytest.approx((9 * large + 3 * small) / 12)
         assert "set/large/spread_of_set_mean" not in row
     (_, last) = rows_of(finished.options, "eval")
-    rows = read_rows(finished.folder / "eval" / "epoch_0002")
+    folder = finished.folder / "eval" / "epoch_0002"
+    rows = read_rows(folder)
     assert [row["dataset"] for row in rows] == ["large", "small", "large", "small", "large"]
+    for row in rows:
+        gray = np.asarray(Image.open(folder / row["file"]).convert("L")).mean()
+        factor = {"large": 7, "small": 5}[row["dataset"]]
+        assert row["rewards"]["of_set"] == pytest.approx(factor * (gray + len(row["prompt"])))
     for name, rewards in (("large", ["of_set"]), ("small", ["of_set", "redness"])):
         of_set = [row["rewards"] for row in rows if row["dataset"] == name]
         assert all(list(scores) == rewards for scores in of_set)

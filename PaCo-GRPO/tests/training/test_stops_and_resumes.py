@@ -56,6 +56,9 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     # Half of the random streams would go on with 42.
     with pytest.raises(ConfigError, match="config.seed "):
         build_run(dataclasses.replace(again, seed=7))
+    nft = dataclasses.replace(options.train, loss_type="nft", use_8bit_adam=True)
+    with pytest.raises(ConfigError, match=r"train\.loss_type.*train\.use_8bit_adam"):
+        build_run(dataclasses.replace(again, train=nft))
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     other_seed = dataclasses.replace(
         louder, dataset=str(moved), resume_changed=True, seed=7, save_freq=7
