@@ -22,7 +22,7 @@ bash scripts/single_node/train_flux.sh t2is --config.sample.noise_steps=1,2
 bash scripts/single_node/train_flux.sh t2is --config.train.ema=False
 # one entry of a table
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn.pickscore=0.5
-# a whole table (empty: the trained rewards are evaluated)
+# whole tables; an empty test.reward_fn evaluates the trained rewards
 bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.module:factory": 1}' \
   --config.test.reward_fn=
 # a saved run

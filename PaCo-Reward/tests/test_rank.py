@@ -96,7 +96,8 @@ def test_clip_i_is_the_cosine_of_image_features(tmp_path, monkeypatch):
     import open_clip
 
     save_open_clip(tmp_path / "clip")
-    monkeypatch.setattr(baselines, "CLIP", (name := f"local-dir:{tmp_path}/clip", None))
+    name = f"local-dir:{tmp_path}/clip"
+    monkeypatch.setattr(baselines, "CLIP", (name, None))
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     pictures = [picture(number) for number in range(4)]
     with torch.no_grad():

@@ -331,8 +331,8 @@ def finish(out: Path, data: Path, seed: int) -> None:
             num_full_rounds = len(labeled) // len(targets)
             for number, pair in enumerate(labeled[: num_full_rounds * len(targets)]):
                 target = targets[number % len(targets)]
-                every_theme = THEMES[number // len(targets) % len(THEMES)]
-                theme = THEME_OF.get(target, every_theme)
+                theme_in_turn = THEMES[number // len(targets) % len(THEMES)]
+                theme = THEME_OF.get(target, theme_in_turn)
                 character = characters[Path(pair["images"][0]).parts[1]]
                 _set_question(pair, character, theme, rng)
                 if label == "No" and target in BROKEN and number % BROKEN[target] == 0:

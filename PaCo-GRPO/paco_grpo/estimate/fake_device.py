@@ -164,6 +164,7 @@ def place(module: nn.Module, device: FakeDevice, on: str) -> None:
     fakes: dict[int, Any] = {}  # a tensor may have several names
 
     def fake(tensor: torch.Tensor, where: str) -> torch.Tensor:
+        """The stand-in of a meta tensor; another tensor itself."""
         if not tensor.is_meta:
             return tensor
         if id(tensor) not in fakes:

@@ -85,7 +85,7 @@ class Pieces:
     training: SampledOnce
     evaluation: SampledOnce
     record: Rollout  # a batch of the epoch, all of its steps
-    forwards: int  # of one image in it
+    forwards: int  # of the transformer in it, counted in images
     trained_steps: Sequence[int]
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
     update: Measured  # forward and backward of a micro-batch at one step
@@ -148,10 +148,7 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
 
 def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersPolicy:
     """The policy with its adapters, before it is placed; its fake weights are ``on`` a device."""
-    settings = dataclasses.replace(
-        policy_settings(options, "meta"),
-        quantize=None,
-    )
+    settings = dataclasses.replace(policy_settings(options, "meta"), quantize=None)
     pipeline = pipeline_of(options.pretrained.model, settings.dtype)
     policy_class = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])
     policy = policy_class(pipeline, settings)
@@ -218,7 +215,7 @@ def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
 def epoch_record(
     policy: DiffusersPolicy, options: RunOptions, text: Conditioning, item: Item, count: int
 ) -> tuple[Rollout, int]:
-    """A batch of an epoch without its forwards, and the number of images that these denoise."""
+    """A batch of an epoch, sampled without the transformer, and its forwards, counted in images."""
     sample = options.sample
     prompts = [sample.unique_sample_num_per_epoch]
     sampler = GroupSampler(
@@ -334,8 +331,9 @@ def bytes_to_compute(options: RunOptions, policy: DiffusersPolicy, processes: in
     for block in blocks_of(policy.transformer):
         base = [p for name, p in block.named_parameters() if "lora_" not in name]
         largest = max(largest, bytes_of(base))
-    # The message that brings a block's weights and the weights themselves; trained weights have
-    # gradients, and these a message, too: at most, since FLUX with two blocks adds 5.8 GiB of 8.8.
+    # The message that brings a block's weights, and the weights themselves. If they are trained,
+    # also their gradients and the message of these: an upper bound (FLUX with two blocks on eight
+    # fake ranks peaks at 5.8 GiB, and at 8.8 by this).
     return (2 if options.use_lora else 4) * largest
 
 

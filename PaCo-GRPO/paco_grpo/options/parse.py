@@ -182,10 +182,10 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     depth = 3 if name.startswith("datasets.") else 2
     keys = name.split(".", depth)
     keys[depth:] = re.findall(r"(?:.*:)?[^.]+", ".".join(keys[depth:]))
-    annotation = OPTIONS[name].annotation if name in OPTIONS else dict
-    kinds = (typing.get_origin(annotation), *typing.get_args(annotation))
     is_entry = name not in OPTIONS
-    may_be_none = is_entry or type(None) in kinds or dict in kinds
+    annotation = dict | None if is_entry else OPTIONS[name].annotation
+    kinds = {typing.get_origin(annotation), *typing.get_args(annotation)}
+    may_be_none = not kinds.isdisjoint({type(None), dict})
     value: Any = text  # which pydantic reads
     if may_be_none and text.lower() in ("none", "null", ""):
         value = None

@@ -168,7 +168,7 @@ def contradictions(options: RunOptions) -> list[str]:
 
 
 def argument_problems(where: str, kwargs: Iterable[str], rewards: Mapping[str, float]) -> list[str]:
-    """A line for each name in ``kwargs`` that looks like a misspelt one of ``rewards``.
+    """A line for each name in ``kwargs`` that is unknown or a misspelt one of ``rewards``.
 
     Arguments of rewards that a run does not use are ignored: a command line may replace the rewards
     of a configuration.

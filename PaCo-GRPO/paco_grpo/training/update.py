@@ -132,7 +132,7 @@ class Updater:
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
                 # Gradients add up over the micro-batches, and over the steps of the schedule.
-                # With one process, these two only pass through, and stop where may_stop says so.
+                # With one process, the loop is as without these two, but may_stop can end it.
                 with strategy.same_outcome():
                     for micro_batch in strategy.unless_stopped(micro_batches, may_stop):
                         for step in micro_batch.build_steps():

@@ -47,6 +47,7 @@ def options_of(name: str, folder: Path) -> RunOptions:
         "run_name": "run",
         "dataset": "dataset/T2IS",
         "prompt_fn": "geneval",
+        "item_size": "aspect",  # T2IS states sizes
         "health.probe_images": 1,
         "speed.compile": False,
         "sample.unique_sample_num_per_epoch": 1,

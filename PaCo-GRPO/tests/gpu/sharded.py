@@ -84,7 +84,9 @@ def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
 
 def divided(policy: Any) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Parameters of the base, and of the adapter."""
-    parts: tuple[list, list] = ([], [])
+    base = []
+    adapter = []
     for name, parameter in policy.transformer.named_parameters():
-        parts["lora_" in name].append(parameter)
-    return parts
+        part = adapter if "lora_" in name else base
+        part.append(parameter)
+    return base, adapter
