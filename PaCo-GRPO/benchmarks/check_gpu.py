@@ -87,16 +87,21 @@ def gradients(model: str, device: str, dtype: str) -> Any:
     from paco_grpo.policies.reference_image import ReferenceConditioning
 
     settings = PolicySettings(device="meta", dtype=getattr(torch, dtype))
+    # A GPU draws a billion weights at once, a CPU takes half a minute.
+    drawn_on = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     with architectures.with_blocks(model, 2):
         pipeline = architectures.pipeline_of(model, settings.dtype)
-        transformer = architectures.module_of(model, "transformer", settings.dtype, "cpu")
+        transformer = architectures.module_of(model, "transformer", torch.float32, drawn_on)
     policy = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])(pipeline, settings)
     policy.transformer = transformer.requires_grad_(False).eval()
     pipeline.register_modules(transformer=transformer)
-    policy.device = torch.device("cpu")  # its other parts stay without weights
+    policy.device = torch.device(drawn_on)  # its other parts stay without weights
     add_lora(policy)
     architectures.fill_randomly(transformer)
+    for parameter in transformer.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(settings.dtype)
     transformer.to(device)
     policy.device = torch.device(device)
     config = transformer.config
