@@ -86,8 +86,8 @@ if grep -q "^rl " "$done_file"; then
 else
     sed -i '/^server /d' "$done_file" # it did not outlive the last run
     stage server 0.3 "Server: the judge over HTTP"
-    # With two threads, such small matrices take longer.
-    OMP_NUM_THREADS=1 VLLM_MODEL_PATHS="$out/judge" \
+    # It answers while the trainers wait. With more threads, such small matrices take longer.
+    OMP_NUM_THREADS=2 VLLM_MODEL_PATHS="$out/judge" \
         VLLM_MODEL_NAMES=PaCo-Reward-Toy VLLM_PORT="$port" VLLM_LABEL="$label" \
         run PaCo-GRPO 4-launch bash vllm_server/launch.sh
     finish
