@@ -22,7 +22,7 @@ from terminal import DATA_SETS, REPOSITORY, TOY_JUDGE, TOY_SIZE, check_learning,
 from paco_toy.build_world import annotate, draw
 
 # On a busy machine they take more than the usual 600 s.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 # Programs that install gigabytes or run for 10 minutes: they only read their options here, and
 # tools/tests/test_setup.py and quickstart/tests run them.
@@ -158,7 +158,6 @@ LAUNCH = (
 )
 
 
-@pytest.mark.long
 def test_trainer(terminal, port):
     trainer = terminal.clone / "PaCo-GRPO"
     runs = trainer / "runs"
@@ -201,7 +200,6 @@ edit1.png,edit2.png,No
 """
 
 
-@pytest.mark.long
 def test_judge(terminal, port, published):
     folder = terminal.clone / "PaCo-Reward"
     for place in MODEL_PLACES:
