@@ -5,6 +5,7 @@ prompts that share a theme. So whatever is exchanged, repeated or left out chang
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from PIL import Image
 
 from paco_judge.errors import UserError
 from paco_judge.images import load_image
-from paco_judge.questions import RequestForm, theme_question
+from paco_judge.questions import EDITING, RequestForm, theme_question
 from paco_reward.datasets import labeled_pairs, load_examples
 
 
@@ -90,6 +91,28 @@ def test_labeled_edits(edits, tmp_path):
         for kind in (True, False):
             assert counts[kind, True] == counts[kind, False] > 0
     assert not sides["train"] & sides["test"]
+
+
+@pytest.mark.parametrize("question", [*EDITING, "mine.txt"])
+def test_a_single_question_about_edits_has_its_own_labels(edits, tmp_path, question):
+    """One of the user's own is about the whole edit."""
+    (tmp_path / "mine.txt").write_text("Is {instruction} done, and nothing else?")
+    lines = read_lines(edits / "edits.jsonl")
+    expected = {}
+    for number, line in enumerate(lines):
+        line["follows"] = number % 3 > 0
+        labels = {"editing_consistency": number % 2 == 1, "editing_instruction": line["follows"]}
+        expected[number] = labels.get(question, all(labels.values()))
+    file = write_lines(tmp_path / "edits.jsonl", lines)
+    name = question if question in EDITING else tmp_path / question
+    setting = {"editing": file, "editing_question": name, "test_share": 0.0, "duplicate_bits": 0}
+    build(None, tmp_path / "out", **setting)
+    examples = load_examples(tmp_path / "out", "sharegpt_editing_train")
+    found = {example.label for example in examples}
+    for example in examples:
+        number = int(re.search(r"make it (\d+)", example.prompt)[1])
+        assert example.label == expected[number]
+    assert found == {True, False}
 
 
 def test_edits_labeled_by_a_judge_are_asked_once(edits, tmp_path):

@@ -129,6 +129,8 @@ def load_editing_questions(question: str | Sequence[str] = EDITING) -> tuple[Que
     Raises ValueError.
     """
     names = (question,) if isinstance(question, str) else tuple(question)
+    if len(names) not in (1, 2):
+        raise ValueError(f"one question about an edit or two, not {len(names)}: {', '.join(names)}")
     for name, expected in zip(names, EDITING, strict=False):
         if len(names) == 2 and name in EDITING and name != expected:
             raise ValueError(

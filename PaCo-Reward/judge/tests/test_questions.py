@@ -87,9 +87,10 @@ def test_a_single_editing_question_has_its_own_name_and_decides_every_dimension(
             assert editing_texts(alone, "red", dimension) == expected
 
 
-def test_editing_questions_in_each_others_place_are_refused():
-    with pytest.raises(ValueError, match="editing_instruction"):
-        load_editing_questions(EDITING[::-1])
+@pytest.mark.parametrize("names", [EDITING[::-1], (*EDITING, "pair"), ()])
+def test_editing_questions_that_have_no_place_are_refused(names):
+    with pytest.raises(ValueError, match="about an edit"):
+        load_editing_questions(names)
 
 
 def test_messages_are_images_then_text_each_image_after_its_label():

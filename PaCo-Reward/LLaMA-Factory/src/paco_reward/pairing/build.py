@@ -194,8 +194,8 @@ def editing_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Lab
     for edit in read.edits:
         first = files.stored(Path(edit.source), options.output)
         second = files.stored(Path(edit.edited), options.output)
-        labels = (edit.consistency, edit.follows)
-        for label, kind, question in zip(labels, EDITING, read.editing_questions, strict=False):
+        labels = _edit_labels(edit, read.editing_questions)
+        for question, (kind, label) in zip(read.editing_questions, labels, strict=True):
             text = question.text(instruction=edit.instruction.strip())
             pair = LabeledPair(first, second, text, bool(label), kind, first)
             (unlabeled if label is None else pairs).append(pair)
@@ -203,6 +203,22 @@ def editing_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Lab
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
     counts["pairs_labeled"] = len(pairs)
     return pairs
+
+
+def _edit_labels(edit: EditRow, questions: Sequence[Question]) -> list[tuple[str, bool | None]]:
+    """(kind, label) of each question about an edit.
+
+    A single question of the user's own is about the whole: its label is Yes if all that the row
+    states are.
+    """
+    stated = dict(zip(EDITING, (edit.consistency, edit.follows), strict=True))
+    if len(questions) == 2:
+        return list(stated.items())
+    name = questions[0].name
+    if name in stated:
+        return [(name, stated[name])]
+    labels = [label for label in stated.values() if label is not None]
+    return [("editing", all(labels) if labels else None)]
 
 
 def user_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[LabeledPair]:

@@ -32,7 +32,7 @@ class LabeledPair:
     second: str
     question: str
     label: bool
-    kind: str  # theme, editing_consistency, editing_instruction, or pair: a user's own
+    kind: str  # theme, editing_consistency, editing_instruction, editing, pair: a user's own
     group: str  # the unit of the train/test split
     reason: str | None = None  # the whole answer, beginning with Yes or No, once it is written
 
