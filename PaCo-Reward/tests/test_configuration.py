@@ -36,6 +36,7 @@ def config(data):
 
 
 QUESTION = {"role": "user", "content": "<image><image>Same?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
 
 
 def problem(config, row: dict | None = None) -> str:
@@ -54,6 +55,8 @@ def problem(config, row: dict | None = None) -> str:
     [
         ({"images": ["nowhere.png"] * 2}, "nowhere.png"),
         ({"messages": [QUESTION]}, "assistant"),
+        ({"messages": [QUESTION, ANSWER, ANSWER, QUESTION]}, "in turn"),
+        ({"messages": [{"from": "human", "value": "<image><image>Same?"}]}, "'content'"),
         ({"messages": [QUESTION | {"content": "Yes. <|video_pad|>"}]}, "<|video_pad|>"),
         ({"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],
@@ -61,6 +64,27 @@ def problem(config, row: dict | None = None) -> str:
 def test_a_row_that_cannot_be_trained_on_is_named(config, row, named):
     message = problem(config, row)
     assert "pairs row 2" in message and named in message
+
+
+def test_rows_are_read_as_llama_factory_reads_them(config, caplog):
+    """JSON lines whatever the suffix, system prompts in both places, and texts without images."""
+    file = Path(config["dataset_dir"], "pairs.json")
+    index = file.with_name("dataset_info.json")
+    info = json.loads(index.read_text())
+    info["pairs"]["columns"]["system"] = "rule"
+    info["pairs"]["tags"]["system_tag"] = "system"
+    index.write_text(json.dumps(info))
+    rows = json.loads(file.read_text())
+    rows[1]["rule"] = "Be strict."
+    rows[3]["messages"].insert(0, {"role": "system", "content": "Be kind."})
+    rows[4] = {"messages": [QUESTION | {"content": "Who?"}, ANSWER]}
+    file.write_text("\n".join(map(json.dumps, rows)))
+    check_data(config)
+    (warning,) = caplog.messages
+    assert warning.startswith("2 of 16 rows") and "pairs row 1: 'Be strict.'" in warning
+    index.write_text("{,}")
+    with pytest.raises(UserError, match="dataset_info.json"):
+        check_data(config)
 
 
 def test_problems_of_a_data_set_are_named(config, tmp_path):

@@ -1,5 +1,6 @@
 """Files that this repository's programs write: locks, whole files, journals, fingerprints."""
 
+import codecs
 import hashlib
 import json
 import os
@@ -132,6 +133,24 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
             raise UserError(f"{file} line {number} is not a JSON object")
         rows.append(row)
     return rows
+
+
+def read_json(file: Path) -> Any:
+    """The value in a JSON file. Raises UserError: It is not JSON; the message names it."""
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+
+
+def read_json_rows(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON list, or of JSON lines, whatever the file's suffix.
+
+    Raises:
+        UserError: It is neither; the message names the file.
+    """
+    start = file.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    return read_json(file) if start == b"[" else read_json_lines(file)
 
 
 def hash_value(value: Any) -> str:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import Journal, fingerprint, locked, write_atomically
+from paco_judge.files import Journal, fingerprint, locked, read_json_rows, write_atomically
 
 HOLD = """
 import sys, pathlib, paco_judge.files
@@ -62,6 +62,17 @@ def test_a_damaged_line_is_named(tmp_path, line):
     file.write_bytes(b'{"key": 1}\n\n' + line + b"\n")
     with pytest.raises(UserError, match="rows.jsonl line 3"), Journal(file):
         pass
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1},\n{"a": "é"}]', '{"a": 1}\n\n{"a": "é"}'])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_rows_are_a_list_or_lines(tmp_path, text, encoding):
+    file = tmp_path / "rows.json"
+    file.write_text(text, encoding=encoding)
+    assert read_json_rows(file) == [{"a": 1}, {"a": "é"}]
+    file.write_text("[{}")
+    with pytest.raises(UserError, match="rows.json"):
+        read_json_rows(file)
 
 
 def _model(root):

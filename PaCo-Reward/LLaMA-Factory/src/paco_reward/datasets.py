@@ -1,6 +1,5 @@
 """Local ShareGPT data sets, read as LLaMA-Factory reads them."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json, read_json_rows
 from paco_judge.images import load_image
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
 from paco_judge.verdict import verdict_of
@@ -17,6 +16,17 @@ TAG = "<image>"
 RESERVED = ("<|image_pad|>", "<|video_pad|>")  # stand for images in the models
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
+# LLaMA-Factory's defaults where an entry of dataset_info.json has no columns or tags.
+_COLUMNS = {"messages": "conversations"}
+_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +37,14 @@ class Example:
 
     place: str  # DATASET row N
     prompt: str
-    answer: str  # the first of them
-    num_answers: int
+    answers: tuple[str, ...]
     images: tuple[Path, ...]
+    system: str | None = None
+
+    @property
+    def answer(self) -> str:
+        """The first one."""
+        return self.answers[0]
 
     @property
     def label(self) -> bool | None:
@@ -55,14 +70,29 @@ def load_examples(
         return None
     media = Path(media_dir or folder)
     examples = []
-    for number, row in enumerate(_read_json(file)):
+    for number, row in enumerate(read_json_rows(file)):
         place = f"{name} row {number}"
         try:
             examples.append(_example(row, place, info, media))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except KeyError as error:
+            raise UserError(
+                f"dataset {place} has no {error}; dataset_info.json names its keys in columns and "
+                "tags"
+            ) from error
+        except (TypeError, AttributeError, ValueError) as error:
             raise UserError(f"dataset {place}: {type(error).__name__}: {error}") from error
     if not examples:
         raise UserError(f"dataset {name}: {file} holds no rows")
+    with_system = [example for example in examples if example.system]
+    if with_system:
+        logger.warning(
+            "%d of %d rows have a system prompt, first %s: %.40r. The judge is always asked with that "
+            "of its chat template",
+            len(with_system),
+            len(examples),
+            with_system[0].place,
+            with_system[0].system,
+        )
     return examples
 
 
@@ -74,40 +104,38 @@ def _read_info(folder: Path, name: str) -> dict[str, Any]:
         if folder.name == "PaCo-Dataset":
             hint = f"; download it and unpack its images: {DOWNLOAD} && {_unpack(folder)}"
         raise UserError(f"{index} does not exist{hint}")
-    infos = _read_json(index)
+    infos = read_json(index)
     if name not in infos:
         known = ", ".join(sorted(infos))
         raise UserError(f"dataset {name} is not in {index}; known: {known}")
     return infos[name]
 
 
-def _read_json(file: Path) -> Any:
-    if file.suffix == ".jsonl":
-        return read_json_lines(file)
-    return json.loads(file.read_bytes())
-
-
 def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example:
-    columns = info.get("columns", {})
-    tags = info.get("tags", {})
-    role_tag = tags.get("role_tag", "from")
-    content_tag = tags.get("content_tag", "value")
-    prompts: list[str] = []
-    answers: list[str] = []
-    for message in row[columns.get("messages", "conversations")]:
-        text = message[content_tag]
+    columns = info.get("columns", _COLUMNS)
+    tags = info.get("tags", _TAGS)
+    roles: list[str] = []
+    texts: list[str] = []
+    for message in row[columns["messages"]]:
+        text = message[tags["content_tag"]]
         if any(token in text for token in RESERVED):  # it would end the training
             raise ValueError(f"a text holds {' or '.join(RESERVED)}; remove it")
-        if message[role_tag] == tags.get("user_tag", "human"):
-            prompts.append(text)
-        elif message[role_tag] == tags.get("assistant_tag", "gpt"):
-            answers.append(text)
-    prompt = "\n".join(prompts)
-    if not answers or not prompt:
+        roles.append(message[tags["role_tag"]])
+        texts.append(text)
+    system = row.get(columns.get("system"))
+    if roles and roles[0] == tags.get("system_tag"):
+        system = texts.pop(0)
+        roles.pop(0)
+    asking = {tags.get("user_tag"), tags.get("observation_tag")}
+    answering = {tags.get("assistant_tag"), tags.get("function_tag")}
+    are_in_turn = asking.issuperset(roles[::2]) and answering.issuperset(roles[1::2])
+    if not roles or len(roles) % 2 or not are_in_turn:  # LLaMA-Factory would leave the row out
         raise ValueError(
-            "needs a message of the user and one of the assistant; see tags in dataset_info.json"
+            f"its messages are of {', '.join(roles) or 'nobody'}, not of the user and the assistant "
+            "in turn; see tags in dataset_info.json"
         )
-    images = row[columns["images"]] if "images" in columns else []
+    prompt = "\n".join(texts[::2])
+    images = row.get(columns.get("images")) or []
     paths = []
     for image in images if isinstance(images, list) else [images]:
         file = media / image
@@ -115,7 +143,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     num_tags = prompt.count(TAG)
     if num_tags != len(paths):
         raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
-    return Example(place, prompt, answers[0], len(answers), tuple(paths))
+    return Example(place, prompt, tuple(texts[1::2]), tuple(paths), system)
 
 
 def check_data(config: dict[str, Any]) -> None:
@@ -203,7 +231,7 @@ def labeled_pairs(
     labels: list[bool] = []
     for example in examples:
         is_pair = len(example.images) == 2 and example.prompt.startswith(prefix)
-        if not is_pair or example.label is None or example.num_answers > 1:
+        if not is_pair or example.label is None or len(example.answers) > 1:
             raise UserError(
                 f"dataset {example.place}: a pair's message is {prefix}QUESTION with two images "
                 "(see --image_labels), and its only answer begins with Yes or No"

@@ -9,7 +9,6 @@ FILE is .jsonl, .csv or .json, one pair in each row:
 """
 
 import csv
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from paco_judge.errors import UserError
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json_rows
 from paco_judge.images import content_digest, load_image
 from paco_judge.questions import Question, load_question
 from paco_reward.pairing.answers import split_verdict
@@ -139,10 +138,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if file.suffix.lower() == ".csv":
         with file.open(encoding="utf-8-sig", newline="") as text:
             rows = list(csv.DictReader(text, strict=True))
-    elif file.suffix.lower() == ".json":
-        rows = json.loads(file.read_bytes())
     else:
-        rows = read_json_lines(file)
+        rows = read_json_rows(file)
     rows = [_by_column(row) for row in rows]
     if unused := {name for row in rows for name in row if name not in PairRow.model_fields}:
         logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
