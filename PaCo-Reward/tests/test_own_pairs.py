@@ -98,6 +98,20 @@ def test_a_model_writes_the_reasons_that_are_missing(pairs, tmp_path):
     assert len(set(answers)) == COUNT
 
 
+@pytest.mark.parametrize("question", [None, "mine.txt"])
+def test_both_orders_with_both_labels_are_dropped_unless_the_question_is_a_users(
+    pairs, tmp_path, question
+):
+    if question:
+        question = tmp_path / question
+        question.write_text("Is the first one nicer?")
+    last = pairs[-1]
+    turned = {"image1": last["image2"], "image2": last["image1"], "label": "Yes", "reason": ""}
+    file = write_lines(tmp_path / "pairs.jsonl", [*pairs, last | turned])
+    counts = own(file, tmp_path / "out", test_share=0.0, question=question)["counts"]
+    assert counts.get("repeated_disputed") == (None if question else 2)
+
+
 LABELS = {
     "label": [("Yes", "Yes"), ("no", "No"), (True, "Yes"), (0, "No"), ("FALSE", "No")],
     "score": [(1, "Yes"), (0.55, "Yes"), (0.54, None), (0.5, None), ("0.46", None), ("0.45", "No")],

@@ -89,6 +89,13 @@ PAIRS = [  # first, second, label, kind, and whether it is kept
     ("c2", "a", False, "theme", False),  # contradicts the previous one
     ("a", "a2", True, "editing_consistency", True),
     ("a2", "a", True, "editing_consistency", False),  # again
+    ("d", "e", True, "pair", True),
+    ("e", "d", True, "pair", True),  # a user's may be shown in both orders
+    ("d", "e", True, "pair", False),
+    ("d", "f", True, "pair", False),
+    ("f", "d", False, "pair", False),  # contradicts the previous one
+    ("d", "f", True, "own_question", True),
+    ("f", "d", False, "own_question", True),  # it may be about the order
 ]
 
 
@@ -99,9 +106,9 @@ def test_repeated_and_disputed_pairs_are_left_out():
         pairs.append(LabeledPair(first, second, "q", label, kind, "g"))
         expected += pairs[-1:] * is_kept
     counts = Counter()
-    leader = {"a": "a", "a2": "a", "b": "b", "c": "c", "c2": "c"}
+    leader = {name: name for name in "abcdef"} | {"a2": "a", "c2": "c"}
     assert select.without_duplicates(pairs, leader, counts) == expected
-    assert counts == {"repeated": 2, "near_duplicate": 1, "repeated_disputed": 2}
+    assert counts == {"repeated": 3, "near_duplicate": 1, "repeated_disputed": 4}
 
 
 @pytest.mark.parametrize(

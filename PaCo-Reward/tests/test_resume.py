@@ -1,5 +1,6 @@
 """A repeated training resumes, and its adapter loads as on the card."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from paco_judge.errors import UserError
 from paco_judge.files import locked
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
-from paco_reward.launch import run, with_resume
+from paco_reward.datasets import check_data
+from paco_reward.launch import DATA, run, with_resume
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,22 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path, monkeypatch, files, ad
             with_resume(config)
 
 
-def test_other_options_than_the_resumed_training_had_are_named(tmp_path, caplog):
+def test_other_options_or_data_than_the_resumed_training_had_are_named(tiny, tmp_path, caplog):
+    folder = tiny.save_pairs(tmp_path / "data", 3)
+    data = {"dataset_dir": str(folder), "dataset": "pairs"}
+    content = check_data(data)
+    file = folder / "pairs.json"
+    file.write_text(json.dumps(json.loads(file.read_text())))
+    assert check_data(data) == content
+    file.write_text(file.read_text().replace("No. ", "Yes. "))
     state = tmp_path / "checkpoint-3" / "trainer_state.json"
     state.parent.mkdir()
     state.touch()
     before = {"learning_rate": 1e-4, "seed": 7, "dataset": "a", "overwrite_output_dir": True}
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before))
-    with_resume({"output_dir": str(tmp_path), "do_train": True, "learning_rate": 2e-4, "seed": 7})
-    assert "another dataset, do_train, learning_rate, output_dir;" in caplog.text
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before | {DATA: content}))
+    config = {"output_dir": str(tmp_path), "do_train": True, "learning_rate": 2e-4, "seed": 7}
+    with_resume(config | {DATA: check_data(data)})
+    assert f"another dataset, {DATA}, do_train, learning_rate, output_dir;" in caplog.text
 
 
 def test_two_trainings_do_not_write_into_one_folder(judge_dir, data_dir, tmp_path):

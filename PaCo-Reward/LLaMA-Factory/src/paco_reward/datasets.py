@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
-from paco_judge.files import read_json, read_json_rows
+from paco_judge.files import hash_value, read_json, read_json_rows
 from paco_judge.images import load_image
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm
 from paco_judge.verdict import verdict_of
@@ -146,14 +146,18 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     return Example(place, prompt, tuple(texts[1::2]), tuple(paths), system)
 
 
-def check_data(config: dict[str, Any]) -> None:
+def check_data(config: dict[str, Any]) -> str:
     """Look through a training configuration's data before anything is loaded.
 
     Warns of answers that are no labels.
 
+    Returns:
+        A hash of all rows, without the content of images.
+
     Raises:
         UserError: A data set is unusable, or images are missing.
     """
+    contents = []
     folder = config.get("dataset_dir", "data")
     media = config.get("media_dir") or folder
     for key in ("dataset", "eval_dataset"):
@@ -162,6 +166,7 @@ def check_data(config: dict[str, Any]) -> None:
             names = names.split(",")
         for name in names:
             examples = load_examples(folder, name.strip(), media) or []
+            contents.append(examples)
             _check_images(examples, Path(media))
             unlabeled = [example for example in examples if example.label is None]
             if unlabeled:
@@ -173,6 +178,7 @@ def check_data(config: dict[str, Any]) -> None:
                     first.place,
                     first.answer[:40],
                 )
+    return hash_value(contents)
 
 
 def _check_images(examples: Sequence[Example], folder: Path) -> None:

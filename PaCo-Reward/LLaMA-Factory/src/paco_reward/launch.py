@@ -21,6 +21,7 @@ from paco_reward.datasets import check_data
 from paco_reward.families import with_template
 
 CONFIG_FILE = "train.yaml"  # the options that a training was started with
+DATA = "dataset_content"  # among them: a hash, so that a resumed training notices other rows
 STATE_FILE = "trainer_state.json"  # the last file that transformers writes into a checkpoint
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 # Without a traceback. Other errors come from inside LLaMA-Factory, where it helps.
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) -> int:
     """Check a training configuration, then run it; returns the exit status."""
     config = load_config(config_path, overrides)
+    config.pop(DATA, None)  # of a training whose train.yaml is repeated
     overlay.install()
     check_options(config)
-    check_data(config)
+    config |= {DATA: check_data(config)}
     config = with_template(config)
     check_combinations(config)
     torchrun_arguments = plan_processes(config, environment)
@@ -65,6 +67,7 @@ def train(config: dict[str, Any]) -> int:
     # padded batches (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    config = {name: value for name, value in config.items() if name != DATA}
     run_exp(with_accumulation(with_template(config), num_processes))
     return 0
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_rows
 from paco_judge.images import content_digest, load_image
-from paco_judge.questions import Question, load_question
+from paco_judge.questions import Question, load_question, shipped
 from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import row_of
 from paco_reward.pairing.select import LabeledPair
@@ -81,7 +81,8 @@ class OwnPairs:
             label = row.score >= least_yes
         text = self.questions[name].text(theme=row.theme or "")
         answer = None if row.reason is None else _answer(label, row.reason)
-        self.pairs.append(LabeledPair(first, second, text, label, "pair", "", answer))
+        kind = "pair" if name in shipped() else "own_question"  # of which the order may matter
+        self.pairs.append(LabeledPair(first, second, text, label, kind, "", answer))
 
     def _image(self, file: Path) -> str:
         """The name in the data set of an image."""

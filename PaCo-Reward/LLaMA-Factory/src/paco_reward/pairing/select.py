@@ -32,7 +32,8 @@ class LabeledPair:
     second: str
     question: str
     label: bool
-    kind: str  # theme, editing_consistency, editing_instruction, editing, pair: a user's own
+    # theme, editing_consistency, editing_instruction, editing; of a user: pair, own_question
+    kind: str
     group: str  # the unit of the train/test split
     reason: str | None = None  # the whole answer, beginning with Yes or No, once it is written
 
@@ -158,7 +159,8 @@ def without_duplicates(
 
     A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An
     editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left
-    out; with another label, both are. Theme pairs are compared regardless of image order and theme.
+    out; with another label, both are. Theme pairs are compared regardless of image order and theme,
+    a user's regardless of order: both orders may be kept, but not with different labels.
     """
     groups: dict[tuple, list[LabeledPair]] = {}
     for pair in pairs:
@@ -169,14 +171,20 @@ def without_duplicates(
         key = (pair.kind, *shown, pair.question)
         if pair.kind == "theme":
             key = (pair.kind, *sorted(shown))
+        elif pair.kind == "pair":
+            key = (pair.kind, *sorted(shown), pair.question)
         groups.setdefault(key, []).append(pair)
     kept = []
     for same in groups.values():
         if len({pair.label for pair in same}) > 1:
             counts["repeated_disputed"] += len(same)
-        else:
-            counts["repeated"] += len(same) - 1
-            kept.append(same[0])
+            continue
+        different: dict[tuple[str, ...], LabeledPair] = {}
+        for pair in same:
+            order = (pair.first, pair.second) if pair.kind == "pair" else ()
+            different.setdefault(order, pair)
+        counts["repeated"] += len(same) - len(different)
+        kept += different.values()
     return kept
 
 
