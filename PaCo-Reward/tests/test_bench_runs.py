@@ -48,6 +48,22 @@ def test_results_of_something_else_are_not_mixed(change, edits):
     assert edits.file.read_text() == before
 
 
+@pytest.mark.parametrize("file", ["consistency_full_rank", "prompt_data"])
+def test_results_of_other_items_are_not_continued(rank, file):
+    """The rankings or the themes were corrected."""
+    question = rank.data / "mine.txt"
+    question.write_text("Same {theme}?")
+    rank.file = rank.file.with_name("judge-vmine.jsonl")
+    options = ["--question", question]
+    assert rank(ContentJudge(), *options) == 0
+    assert rank(ContentJudge(stop_after=0), *options) == 0
+    changes = {"rank_images": ["a1.png", "b1.png"], "prompt": "A 1x2 grid. [LEFT]: a. [RIGHT]: b."}
+    edit_lines(rank.data / f"{file}.jsonl", {1: changes})
+    before = rank.file.read_bytes()
+    assert rank(ContentJudge(), *options) == 1
+    assert rank.file.read_bytes() == before
+
+
 @pytest.mark.parametrize("changed", ["judge", "adapter"])
 def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path, changed):
     for name in ("judge", "adapter"):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from paco_eval.judges import ScorePairs, make_engine
 from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import Journal, fingerprint, read_json_lines
+from paco_judge.files import Journal, fingerprint, hash_value, read_json_lines
 from paco_judge.questions import Pair, Question, add_form_arguments, form_of, record
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ class Item:
     """One row of a benchmark."""
 
     fields: Row  # identify it in a results file
-    row: Row  # as the benchmark's files have it
+    row: Row  # what the benchmark's files say about it
 
 
 class Benchmark(Protocol):
@@ -154,9 +154,10 @@ def score_benchmark(
 
     Args:
         benchmark: What is scored.
-        file: The results. Results of another judge or of other questions are not continued.
-        stamp: In every row: ``model``; for a judge also ``asked``, the questions and their form, and
-            ``weights``, fingerprints of model and adapter, None where they are not here.
+        file: The results. Results of another judge, other questions or other items are not continued.
+        stamp: In every row, beside a hash of all ``items``: ``model``; for a judge also ``asked``,
+            the questions and their form, and ``weights``, fingerprints of model and adapter, None
+            where they are not here.
         load_engine: Is called only if an item is left to score.
         batch_size: Pairs that the engine gets at once, or more.
 
@@ -166,6 +167,7 @@ def score_benchmark(
     items = benchmark.items()
     if not items:
         raise UserError("the benchmark has no items")
+    stamp = stamp | {"items": hash_value([item.row for item in items])}
     num_failed = 0
     with Journal(file) as results:
         done = _keys(results, items, stamp)
@@ -201,7 +203,7 @@ def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
     keys = set()
     for row in results.rows:
         key = _key({name: row.get(name) for name in items[0].fields})
-        others = [name for name in stamp if not _agree(row.get(name), stamp[name])]
+        others = [name for name in stamp if not _agree(row.get(name, stamp[name]), stamp[name])]
         if key not in known:
             others.append(f"item {key}")
         if others:

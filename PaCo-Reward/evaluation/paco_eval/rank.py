@@ -140,6 +140,9 @@ class ConsistencyRank:
         for index, row in enumerate(self.rankings):
             folder = str(row.get("folder"))
             reference = str(row.get("ref_image"))
+            row = row | {
+                "prompt": self.prompts.get(folder.lstrip("0"))
+            }  # folder 0012 may be idx 12
             items.append(Item({"index": index, "folder": folder, "ref_image": reference}, row))
         return items
 
@@ -183,16 +186,11 @@ class ConsistencyRank:
     def _texts(self, item: Item) -> dict[str | None, tuple[str, ...]]:
         """What is asked about each candidate, by dimension."""
         fields = self.question.fields
-        prompt = self._prompt(item.row["folder"]) if fields else {}
+        prompt = item.row["prompt"] or {}
+        if fields and not prompt:
+            raise ValueError(f"{PROMPTS} has no row with idx {item.row['folder']}")
         theme = split_prompt(prompt["prompt"]).theme if "theme" in fields else ""
         return self.question.texts(prompt.get("criteria") or {}, theme=theme)
-
-    def _prompt(self, folder: str) -> Row:
-        """The prompt of a folder; folder ``0012`` may be idx 12."""
-        number = folder.lstrip("0")
-        if number not in self.prompts:
-            raise ValueError(f"{PROMPTS} has no row with idx {folder}")
-        return self.prompts[number]
 
     def _image(self, item: Item, name: str) -> Image.Image:
         if (self.root / name).is_file():
