@@ -54,8 +54,13 @@ def test_several_kinds_of_pairs_are_also_reported_each():
 
 
 def test_metrics_of_evaluation_rows():
+    """Of three rows with up to two answers; the trainer fills up with -100."""
     table = np.array(
-        [[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0], [0.25, 1, 0.1, 0], [np.nan] * 4, [0, 0, 0.3, np.nan]]
+        [
+            [[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0]],
+            [[0.25, 1, 0.1, 0], [np.nan] * 4],
+            [[0, 0, 0.3, np.nan], [-100] * 4],
+        ]
     )
     metrics = judge_metrics(SimpleNamespace(predictions=table))
     assert metrics["accuracy"] == pytest.approx(1.75 / 4)
@@ -67,7 +72,7 @@ def test_metrics_of_evaluation_rows():
 def test_answer_statistics():
     """Against loops over one batch; of all logits, or of the answers'.
 
-    Rows are padded right and left, packed (of which the first answer counts), and without answer.
+    Rows are padded right and left, packed, and without answer.
     """
     logits = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.full((4, 6), -100)
@@ -78,12 +83,15 @@ def test_answer_statistics():
     of_answers = logits[:, :-1][find_answers(labels).mask]
     same = answer_statistics(of_answers, labels, yes_id=5, no_id=6)
     torch.testing.assert_close(same, statistics, equal_nan=True)
-    for row, start, label in ((0, 2, 1.0), (1, 4, 0.0), (2, 1, 0.0)):
+    expected = torch.full((4, 2, 4), torch.nan)
+    answers = {(0, 0): ([2, 3], 1.0), (1, 0): ([4, 5], 0.0), (2, 1): ([1, 2], 0.0)}
+    answers[2, 0] = ([4], 1.0)
+    for (row, place), (positions, label) in answers.items():
         right = []
-        for position in (labels[row] != -100).nonzero().flatten():
+        for position in positions:
             right.append(float(logits[row, position - 1].argmax() == labels[row, position]))
-        yes, no = logits[row, start - 1, [5, 6]].exp().tolist()
-        expected = AnswerStatistics(np.mean(right), right[0], yes / (yes + no), label)
-        assert statistics[row].tolist() == pytest.approx(expected)
-    assert statistics[3].isnan().all()
+        yes, no = logits[row, positions[0] - 1, [5, 6]].exp().tolist()
+        columns = AnswerStatistics(np.mean(right), right[0], yes / (yes + no), label)
+        expected[row, place] = torch.tensor(columns)
+    torch.testing.assert_close(statistics, expected, equal_nan=True)
     assert answer_statistics(of_answers[:0], labels[3:], yes_id=5, no_id=6).isnan().all()

@@ -112,7 +112,7 @@ EVALUATION = {
     "per_device_eval_batch_size": 2,
 }
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-ALL_AT_ONCE = {"max_steps": 1, "first_token_weight": 0.1}
+ALL_AT_ONCE = {"max_steps": 1, "first_token_weight": 0.1} | EVALUATION
 PACKED = {"neat_packing": True, "packing": True, "cutoff_len": 4096}
 RELEASED = {"first_token_weight": 0.1, "first_token_scheme": "released"}
 # Steps are 8 sequences. LLaMA-Factory alone trains the first.
@@ -173,7 +173,10 @@ def test_accumulated_micro_batches_equal_one_batch(trained):
 
 @pytest.mark.slow
 def test_packed_answers_equal_separate_rows(trained):
+    """In the evaluation too, where all pairs are one row."""
     assert_same_training(trained / "packed", trained / "sixteen")
+    expected = evaluation_metrics(trained / "sixteen")
+    assert evaluation_metrics(trained / "packed") == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """Measures of a judge: accuracy, AUC and calibration of P(Yes), in NumPy float64.
 
 ``measure`` is of a scorer on labeled pairs. ``answer_statistics`` and ``judge_metrics`` are of a
-training's evaluation: the first reduces the logits of a batch, the second all rows of the first.
+training's evaluation: the first reduces the logits of a batch, the second all answers of the first.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ def measure(
 
 
 class AnswerStatistics(NamedTuple):
-    """The columns of ``answer_statistics``: of one row, or of all rows. NaN where there is none."""
+    """The columns of ``answer_statistics``, of one answer or of all answers."""
 
     token_accuracy: Any  # share of the answer's tokens that are right
     first_token_correct: Any  # 1 or 0
@@ -91,10 +92,10 @@ class AnswerStatistics(NamedTuple):
 
 
 def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int) -> torch.Tensor:
-    """``AnswerStatistics`` of the rows of one evaluation batch, (B, 4) float32.
+    """``AnswerStatistics`` of the answers of one evaluation batch, (B, A, 4) float32.
 
-    A row without an answer is NaN. Of several answers in a row (packed batches), the last three
-    columns describe the first.
+    A row has as many answers as it has turns or, packed, pairs; A is the most of them, at least 1.
+    NaN stands where a row has fewer.
 
     Args:
         logits: (K, V) of the labeled tokens (our loss); (B, L, V) of all positions (LLaMA-Factory's
@@ -109,11 +110,13 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
     if logits.dim() == 3:
         logits = logits[:, :-1][answers.mask]
     is_correct = (logits.argmax(-1) == answers.tokens).float()
-    statistics = torch.full((len(labels), 4), torch.nan, device=logits.device)
+    row_of_token = answers.mask.nonzero()[:, 0]
+    rows = row_of_token[answers.is_first].tolist()
+    left = Counter(rows)  # places of each row that are not filled yet
+    shape = (len(labels), max(left.values(), default=1), 4)
+    statistics = torch.full(shape, torch.nan, device=logits.device)
     start = 0
-    for row, length in enumerate(answers.mask.sum(1).tolist()):
-        if length == 0:
-            continue
+    for row, length in zip(rows, answers.lengths.tolist(), strict=True):
         yes_logit = logits[start, yes_id].float()
         no_logit = logits[start, no_id].float()
         is_yes = {yes_id: 1.0, no_id: 0.0}.get(int(answers.tokens[start]), torch.nan)
@@ -123,23 +126,26 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
             p_yes=torch.sigmoid(yes_logit - no_logit),
             is_yes=torch.tensor(is_yes, device=logits.device),
         )
-        statistics[row] = torch.stack(columns)
+        left[row] -= 1
+        statistics[row, left[row]] = torch.stack(columns)
         start += length
     return statistics
 
 
 def judge_metrics(predictions: Any) -> dict[str, float]:
-    """``compute_metrics`` of the trainer, from the rows of ``answer_statistics``.
+    """``compute_metrics`` of the trainer, from the ``answer_statistics`` of all batches.
 
-    accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over examples.
-    The judge's numbers are over the examples whose answer begins with Yes or No.
+    accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over answers.
+    The judge's numbers are over the answers that begin with Yes or No.
     """
-    columns = AnswerStatistics(*np.asarray(predictions.predictions, dtype=np.float64).T)
+    table = np.asarray(predictions.predictions, dtype=np.float64).reshape(-1, 4)
+    table = table[table[:, 0] >= 0]  # neither NaN nor -100, with which the trainer fills up
+    columns = AnswerStatistics(*table.T)
     is_judged = ~np.isnan(columns.is_yes)
     report = judge_report(columns.p_yes[is_judged], columns.is_yes[is_judged] > 0.5)
     result = {
-        "accuracy": float(np.nanmean(columns.token_accuracy)),
-        "first_token_accuracy": float(np.nanmean(columns.first_token_correct)),
+        "accuracy": float(np.mean(columns.token_accuracy)),
+        "first_token_accuracy": float(np.mean(columns.first_token_correct)),
     }
     for name in ("accuracy", "auc", "ece"):
         if report[name] is not None:
