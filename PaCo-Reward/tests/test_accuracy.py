@@ -1,6 +1,7 @@
 """``paco-reward accuracy``."""
 
 import json
+import shutil
 
 import pytest
 
@@ -26,6 +27,20 @@ def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_pa
     expected = judge_report([verdict.p_yes for verdict in scorer.score(pairs)], labels)
     assert labels == [True, False] * 5 and report["n"] == 10 and "kinds" not in report
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_images_are_found_as_in_training_or_named_before_the_judge_is_loaded(
+    arguments, data_dir, tmp_path, capsys
+):
+    """Beside their data set's file, or in the folder that media_dir named."""
+    for name in ("dataset_info.json", "held_out.json"):
+        shutil.copy(data_dir / name, tmp_path)
+    arguments[arguments.index("--dataset_dir") + 1] = str(tmp_path)
+    (tmp_path / "decompress.sh").touch()
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "20 images do not exist" in error and "decompress.sh" in error
+    assert main([*arguments, "--media_dir", str(data_dir)]) == 0
 
 
 def test_a_row_with_a_second_answer_is_no_labeled_pair(tiny, tmp_path):

@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     add_judge_options(accuracy)
     accuracy.add_argument("--dataset_dir", required=True, help="folder with dataset_info.json")
     accuracy.add_argument(
+        "--media_dir", help="folder that images are relative to, as in training; default: the same"
+    )
+    accuracy.add_argument(
         "--dataset",
         required=True,
         help="name in dataset_info.json; several, with commas, are also reported each",
@@ -108,7 +111,7 @@ def _accuracy(args: argparse.Namespace) -> int:
     kinds: list[str] = []
     names = [name.strip() for name in args.dataset.split(",")]
     for name in dict.fromkeys(names):  # each once
-        pairs, pair_labels = labeled_pairs(args.dataset_dir, name, form_of(args))
+        pairs, pair_labels = labeled_pairs(args.dataset_dir, name, form_of(args), args.media_dir)
         rows += pairs.rows
         labels += pair_labels
         kinds += [name] * len(pair_labels)

@@ -220,18 +220,22 @@ class FilePairs(Sequence[Pair]):
 
 
 def labeled_pairs(
-    dataset_dir: str | Path, dataset: str, form: RequestForm = DEFAULT_FORM
+    dataset_dir: str | Path,
+    dataset: str,
+    form: RequestForm = DEFAULT_FORM,
+    media_dir: str | Path | None = None,
 ) -> tuple[FilePairs, list[bool]]:
-    """Pairs of a local data set, and whether their answer begins with Yes.
+    """Pairs of a local data set (see ``load_examples``), and whether their answer begins with Yes.
 
     Raises:
-        UserError: It is no local ShareGPT file, or a row is no labeled pair.
+        UserError: It is no local ShareGPT file, a row is no labeled pair, or images are missing.
     """
-    examples = load_examples(dataset_dir, dataset)
+    examples = load_examples(dataset_dir, dataset, media_dir)
     if examples is None:
         raise UserError(
             f"dataset {dataset} is not a local ShareGPT file; download it and set file_name"
         )
+    _check_images(examples, Path(media_dir or dataset_dir))
     prefix = pair_prefix(form)
     rows: list[tuple[Path, Path, str]] = []
     labels: list[bool] = []
