@@ -25,7 +25,6 @@ fi
 if stage rl 8 "RL: PaCo-GRPO trains FLUX Kontext at 64 px"; then
     run PaCo-GRPO 2-rl bash scripts/single_node/train_flux_kontext.sh toy_kontext \
         "--config.seed=$seed" \
-        --config.dataset=../quickstart/out/editing/edits \
         --config.save_dir=../quickstart/out/editing \
         --config.run_name=run \
         --config.resume_from=latest \

@@ -40,7 +40,7 @@ def t2is() -> ConfigDict:
     config.train.reward_fn = {"consistency_score": 0.2, "subfig_clipT": 1.0, "pickscore": 1.0}
     # The judge on this machine's port 8000; elsewhere add "port", "host" or "base_url".
     config.train.reward_fn_kwargs = {"consistency_score": {"model": "PaCo-Reward-7B"}}
-    config.test.reward_fn = config.train.reward_fn.to_dict()
+    config.test.reward_fn = config.train.reward_fn
     guard(config, "subfig_clipI", "clipscore")
     return config
 
@@ -277,7 +277,7 @@ def editing() -> ConfigDict:
     config.test.num_images = 256  # the whole test split would take longer than training
     config.train.reward_fn = {"consistency_for_editing": 1.0}
     config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-7B"}}
-    config.test.reward_fn = config.train.reward_fn.to_dict()
+    config.test.reward_fn = config.train.reward_fn
     guard(config, "reference_clipI", "clipscore")
     return config
 
@@ -624,7 +624,7 @@ def without_noise(config: ConfigDict) -> None:
 def toy_editing(config: ConfigDict) -> None:
     """Editing in the toy world. The toy judge cannot judge edits, so the oracle is the reward."""
     toy(config)
-    config.dataset = "../quickstart/out/world/edits"
+    config.dataset = "../quickstart/out/editing/edits"
     config.prompt_fn = "geneval_image"
     config.train.reward_fn = {
         "paco_toy.edits:oracle_edit": 1.0,

@@ -220,7 +220,11 @@ def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float 
 
 def _read_pairs(evaluations: Path) -> list[Pair]:
     """The images that both the first and the last evaluation saved."""
-    by_epoch = {int(folder.name[len("epoch_") :]): folder for folder in evaluations.glob("epoch_*")}
+    by_epoch = {}
+    for rows in evaluations.glob("epoch_*/eval_data.jsonl"):  # written when all images are there
+        number = rows.parent.name.removeprefix("epoch_")
+        if number.isdecimal():  # not epoch_0010_keep, which is the user's own
+            by_epoch[int(number)] = rows.parent
     if len(by_epoch) < 2:
         return []
     # Evaluations use the same items and seeds in the same order, so the file name identifies the

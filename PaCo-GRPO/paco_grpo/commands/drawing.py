@@ -1,6 +1,7 @@
 """The work of ``generate``: images of prompts, with scores of a judge."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import logging
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from paco_grpo.data.prompts import read_reference, text_of
-from paco_grpo.data.sets import reward_arguments
+from paco_grpo.data.prompts import read_items, read_reference
+from paco_grpo.data.sets import has_references, reward_arguments
 from paco_grpo.evaluation.evaluate import (
     EvaluationImage,
     evaluation_batches,
@@ -30,14 +31,13 @@ from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
 from paco_grpo.training.checks import check_items, with_text_length
 from paco_grpo.types import Item
-from paco_judge.files import read_json_lines
 
 logger = logging.getLogger(__name__)
 
 
 def generate(options: RunOptions, command: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
-    items = read_items(command.prompt, command.prompts_file, command.image)
+    items = items_to_draw(options, command)
     check_items(options, {"given": items})
     adapter = find_adapter(command.adapter, "--adapter") if command.adapter else None
     if command.best is not None and (command.best < 1 or not command.judge):
@@ -78,26 +78,29 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     return num_kept
 
 
-def read_items(prompts: Sequence[str], file: Path | None, images: Sequence[Path]) -> list[Item]:
-    """Items of prompts, one by one and those of a file, with the images they edit."""
-    prompts = list(prompts)
-    if file is not None and file.suffix == ".jsonl":
-        prompts += [row["prompt"] for row in read_json_lines(file)]
-    elif file is not None:
-        prompts += [line for line in text_of(file).splitlines() if line.strip()]
-    if not prompts:
+def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item]:
+    """The items of ``--prompt``, and those of ``--prompts_file`` with their sizes and images.
+
+    ``--image`` replaces the images of the file.
+    """
+    images = command.image
+    items = [Item(0, prompt) for prompt in command.prompt]
+    if command.prompts_file is not None:
+        items += read_items(command.prompts_file, has_references(options) and not images)
+    if not items:
         raise ConfigError("nothing to generate: give --prompt TEXT or --prompts_file FILE")
-    if len(images) not in (0, 1, len(prompts)):
+    if len(images) not in (0, 1, len(items)):
         raise ConfigError(
-            f"--image is given {len(images)} times for {len(prompts)} prompts; give it once, or "
+            f"--image is given {len(images)} times for {len(items)} prompts; give it once, or "
             "for each"
         )
-    items = []
-    for number, prompt in enumerate(prompts):
+    numbered = []
+    for number, item in enumerate(items):
         paths = images[number : number + 1] if len(images) > 1 else images
-        references = tuple(read_reference(path, f"--image {path}") for path in paths)
-        items.append(Item(number, prompt, references=references))
-    return items
+        given = tuple(read_reference(path, f"--image {path}") for path in paths)
+        references = given or item.references
+        numbered.append(dataclasses.replace(item, item_id=number, references=references))
+    return numbered
 
 
 def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:

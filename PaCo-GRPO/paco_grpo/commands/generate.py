@@ -4,14 +4,14 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it
                          out for the base model
     --prompt TEXT        what to draw; may be repeated
-    --prompts_file FILE  more prompts: one a line, or a *_metadata.jsonl
+    --prompts_file FILE  more prompts: one a line, or a *_metadata.jsonl with sizes and images
     --image FILE         what to edit: once for all prompts, or for each prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the best image of each prompt by its score (2: the best two, …)
     --output DIR         default: generated
-Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}, texts are padded
-to config.max_sequence_length.
+Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}, sizes of a file
+count as config.item_size says, texts are padded to config.max_sequence_length.
 """
 
 import argparse

@@ -17,6 +17,15 @@ from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import UnreadableImage, read_image
 
 _LARGEST_SIDE = 1 << 16  # pixels
+# Columns of a table that an item's metadata have: texts and numbers. Polars writes large ones.
+_PLAIN = (
+    types.is_string,
+    types.is_large_string,
+    types.is_dictionary,
+    types.is_boolean,
+    types.is_integer,
+    types.is_floating,
+)
 
 
 def text_of(path: Path) -> str:
@@ -122,36 +131,49 @@ def _are_criteria(value: Any) -> bool:
     return True
 
 
-def _text(folder: Path, split: str) -> list[Item]:
-    path = folder / f"{split}.txt"
+def read_items(file: Path, with_images: bool) -> list[Item]:
+    """The items of a file: JSON lines if its name ends in .jsonl, else a prompt a line.
+
+    ``with_images``: the rows name reference images. Raises UserError.
+    """
     items: list[Item] = []
-    for number, line in enumerate(text_of(path).split("\n"), start=1):
+    if file.suffix == ".jsonl":
+        for where, row in json_lines(file):
+            references = _references(file.parent, row, where) if with_images else ()
+            items.append(make_item(len(items), row, where, references))
+        return items
+    for number, line in enumerate(text_of(file).split("\n"), start=1):
         if line.strip():
-            items.append(make_item(len(items), {"prompt": line.strip()}, f"{path}:{number}"))
+            items.append(make_item(len(items), {"prompt": line.strip()}, f"{file}:{number}"))
     return items
+
+
+def _references(
+    folder: Path, row: Mapping[str, Any], where: str
+) -> list[Callable[[], Image.Image]]:
+    """What reads the images that a row names, by paths from ``folder``."""
+    field = "images" if "images" in row else "image"
+    names = row.get("images", [row.get("image")])
+    if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
+        raise UserError(
+            f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'"
+        )
+    references = []
+    for name in names:
+        # os.path, because a text that is too long for a name is no error there.
+        if not isinstance(name, str) or not os.path.isfile(folder / name):
+            raise UserError(f"{where}: field {field!r} must name a file in {folder}, got {name!r}")
+        source = f"{where}: field {field!r} ({name!r})"
+        references.append(partial(read_reference, folder / name, source))
+    return references
+
+
+def _text(folder: Path, split: str) -> list[Item]:
+    return read_items(folder / f"{split}.txt", with_images=False)
 
 
 def _geneval_image(folder: Path, split: str) -> list[Item]:
-    items = []
-    for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
-        field = "images" if "images" in row else "image"
-        names = row.get("images", [row.get("image")])
-        if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
-            raise UserError(
-                f"{where}: field 'images' must be a list of paths from {folder}, "
-                "in place of 'image'"
-            )
-        references = []
-        for name in names:
-            # os.path, because a text that is too long for a name is no error there.
-            if not isinstance(name, str) or not os.path.isfile(folder / name):
-                raise UserError(
-                    f"{where}: field {field!r} must name a file in {folder}, got {name!r}"
-                )
-            source = f"{where}: field {field!r} ({name!r})"
-            references.append(partial(read_reference, folder / name, source))
-        items.append(make_item(len(items), row, where, references))
-    return items
+    return read_items(folder / f"{split}_metadata.jsonl", with_images=True)
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
@@ -172,7 +194,7 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
         raise UserError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(names)}")
     plain = []
     for field in table.schema:
-        if not types.is_nested(field.type) and not types.is_binary(field.type):
+        if any(is_kind(field.type) for is_kind in _PLAIN):
             plain.append(field.name)
     rows = table.select(plain).to_pylist()
     counts = [1] * len(rows)

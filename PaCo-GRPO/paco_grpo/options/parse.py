@@ -40,7 +40,9 @@ class _Config(ConfigDict):
         self.update(entries)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, _Config(value) if isinstance(value, dict) else value)
+        # A copy: test.reward_fn, set to train.reward_fn, gets rewards that are not trained.
+        is_table = isinstance(value, dict | ConfigDict)
+        super().__setitem__(key, _Config(value) if is_table else value)
 
 
 def config_dict() -> ConfigDict:
@@ -142,6 +144,8 @@ def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
             suffixes.append(ending)
     if base in functions:
         config = functions[base]()
+        if not isinstance(config, ConfigDict):
+            raise ConfigError(f"{names['__file__']}: {base}() returns {config!r}: return config")
         for suffix in suffixes:
             changes[suffix](config)
         return config
@@ -199,11 +203,17 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def _read_yaml(text: str) -> Any:
-    """A value in YAML, of which JSON is a part, or the text itself where it is none."""
+    """A value in YAML, of which JSON is a part, or the text itself where it is none.
+
+    Of plain texts, YAML would drop spaces at the ends and what follows " #", and make a table of
+    one with ": ".
+    """
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except yaml.YAMLError:
         return text
+    is_plain = not text.startswith(("[", "{", '"', "'"))
+    return text if is_plain and isinstance(value, str | dict | list) else value
 
 
 _RESUME = "use config.resume_from: latest, or the folder of a checkpoint"

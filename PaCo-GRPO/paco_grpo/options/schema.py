@@ -5,6 +5,7 @@ validated again.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -56,6 +57,7 @@ def _folder_name(name: str) -> str:
     return name
 
 
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # shells leave the ~ of --a=~/b to us
 Steps = Annotated[tuple[Whole, ...], BeforeValidator(_as_steps)]
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 Table = BeforeValidator(lambda value: value or {})  # YAML reads an empty table as None
@@ -81,7 +83,7 @@ def beyond_paper(default: Any, meaning: str) -> Any:
 class PretrainedOptions:
     """The model that is trained."""
 
-    model: str = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
+    model: Place = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
     quantize: Literal["nf4"] | None = beyond_paper(
         None, "frozen transformer in 4 bits; changes the numbers"
     )
@@ -194,7 +196,7 @@ class TrainOptions:
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(
         "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
-    lora_path: str | None = option(None, "adapter to start from: folder or hub name")
+    lora_path: Place | None = option(None, "adapter to start from: folder or hub name")
     reference: Literal["base", "start"] = beyond_paper(
         "base",
         "reference of KL term and health probe: base model or, with start, lora_path's adapter",
@@ -274,7 +276,7 @@ class SpeedOptions:
 class DatasetOptions:
     """One of several prompt sets in one run (docs/rewards.md), an entry of ``config.datasets``."""
 
-    folder: str = Field(min_length=1, description="folder of the prompt set")
+    folder: Place = Field(min_length=1, description="folder of the prompt set")
     prompt_fn: PromptKind | None = beyond_paper(None, "its kind; None: as config.prompt_fn")
     open: bool | None = beyond_paper(
         None, "only its prompts that are open (true) or that are not (false); None: all"
@@ -298,13 +300,13 @@ class RunOptions:
         "", "folder in save_dir; empty: name and time"
     )
     seed: Seed = option(42, "seed of samples, noise, shuffling and the adapter")
-    save_dir: str = option("runs", "folder that holds the folders of runs")
+    save_dir: Place = option("runs", "folder that holds the folders of runs")
     save_freq: Whole = option(10, "epochs between checkpoints; 0 = only at the end")
     eval_freq: Whole = option(
         10, "epochs between evaluations, the first before training; 0 = only at the end"
     )
     num_checkpoint_limit: Count = option(5, "newest checkpoints that are kept")
-    resume_from: str | None = option(None, "checkpoint to resume from: latest, or a path")
+    resume_from: Place | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = beyond_paper(
         False, "resume with another model, prompt set, adapter, objective or seed than before"
     )
@@ -317,7 +319,7 @@ class RunOptions:
     )
     enable_mem_log: bool = option(False, "peak memory of every epoch in the log")
 
-    dataset: str = option("", "folder of the prompt set")
+    dataset: Place = option("", "folder of the prompt set")
     datasets: Annotated[dict[SetName, DatasetOptions], Table] = beyond_paper(
         {}, "several prompt sets in place of one: {name: {folder, share, reward_fn, …}}"
     )

@@ -21,7 +21,6 @@ and not here.
 """
 
 import functools
-import importlib
 import inspect
 import json
 import logging
@@ -35,7 +34,7 @@ import numpy as np  # and no torch: the environment of a service need not have i
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.names import did_you_mean
+from paco_grpo.names import find_function
 from paco_judge.errors import UserError
 from paco_judge.files import write_atomically
 
@@ -129,21 +128,14 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
-    """The factory of a registered name or ``package.module:factory``.
+    """The factory of a registered name, ``package.module:factory`` or ``file.py:factory``.
 
     Raises UserError: There is none.
     """
-    target = REWARDS.get(name, name)
-    if ":" not in target:
-        raise UserError(
-            f"unknown reward {name!r}.{did_you_mean(name, REWARDS)} "
-            f"Known: {', '.join(sorted(REWARDS))}; or give your own as package.module:factory"
-        )
-    module_name, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"reward {name!r} cannot be imported: {error}") from error
+        return find_function(REWARDS.get(name, name), list(REWARDS))
+    except ValueError as error:
+        raise UserError(f"reward {error}") from error
 
 
 class CheckedReward:
@@ -158,6 +150,11 @@ class CheckedReward:
         if "server" in kwargs and "server" not in inspect.signature(factory).parameters:
             factory = functools.partial(find_factory(_REMOTE), name)
         parameters = list(inspect.signature(factory).parameters)
+        if parameters[:2] == ["images", "items"]:
+            raise UserError(
+                f"reward {name!r} takes images and items, but must be a factory, which returns "
+                "such a function (docs/recipes.md#a-reward)"
+            )
         arguments = dict(kwargs)
         if "device" in parameters:
             arguments.setdefault("device", device)

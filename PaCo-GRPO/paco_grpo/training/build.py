@@ -107,7 +107,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = start_processes(options)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(strategy.accelerator, lambda: name)
-    claimed = RunFolder(Path(options.save_dir).expanduser().absolute() / name)
+    claimed = RunFolder(Path(options.save_dir).absolute() / name)
     main_decides(strategy.accelerator, claimed.claim)
     with contextlib.ExitStack() as on_error:
         on_error.callback(claimed.release)

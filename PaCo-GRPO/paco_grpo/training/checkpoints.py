@@ -89,7 +89,7 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
     """
     path = run_dir
     if resume_from != "latest":
-        path = Path(resume_from).expanduser().absolute()
+        path = Path(resume_from).absolute()
     if (path / "state").is_dir():
         return path
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -138,6 +138,13 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{path} holds other weights than this run trains")
     for name, tensor in tensors.items():
         tensor.copy_(shard_like(saved[name], tensor))
+
+
+@torch.no_grad()
+def copy_tensors(tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``tensors`` into ``targets``, which have other names in the same order."""
+    for tensor, target in zip(tensors.values(), targets.values(), strict=True):
+        target.copy_(tensor)
 
 
 # --- the state ------------------------------------------------------------------------------------
@@ -247,10 +254,11 @@ class Checkpoints:
         numbers = read_numbers(folder)
         for part, tensors in state.weights().items():
             path = folder / "state" / f"{part}.safetensors"
-            if part == "ema" and not path.is_file():
-                logger.info("the average of the weights starts here: it was off before")
-                path = folder / "state" / "trainable.safetensors"
-            load_into(path, tensors)
+            if part == "trainable" or path.is_file():
+                load_into(path, tensors)
+            else:  # another objective, or option, had no use for it
+                logger.info("%s: this copy of the trained weights starts here", part)
+                copy_tensors(state.parameters, tensors)
         moments = torch.load(folder / "state" / "optimizer.pt", weights_only=True)
         if moments:
             self._load_moments(moments["state"])
@@ -278,9 +286,17 @@ class Checkpoints:
 
     def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
-        policy = self.state.policy
+        state = self.state
+        policy = state.policy
         is_main = self.accelerator.is_main_process
-        with self.state.averaged():
+        if is_main and state.ema and 0 < state.optimizer_steps < state.ema.update_interval:
+            logger.warning(
+                "after %d optimizer steps, the saved adapter is still that of the start: their "
+                "average first moves at step %d (config.train.ema_update_interval)",
+                state.optimizer_steps,
+                state.ema.update_interval,
+            )
+        with state.averaged():
             if not self.options.use_lora:
                 save_transformer(policy.transformer, folder / "transformer", is_main)
             elif is_main:

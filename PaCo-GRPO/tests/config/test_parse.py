@@ -4,6 +4,7 @@ import shutil
 import textwrap
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 from named import CONFIG, load
@@ -64,6 +65,11 @@ VALUES = {
     "train.ema": {"False": False, "no": False},
     "speed.compile": {"0": False},
     "run_name": {"none": "none", "1e-3": "1e-3", "no": "no"},
+    "pretrained.model": {"~/flux": f"{Path.home()}/flux", "~a/b~": "~a/b~"},
+    "train.lora_path": {"~/l": f"{Path.home()}/l", "None": None},
+    "resume_from": {"~/r": f"{Path.home()}/r", "latest": "latest"},
+    "dataset": {"~": str(Path.home()), "": ""},
+    "save_dir": {"~/s": f"{Path.home()}/s"},
     "sample.negative_prompt": {" ": " ", "": None},
     "train.aggregate_fn": {
         "log_tame_aggregate_fn": "log_tame_aggregate_fn",
@@ -156,6 +162,8 @@ def test_tables_in_a_file(load_file):
         """
         config.train.reward_fn = {"pkg.mod:factory": 1.0, "ocr": 1}
         config.train.reward_fn.ocr = 0.5
+        config.test.reward_fn = config.train.reward_fn
+        config.test.reward_fn.guard = 4
         kwargs = {"pkg.mod:factory": {"size": (1, 2), "nested": {"a.b": None}}}
         kwargs["ocr"] = {"server": "x"}
         config.train.reward_fn_kwargs = kwargs
@@ -164,14 +172,19 @@ def test_tables_in_a_file(load_file):
         ("train.reward_fn_kwargs.pkg.mod:factory.scale", "3e-2"),
         ("train.reward_fn_kwargs.ocr.server", "None"),
         ("test.reward_fn_kwargs.ocr.note", "it's [open"),
+        ("test.reward_fn_kwargs.ocr.image_labels", "<img{n}>: "),
+        ("test.reward_fn_kwargs.ocr.text", "a: 'b' #1 "),
+        ("test.reward_fn_kwargs.ocr.quoted", "'1'"),
         ("train.loss_kwargs.scale", "1e-3"),
     )
     assert options.train.reward_fn == {"pkg.mod:factory": 2, "ocr": 0.5}
+    assert options.test.reward_fn == {"pkg.mod:factory": 1, "ocr": 0.5, "guard": 4}
     assert options.train.reward_fn_kwargs == {
         "pkg.mod:factory": {"size": [1, 2], "nested": {"a.b": None}, "scale": 0.03},
         "ocr": {"server": None},
     }
-    assert options.test.reward_fn_kwargs == {"ocr": {"note": "it's [open"}}
+    texts = {"image_labels": "<img{n}>: ", "text": "a: 'b' #1 ", "quoted": "1"}
+    assert options.test.reward_fn_kwargs == {"ocr": {"note": "it's [open"} | texts}
     assert options.train.loss_kwargs == {"scale": 1e-3}
     assert make_options(load_yaml(options_to_yaml(options))) == options
 
@@ -193,10 +206,19 @@ def test_wrong_line_of_a_file_names_the_option(load_file, line, named):
 
 @pytest.mark.parametrize(
     "source",
-    ["nowhere.yaml", "notes.txt", "empty.py", "broken.yaml", "grpo.py:toy_t2iss"],
+    [
+        "nowhere.yaml",
+        "notes.txt",
+        "empty.py",
+        "returns_nothing.py:mine",
+        "broken.yaml",
+        "grpo.py:toy_t2iss",
+    ],
 )
 def test_unusable_source_is_named(source, tmp_path):
     (tmp_path / "empty.py").write_text("")
+    nothing = "def mine(): pass\nSUFFIXES = {}\n"
+    (tmp_path / "returns_nothing.py").write_text(nothing)
     (tmp_path / "broken.yaml").write_text("seed: [1")
     folder = CONFIG if source.startswith("grpo") else tmp_path
     with pytest.raises(ConfigError, match=source.partition(":")[2] or source.partition(":")[0]):

@@ -4,6 +4,7 @@ Parquet tables.
 
 import io
 import json
+from datetime import date
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,20 +62,22 @@ def test_geneval_image(tmp_path, name):
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])
 def test_arrow_editing(tmp_path, suffix):
-    """Images as bytes, or as ``datasets`` saves them."""
+    """Images as ``datasets`` saves them, or as bytes, which Polars calls large."""
     images = [encoded(color) for color in COLORS]
     saved = [{"bytes": data, "path": None} for data in images]
     write(
         tmp_path / f"test.{suffix}",
-        prompt=COLORS,
-        image=saved if suffix == "arrow" else images,
-        category=list("abcde"),
+        prompt=pa.array(COLORS, pa.large_string()),
+        image=saved if suffix == "arrow" else pa.array(images, pa.large_binary()),
+        category=pa.array(list("abcde")).dictionary_encode(),
         note=[1, 2, 3, None, 5],
+        day=[date(2026, 11, day) for day in range(1, 6)],
     )
     items = load_prompts(tmp_path, "test", "arrow_editing")
     found = [(item.item_id, item.prompt, item.metadata["category"]) for item in items]
     assert found == list(zip(range(5), COLORS, "abcde", strict=True))
     for item, data in zip(items, images, strict=True):
+        assert item.metadata.keys() == {"prompt", "category", "note"}
         assert item.image.tobytes() == Image.open(io.BytesIO(data)).tobytes()
 
 

@@ -1,14 +1,19 @@
 """scripts/generate.py draws the evaluation's images, and keeps those that the judge likes best."""
 
+import argparse
 import itertools
+import json
 
 import numpy as np
 import pytest
 from fakes import fake_judge
+from named import load as load_named
 from PIL import Image
 from tiny_policies import disturb, draw, load, picture
-from tiny_run import ROOT, as_arguments, load_script
+from tiny_run import ROOT, as_arguments, load_script, write_edits
 
+from paco_grpo.commands.drawing import items_to_draw
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
@@ -51,10 +56,14 @@ def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
 
 
 def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
+    """The second prompt is a row of a file, with the shape of its images."""
     prompts = ("1x2 grid. [LEFT]: a. [RIGHT]: b.", "2x1 grid. [TOP]: a. [BOTTOM]: b.")
+    row = {"prompt": prompts[1], "height": 640, "width": 320}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     out = tmp_path / "out"
     command = ["--config", str(trained_run.folder / "saved.yaml"), "--seeds", "3", "--best", "1"]
-    command += ["--output", str(out), "--prompt", prompts[0], "--prompt", prompts[1]]
+    command += ["--output", str(out), "--prompt", prompts[0]]
+    command += ["--prompts_file", str(tmp_path / "rows.jsonl")]
 
     def respond(number, request):
         """The question at the start is answered, the next one is not."""
@@ -68,7 +77,31 @@ def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
         for row, prompt in zip(best, prompts, strict=True):
             (score,) = reward([Image.open(out / row["file"])], [Item(0, prompt)])
             assert row["judge"] == pytest.approx(score)
+    assert [Image.open(out / row["file"]).size for row in best] == [(32, 32), (24, 48)]
     assert len(rows) == 6
     assert sum(row["judge"] is None for row in rows) == 1
     assert [row for row in rows if row["kept"]] == best
     assert {path.name for path in out.glob("0*.png")} == {row["file"] for row in best}
+
+
+def test_a_file_has_the_items_of_the_evaluation(tmp_path):
+    """Edits with the images that its rows name, unless others are given; a line is a prompt."""
+
+    def items_of(configuration, file, *images):
+        command = argparse.Namespace(prompt=["p"], prompts_file=tmp_path / file, image=images)
+        first, *others = items_to_draw(load_named(configuration), command)
+        assert (first.item_id, first.prompt) == (0, "p")
+        return others
+
+    write_edits(tmp_path)
+    edits = load_prompts(tmp_path, "test", "geneval_image")
+    items = items_of("toy_kontext", "test_metadata.jsonl")
+    assert [(item.prompt, item.images) for item in items] == [(e.prompt, e.images) for e in edits]
+    assert [item.item_id for item in items] == [1, 2, 3]
+    items = items_of("toy_kontext", "test_metadata.jsonl", tmp_path / "train3.png")
+    given = load_prompts(tmp_path, "train", "geneval_image")[3].images
+    assert [item.images for item in items] == [given] * 3
+    assert [item.num_references for item in items_of("toy_t2is", "test_metadata.jsonl")] == [0] * 3
+    (tmp_path / "lines.txt").write_text(" a\u2028b\x85c \n\nd\n", encoding="utf-8")
+    prompts = [item.prompt for item in items_of("toy_t2is", "lines.txt")]
+    assert prompts == ["a\u2028b\x85c", "d"]

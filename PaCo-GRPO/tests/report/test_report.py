@@ -17,6 +17,8 @@ def test_a_whole_page(trained_run, tmp_path):
         row["prompt"] = f"<b> {number}"
         row["rewards"]["brightness"] -= number
     (first / "eval_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(first, folder / "eval" / "epoch_0003_mine")
+    (folder / "eval" / "epoch_0004").mkdir()  # an evaluation that is going on
     page = Page(
         title="A <title>",
         names={"brightness": Name("bright & red", "Read from pixels.")},

@@ -36,11 +36,24 @@ def test_import_path_kwargs_and_device():
         ({"jpeg_compresibility": 1}, {}, f"'{JPEG}'"),
         ({OWN: 1, "other:factory": 1}, {}, "'factory'"),
         ({JPEG: 1}, {JPEG: {"server": "http://x", "quality": 3}}, "'quality'"),
+        ({"nowhere.py:factory": 1}, {}, "'nowhere.py:factory'"),
     ],
 )
 def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
     with pytest.raises(UserError, match=named):
         build_rewards(reward_fn, kwargs)
+
+
+def test_a_file_is_a_place_too_and_a_reward_is_no_factory(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def two(x=2): return lambda images, items: [x] * len(items)\n"
+        "def bare(images, items): return [4] * len(items)\n"
+    )
+    rewards = build_rewards({f"{file}:two": 1}, {f"{file}:two": {"x": 3}})
+    assert rewards["two"](IMAGES, ITEMS).tolist() == [3, 3]
+    with pytest.raises(UserError, match="mine.py:bare.* factory"):
+        build_rewards({f"{file}:bare": 1})
 
 
 NO_TEXT = Item(7, "a fox")

@@ -74,6 +74,27 @@ def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
     assert_equal(first.state.weights()["trainable"], run.state.ema.shadow)
 
 
+def test_copies_that_a_checkpoint_lacks_start_from_its_weights(folder, again):
+    """Another objective keeps other copies, as the same one does with other options."""
+    awm = {"train__loss_type": "awm", "train__num_inner_epochs": 2, "train__num_sigmas": 1}
+    with pytest.raises(ConfigError, match="train.loss_type"):
+        build_run(again(**awm))
+    run = build_run(again(**awm, resume_changed=True))
+    load_state(run)
+    run.close()
+    trained, old, slow, _ = (list(part.values()) for part in run.state.weights().values())
+    assert all(map(torch.equal, trained, old)) and all(map(torch.equal, trained, slow))
+    assert any(tensor.any() for tensor in run.state.snapshots["old"].values())
+
+
+def test_an_average_that_has_not_moved_is_said(tiny_flux_dir, tmp_path, caplog):
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, train__ema_update_interval=3))
+    for run.state.optimizer_steps in (0, 2, 3):
+        run.checkpoints.save()
+    run.close()
+    assert caplog.text.count("ema_update_interval") == 1 and "after 2 " in caplog.text
+
+
 def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):
     """Saving does not touch the optimizer, whose first step is then its first one."""
     run = build_run(tiny_options(tiny_flux_dir, tmp_path))
