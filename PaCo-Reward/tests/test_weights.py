@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from llamafactory.model import adapter as llamafactory_adapter
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from paco_judge.errors import UserError
 from paco_judge.scorer import load_adapter
 from paco_judge.weights import from_pretrained_strict, lower_limits
+from paco_reward import overlay
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -36,7 +39,10 @@ def base(folder: Path) -> torch.nn.Module:
 
 
 def test_adapters_load_under_old_and_new_names(judge_dir, adapter_dir, tmp_path):
-    """The base as transformers saves it, and with the names of the published Qwen2.5-VL."""
+    """The base as transformers saves it, and with the names of the published Qwen2.5-VL.
+
+    Also where a training continues one.
+    """
 
     def old(name: str, tensor: torch.Tensor) -> dict:
         return {re.sub(r"model\.(language_model\.|model\.(?=visual))", "model.", name): tensor}
@@ -50,6 +56,14 @@ def test_adapters_load_under_old_and_new_names(judge_dir, adapter_dir, tmp_path)
     for folder in (judge_dir, published):
         load_adapter(base(folder), old_adapter)
         load_adapter(base(folder), adapter_dir)
+    overlay.install()
+    continued = llamafactory_adapter.PeftModel.from_pretrained(
+        base(judge_dir), str(old_adapter), is_trainable=True
+    )
+    tensors = get_peft_model_state_dict(continued)
+    for name, expected in load_file(adapter_dir / ADAPTER).items():
+        assert torch.equal(tensors[name], expected)
+    assert all(p.requires_grad for name, p in continued.named_parameters() if "lora_" in name)
 
 
 def test_an_adapter_that_changes_nothing_is_a_warning(judge_dir, adapter_dir, tmp_path, caplog):

@@ -129,21 +129,15 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
         UserError: The adapter is missing, or has tensors that no layer takes, too few, or other
             shapes.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
     from peft.utils import load_peft_weights
-    from safetensors import SafetensorError
 
     folder = local_folder(adapter, ("adapter_*",))
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is not an adapter in PEFT's format: it has no {CONFIG}")
-    try:
-        tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Found missing adapter keys")
-            loaded = PeftModel.from_pretrained(model, str(folder), key_mapping=_NEW_NAMES)
-    except (RuntimeError, UserWarning, SafetensorError) as error:
-        raise UserError(f"the adapter in {folder} does not fit its base: {error}") from error
+    loaded = with_adapter(model, folder)
+    tensors = load_peft_weights(str(folder), device="cpu", key_mapping=_NEW_NAMES)
     taken = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     if untaken := sorted(set(tensors) - set(taken)):
         raise UserError(
@@ -154,6 +148,22 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
     _report(folder, layers, tensors)
     _warn_of_another_base(folder, str(getattr(model, "name_or_path", "")))
     return loaded
+
+
+def with_adapter(model: "torch.nn.Module", adapter: str | Path, **options: Any) -> Any:
+    """``PeftModel.from_pretrained(model, adapter, **options)``, complete or not at all.
+
+    Raises UserError: It lacks tensors, or has other shapes.
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(adapter), key_mapping=_NEW_NAMES, **options)
+    except (RuntimeError, UserWarning, SafetensorError) as error:
+        raise UserError(f"the adapter in {adapter} does not fit its base: {error}") from error
 
 
 def _report(folder: Path, layers: Sequence, tensors: dict) -> None:

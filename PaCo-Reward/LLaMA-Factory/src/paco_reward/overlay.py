@@ -6,6 +6,7 @@
 | ``workflow.CustomSeq2SeqTrainer`` | ``_trainer_class`` | our loss and metrics, less memory |
 | ``workflow.load_tokenizer`` | ``_load_tokenizer`` | the processor limits image sizes |
 | ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
+| ``adapter.PeftModel`` | ``_Adapters`` | adapters of older names are loaded, too, and whole |
 | ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | refuses, cuts nothing |
 | ``MMPluginMixin._regularize_images`` | ``_regularize_images`` | formats, EXIF, transparency |
 
@@ -30,6 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from paco_judge.errors import UserError
 from paco_judge.images import load_image, read_image
 from paco_judge.scorer import answer_ids
+from paco_judge.weights import with_adapter
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 from paco_reward.metrics import answer_statistics, judge_metrics
@@ -60,6 +62,7 @@ def install() -> None:
     from llamafactory.data.mm_plugin import MMPluginMixin
     from llamafactory.data.processor import SupervisedDatasetProcessor
     from llamafactory.hparams import parser
+    from llamafactory.model import adapter
     from llamafactory.train.sft import workflow
 
     if getattr(workflow.CustomSeq2SeqTrainer, "paco_reward", False):
@@ -74,6 +77,7 @@ def install() -> None:
     workflow.get_template_and_fix_tokenizer = partial(
         _get_template, workflow.get_template_and_fix_tokenizer
     )
+    adapter.PeftModel = _Adapters
     _replace_method(SupervisedDatasetProcessor, "_encode_data_example", _encode_whole)
     _replace_method(MMPluginMixin, "_regularize_images", _regularize_images)
 
@@ -102,6 +106,15 @@ def _get_template(original: Callable, tokenizer: Any, data_args: Any) -> Any:
     template = original(tokenizer, data_args)
     check_prompt(template, tokenizer, chat_template)
     return template
+
+
+class _Adapters:
+    """What LLaMA-Factory loads adapters with that a training continues or merges.
+
+    PEFT alone would warn of tensors that no layer takes, and train from the base.
+    """
+
+    from_pretrained = staticmethod(with_adapter)
 
 
 def _regularize_images(original: Callable, plugin: Any, images: list, **kwargs: Any) -> Any:
