@@ -27,6 +27,8 @@ from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import row_of
 from paco_reward.pairing.select import LabeledPair
 
+_NAMED_ROWS = 20  # of those that cannot be used: each run decodes all images
+
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +110,7 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
         min_gap: Scores nearer to 1/2 than half of it are left out, and counted as ``unclear``.
 
     Raises:
-        UserError: Names the first row that cannot be used, and how many more there are.
+        UserError: Names the first rows that cannot be used, and how many more there are.
     """
     usable = OwnPairs()
     problems = []
@@ -119,8 +121,10 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
         except ValueError as error:
             problems.append(f"{file} row {number}: {error}")
     if problems:
-        others = f" ({len(problems) - 1} more rows cannot be used)" if len(problems) > 1 else ""
-        raise UserError(problems[0] + others)
+        named = problems[:_NAMED_ROWS]
+        if len(problems) > len(named):
+            named.append(f"{len(problems) - len(named)} more rows cannot be used")
+        raise UserError("\n".join(named))
     usable.counts = {"pairs": len(rows), "unclear": len(rows) - len(usable.pairs)}
     return usable
 
