@@ -15,7 +15,7 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.server import ConsistencyScore, JudgeReward, ScoreRequest, ServerReward
 from paco_grpo.rewards.subfigures import grid_of
 from paco_judge.grid import split_image
-from paco_judge.questions import BETTER, EDITING, Pair, load_question
+from paco_judge.questions import BETTER, EDITING, Pair, load_editing_questions, load_question
 
 # Also the names that configurations may give as paco_grpo.rewards.judge:NAME.
 __all__ = [
@@ -123,6 +123,7 @@ class ConsistencyForEditing(JudgeReward):
 
     question: str | Sequence[str] = EDITING
     fields = ("instruction",)
+    load = staticmethod(load_editing_questions)
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.grid import parse_layout, split_image, split_prompt
-from paco_judge.questions import RequestForm, load_question
+from paco_judge.questions import EDITING, RequestForm, load_question
 
 UNSURE = {
     "choices": [
@@ -203,6 +203,7 @@ def test_host_and_port_in_place_of_the_address(judge):
     [
         (BetweenImages, {"others": 3}),
         (ConsistencyScore, {"question": "editing_instruction"}),
+        (ConsistencyForEditing, {"question": [*EDITING, "pair"]}),
     ],
 )
 def test_what_cannot_be_asked_is_refused(reward, wrong):
