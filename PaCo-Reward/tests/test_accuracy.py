@@ -6,26 +6,35 @@ import shutil
 import pytest
 
 from paco_judge.errors import UserError
+from paco_judge.questions import RequestForm
+from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
 from paco_reward.metrics import judge_report
 
 
-@pytest.fixture
-def arguments(judge_dir, data_dir) -> list[str]:
-    options = {"--model": judge_dir, "--dataset_dir": data_dir, "--dataset": "held_out,held_out"}
-    return ["accuracy", *(str(word) for option in options.items() for word in option)]
-
-
-def test_it_reports_the_scores_of_the_scorer(scorer, arguments, data_dir, tmp_path, capsys):
-    """A data set that is named twice counts once."""
+def test_it_reports_the_scores_of_the_scorer(judge_dir, adapter_dir, data_dir, tmp_path, capsys):
+    """Of a judge with its adapter and form. A data set that is named twice counts once."""
     output = tmp_path / "new" / "judge.json"
-    assert main([*arguments, "--output", str(output)]) == 0
+    options = {"--model": judge_dir, "--adapter": adapter_dir, "--answer_tokens": "variants"}
+    options |= {"--dataset_dir": data_dir, "--dataset": "held_out,pairs,held_out"}
+    words = [str(word) for option in options.items() for word in option]
+    assert main(["accuracy", *words, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert json.loads(capsys.readouterr().out) == report
-    pairs, labels = labeled_pairs(data_dir, "held_out")
-    expected = judge_report([verdict.p_yes for verdict in scorer.score(pairs)], labels)
-    assert labels == [True, False] * 5 and report["n"] == 10 and "kinds" not in report
+    form = RequestForm(answer_tokens="variants")
+    scorer = JudgeScorer.from_pretrained(judge_dir, adapter_dir, form=form)
+    all_scores = []
+    all_labels = []
+    for name, count in (("held_out", 10), ("pairs", 16)):
+        pairs, labels = labeled_pairs(data_dir, name)
+        assert labels == [True, False] * (count // 2)
+        scores = [verdict.p_yes for verdict in scorer.score(pairs)]
+        expected = judge_report(scores, labels)
+        assert report["kinds"][name] == pytest.approx(expected, abs=1e-5)
+        all_scores += scores
+        all_labels += labels
+    expected = judge_report(all_scores, all_labels)
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 

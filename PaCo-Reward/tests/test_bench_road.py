@@ -5,6 +5,7 @@ Items, images, sizes, texts, labels and answers all differ. What is expected com
 
 import numpy as np
 import pytest
+from bench_tools import edit_lines
 from fakes import fake_judge
 from pairing_tools import digest, p_yes_of, read_lines
 from PIL import Image
@@ -96,7 +97,12 @@ def test_edits(server, edits, tmp_path, capsys):
 
 @pytest.mark.parametrize("compares", [False, True])
 def test_choices(server, choices, tmp_path, compares):
+    """The winners are 0 and 1, or 1 and 2."""
     options, p_yes = server
+    first_winner = int(compares)
+    rows = read_lines(choices.data)
+    changes = {i: {"winner": str(int(row["winner"]) + first_winner)} for i, row in enumerate(rows)}
+    edit_lines(choices.data, changes)
     question = tmp_path / "mine.txt"
     question.write_text("Edit: {instruction}. Is the first edit better?")
     template = shipped()["editing_consistency"]
@@ -115,7 +121,9 @@ def test_choices(server, choices, tmp_path, compares):
             shown = [(before, first, second), (before, second, first)]
         scores = [p_yes(text, *files) for files in shown]
         assert row["scores"] == pytest.approx(scores) and row["key"] == item["key"]
-        right.setdefault(item["task"], []).append(np.argmax(scores) == int(item["winner"]))
+        right.setdefault(item["task"], []).append(
+            np.argmax(scores) == int(item["winner"]) - first_winner
+        )
     right["average"] = np.concatenate([*right.values()])
     head, line = (tmp_path / "table.txt").read_text().splitlines()
     cells = dict(zip(head.split(), line.split(), strict=True))

@@ -12,7 +12,7 @@ from paco_judge.errors import UserError
 from paco_reward import overlay
 from paco_reward.config import check_combinations, check_options, load_config
 from paco_reward.datasets import check_data
-from paco_reward.launch import plan_processes, run
+from paco_reward.launch import plan_processes, run, train
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = {"model_name_or_path": "model", "output_dir": "out"}
@@ -172,6 +172,16 @@ def test_processes_of_a_training(gpus, cpus, config, environment, expected, monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     assert plan_processes(config, environment) == expected
+
+
+def test_accumulation_counts_the_processes_of_all_nodes(judge_dir, monkeypatch):
+    """Without a batch size of a device, it is the 8 of transformers."""
+    started = []
+    monkeypatch.setattr("llamafactory.train.tuner.run_exp", started.append)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    train(MINIMAL | {"model_name_or_path": str(judge_dir), "global_batch_size": 96})
+    assert [config["gradient_accumulation_steps"] for config in started] == [3]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Merging: the same scores, every file a server needs, and no incomplete exports."""
 
+import json
 import shutil
 
 import numpy as np
@@ -42,14 +43,20 @@ def test_export_command_reports_agreement(judge_dir, adapter_dir, arguments, tmp
 
 
 def test_the_image_limits_of_the_training_are_the_merged_models(judge_dir, adapter_dir, tmp_path):
+    """The base's file has them under their old names, too, which win."""
     limits = {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}
+    base = shutil.copytree(judge_dir, tmp_path / "base")
+    file = base / "processor_config.json"
+    settings = json.loads(file.read_bytes())
+    settings["image_processor"] |= {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+    file.write_text(json.dumps(settings))
     adapter = shutil.copytree(adapter_dir, tmp_path / "adapter")
     processor = JudgeScorer.from_pretrained(judge_dir).processor
     assert dict(processor.image_processor.size) != limits
     set_limits(processor, limits)
     processor.save_pretrained(adapter)
-    export(str(judge_dir), str(adapter), tmp_path / "merged")
-    for judge in ((tmp_path / "merged",), (judge_dir, adapter)):
+    export(str(base), str(adapter), tmp_path / "merged")
+    for judge in ((tmp_path / "merged",), (base, adapter)):
         size = JudgeScorer.from_pretrained(*judge).processor.image_processor.size
         assert {name: size[name] for name in limits} == limits
 

@@ -63,9 +63,10 @@ def test_people_rank_sets_and_the_metadata_may_state_the_split(world, tmp_path, 
     for line in lines:
         line["split"] = "test" if line["idx"] in ("p2", "p5") else "train"
     file = write_lines(tmp_path / "metadata.jsonl", lines)
-    build(world, tmp_path / "out", metadata=file, sets_only=True)
+    options = {"metadata": file, "candidates": 3, "sets_per_prompt": 5, "no_ranks": 2}
+    assert build(world, tmp_path / "out", **options, sets_only=True)["counts"]["sets"] == 30
     people = rank_like_people(tmp_path / "out")
-    build(world, tmp_path / "out", metadata=file, rankings=people, test_share=0.9)
+    build(world, tmp_path / "out", **options, rankings=people, test_share=0.9)
     decided = {line["idx"]: line["split"] for line in lines}
     for part in ("train", "test"):
         learned = rows(tmp_path / "out", f"consistency_reward_{part}")

@@ -76,6 +76,18 @@ def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
     assert len(pairs) == kept and len({pair.group for pair in pairs}) == 1
 
 
+@pytest.mark.parametrize(("bits", "count"), [(0, 2), (64, 1)])
+def test_near_duplicates_differ_in_so_many_bits_as_stated(bits, count, tmp_path):
+    """Pale pictures: only their hashes differ."""
+    for number, name in enumerate("abcd"):
+        pale = np.asarray(noise(number)) // 64 + 200
+        Image.fromarray(pale).save(tmp_path / name, "PNG")
+    labeled = [LabeledPair(*names, "q", True, "pair", "") for names in ("ab", "cd")]
+    options = Namespace(output=tmp_path, duplicate_bits=bits, seed=1, pairs=True)
+    pairs = build.clean(labeled, options, Counter())
+    assert len({pair.group for pair in pairs}) == count
+
+
 def test_the_seed_decides_which_share_of_the_groups_is_for_testing():
     testing = {frozenset(select.groups_for_testing("abcdefgh", 0.4, seed)) for seed in range(4)}
     assert len(testing) > 1 and set(map(len, testing)) == {3}

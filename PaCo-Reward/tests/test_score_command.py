@@ -39,11 +39,12 @@ def test_edits_have_two_scores_and_their_geometric_mean(paths, answering_judge, 
     assert len(set(values[:, 2])) == 2
 
 
-def test_a_users_question_and_form(paths, answering_judge, tmp_path, capsys):
+def test_a_users_adapter_question_and_form(paths, answering_judge, adapter_dir, tmp_path, capsys):
     """In this process as over a server: labels, JPEG and answer tokens are the scorer's."""
     question = tmp_path / "mine.txt"
     question.write_text("Same {theme}?")
-    options = ["--model", answering_judge, "--question", question, "--theme", "boat"]
+    options = ["--model", answering_judge, "--adapter", adapter_dir]
+    options += ["--question", question, "--theme", "boat"]
     form = ["--image_labels", "<img{n}>: ", "--image_format", "jpeg", "--answer_tokens", "variants"]
     assert score(*paths[:2], *options, *form) == 0
     shown = float(capsys.readouterr().out.split()[-1])
@@ -53,7 +54,7 @@ def test_a_users_question_and_form(paths, answering_judge, tmp_path, capsys):
         Image.open(path).save(file, "JPEG", quality=75)  # as the published script sends images
         pictures.append(Image.open(file))
     labeled = RequestForm("<img{n}>: ", "png", "variants")
-    scorer = JudgeScorer.from_pretrained(answering_judge, form=labeled)
+    scorer = JudgeScorer.from_pretrained(answering_judge, adapter_dir, form=labeled)
     (verdict,) = scorer.score([Pair(*pictures, "Same boat?")])
     assert shown == pytest.approx(verdict.p_yes, abs=5e-5)
 

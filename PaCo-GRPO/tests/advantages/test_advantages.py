@@ -160,24 +160,30 @@ def test_means_and_product(name, formula):
 
 
 @pytest.mark.parametrize(
-    "threshold,tamed", [("mean", {"a"}), ("median", {"a"}), (10.0, set()), (0.0, {"a", "b"})]
+    ("threshold", "tamed"),
+    [("mean", {"a"}), ("median", {"a", "c"}), (10.0, set()), (0.0, {"a", "b", "c", "d"})],
 )
 def test_log_tame(threshold, tamed):
     rewards = {
         "a": {"p": np.array([0.0, 1, 30]), "q": np.array([2.0, 0])},  # varies a lot
         "b": {"p": np.array([0.8, 0.9, 1]), "q": np.array([1.0, 0.7])},
+        "c": {"p": np.array([-0.2, -0.6, -0.4]), "q": np.array([-0.3, -0.2])},
+        "d": {"p": np.array([2.0, 2.1, 2.2]), "q": np.array([2.3, 2.4])},
     }
-    function = log_tame_aggregate_fn(threshold=threshold, reward_weights=WEIGHTS)
+    weights = WEIGHTS | {"c": 3.0, "d": 0.7}
+    function = log_tame_aggregate_fn(threshold=threshold, reward_weights=weights)
     result = function(**rewards)
     for key in ("p", "q"):
-        terms = {
-            name: np.log(1 + rewards[name][key]) if name in tamed else rewards[name][key]
-            for name in ("a", "b")
-        }
-        np.testing.assert_allclose(result[key], 0.2 * terms["a"] + 1.5 * terms["b"])
-    values = np.array([0, 1, 30, 2, 0.0])
-    assert function.stats["cv/a"] == pytest.approx(values.std() / values.mean())
-    assert {name for name in ("a", "b") if function.stats[f"log_tamed/{name}"]} == tamed
+        total = 0.0
+        for name, groups in rewards.items():
+            values = groups[key]
+            total += weights[name] * (np.log(1 + values) if name in tamed else values)
+        np.testing.assert_allclose(result[key], total)
+    for name, groups in rewards.items():
+        values = np.concatenate(list(groups.values()))
+        variation = function.stats[f"cv/{name}"]
+        assert variation == pytest.approx(values.std() / abs(values.mean()))
+    assert {name for name in rewards if function.stats[f"log_tamed/{name}"]} == tamed
     with pytest.raises(ValueError, match="'a'"):
         log_tame_aggregate_fn(threshold=0.0)(a={"p": np.array([-1.0, 4])})
 

@@ -5,14 +5,48 @@ import json
 import shutil
 
 import pytest
-from PIL import Image
+from accelerate import PartialState
+from PIL import Image, ImageColor
 from tiny_run import tiny_options
 
 from paco_grpo.commands.compare import is_complete
+from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards
+from paco_grpo.types import Item
 
 REWARDS = {"tiny_run:brightness": 1.0}
+
+
+COLORS = ("red", "lime", "blue", "white", "black")
+
+
+def plain(color):
+    return Image.new("RGB", (32, 32), color)
+
+
+def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
+    """In rows, and also as a small copy."""
+    PartialState()
+    folder = EvaluationFolder(tmp_path)
+    for number, color in enumerate(COLORS):
+        item = Item(number, f"make it {color}", references=(plain(COLORS[number - 1]),))
+        folder.add(number, plain(color), item)
+        shown = [Image.open(file(number)) for file in (folder.image_file, folder.reference_file)]
+        assert [image.getpixel((9, 9)) for image in shown] == [
+            ImageColor.getrgb(color),
+            ImageColor.getrgb(COLORS[number - 1]),
+        ]
+    folder.write_sheet(True)
+    sheet = Image.open(tmp_path / "sheet.png")
+    columns = 2
+    width = sheet.width // columns
+    height = sheet.height // 3
+    for number, color in enumerate(COLORS):
+        row, column = divmod(number, columns)
+        place = column * width + 80, row * height + 80
+        assert sheet.getpixel(place) == ImageColor.getrgb(COLORS[number - 1])
+        assert sheet.getpixel((place[0] + 164, place[1])) == ImageColor.getrgb(color)
 
 
 class Case:

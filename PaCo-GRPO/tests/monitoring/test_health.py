@@ -123,3 +123,10 @@ def test_ratios_to_the_first_epochs():
     assert against_first(rows) == pytest.approx(expected)
     assert against_first(rows[:1])["health/diversity_vs_first"] == 1
     assert against_first([{"reward/between": 1.0}]) == {}
+
+
+def test_a_run_compares_with_its_first_epoch(trained_run):
+    first, second = rows_of(trained_run.options, "train")
+    for name in ("health/latent_std", "health/distinctness"):
+        ratio = second[f"{name}_vs_first"]
+        assert ratio == pytest.approx(second[name] / first[name]) and ratio != 1

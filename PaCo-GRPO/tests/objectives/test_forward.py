@@ -44,6 +44,16 @@ def test_sampled_sigmas(num_steps, with_one, fraction, count, seed):
     )
 
 
+@pytest.mark.parametrize(
+    ("with_one", "fraction", "steps"), [(True, 0.75, [0, 1, 2]), (False, 0.5, [1])]
+)
+def test_steps_are_those_of_the_options(with_one, fraction, steps):
+    """All of the four that there are to sample from."""
+    options = {"num_sigmas": len(steps), "sigma_one": with_one, "sigma_fraction": fraction}
+    objective = get_objective("awm")(TrainOptions(**options))
+    assert objective.steps(sample(ToyPolicy()), np.random.default_rng(0)) == steps
+
+
 def test_noise_of_samples_and_of_groups():
     policy = ToyPolicy()
     step = step_of(policy, (1.0, 0.0, -1.0))  # items 0, 1, 0

@@ -118,10 +118,12 @@ class NumpyLoss:
         seed = (5 << 32) + int(items[b])  # of the whole group
         advantages = np.array(ADVANTAGES)
         advantages -= advantages[members].mean()
+        slow = self.train.dgpo_reference == "slow"
+        reference = self.weights.slow if slow else self.weights.base
         total = 0.0
         for member in members:
             error = self.error(self.weights.current, step, member, seed)
-            change = error - self.error(self.weights.base, step, member, seed)
+            change = error - self.error(reference, step, member, seed)
             total += self.train.dgpo_beta * advantages[member] * change / len(members)
         weight = advantages[b] / (1 + np.exp(-total))
         loss = weight * self.error(self.weights.current, step, b, seed)
@@ -185,8 +187,9 @@ def test_against_numpy(name, clip_range, beta):
     policy = ToyPolicy(dtype=torch.float64)
     limits = {
         "clip_range": clip_range,
-        "awm_clip_range": clip_range,
+        "awm_clip_range": clip_range / 2,
         "dppo_divergence": clip_range / 100,
+        "dgpo_reference": "slow" if clip_range > 1 else "base",
     }
     result = sample(policy)
     train = train_options(beta=beta, **limits)

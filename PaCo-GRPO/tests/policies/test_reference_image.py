@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_policies import EDITORS, items, load, picture
 
 from paco_grpo.policies import PolicyLoadError, PolicySettings, load_policy
+from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Item
 
 BY_NAME = pytest.mark.parametrize("name", EDITORS)
@@ -69,6 +70,9 @@ def test_reference_size(policy, name):
     assert size_read(edit(600, 400, (64, 96))) == (64, 96)
     assert size_read(edit(400, 400, (64, 96))) == ((72, 72) if name == "flux_kontext" else (64, 64))
     assert size_read(edit(128, 64)) == (64, 128)  # no size: the image's own
+    for mode in ("aspect", "exact"):
+        sized = at_size(edit(128, 64), 64, mode, policy)
+        assert sized.width / sized.height == pytest.approx(2, rel=0.2)
     conditioning = policy.encode([edit(600, 400, (64, 96)), edit(600, 400, (64, 96))])
     assert conditioning.reference_grid.tolist() == [
         [[8, 12]]

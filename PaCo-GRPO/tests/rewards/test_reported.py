@@ -19,12 +19,15 @@ def built(name, device="cpu", **kwargs):
     return build_rewards({name: 1.0}, {name: kwargs}, device)[name]
 
 
-def test_packages_get_their_arguments(packages):
+def test_packages_get_their_arguments(packages, tmp_path):
     """Prompts and images by name: test_wiring.py."""
     images, items = IMAGES[:1], ITEMS[:1]
     built("hpsv3", "cuda:1", checkpoint="weights", batch_size=3)(images, items)
     built("edit_reward", **EDIT_REWARD)(images, items)
-    hps, edit = packages.loaded
+    dreamsim = {"dreamsim_type": "dino_vitb16", "cache_dir": str(tmp_path)}
+    built("subfig_dreamsim", **dreamsim)(images, items)
+    hps, edit, sub_figures = packages.loaded
+    assert sub_figures.items() >= dreamsim.items()
     assert hps == {"config_path": None, "checkpoint_path": "weights", "device": "cuda:1"}
     assert (edit["config_path"], edit["checkpoint_path"]) == ("a.yaml", "folder")
     assert edit["reward_dim"] == "overall_detail"

@@ -116,10 +116,10 @@ def test_missing_weights_name_the_download_command(reward, script, monkeypatch, 
         build_rewards({reward: 1.0})[reward].check()
 
 
-def test_jpeg_rewards_are_the_size_of_a_file(tmp_path):
-    flat = Image.new("RGB", (64, 32), "gray")
-    scores = jpeg_incompressibility()([IMAGES[0], flat], ITEMS[:2])
-    for image, score in zip((IMAGES[0], flat), scores, strict=True):
-        image.save(tmp_path / "x.jpg", quality=95)
+@pytest.mark.parametrize("options", [{}, {"quality": 60}])
+def test_jpeg_rewards_are_the_size_of_a_file(tmp_path, options):
+    scores = jpeg_incompressibility(**options)(IMAGES, ITEMS)
+    for image, score in zip(IMAGES, scores, strict=True):
+        image.save(tmp_path / "x.jpg", **{"quality": 95} | options)
         assert score == pytest.approx((tmp_path / "x.jpg").stat().st_size / 1000 / 500)
-    assert np.array_equal(jpeg_compressibility()([IMAGES[0], flat], ITEMS[:2]), -scores)
+    assert np.array_equal(jpeg_compressibility(**options)(IMAGES, ITEMS), -scores)

@@ -52,7 +52,8 @@ def kwargs(judge, clip_folder, tiny_open_clip, packages, tmp_path, monkeypatch):
     question.write_text("Caption: {prompt}")
     arguments["unified_reward"] = {"base_url": judge.url, "question": str(question)}
     arguments["geneval2"] = {"base_url": judge.url}
-    arguments |= {"hpsv3": {}, "edit_reward": {"checkpoint": "a", "config": "b"}}
+    edit_reward = {"checkpoint": "a", "config": "b", "batch_size": 3}
+    arguments |= {"hpsv3": {"batch_size": 3}, "edit_reward": edit_reward}
     faces = lambda image: np.array([[share_of(image.tobytes())]])  # of one number
     monkeypatch.setattr("paco_grpo.rewards.identity._finder", lambda: faces)
     arguments |= {"face_likeness": {}, "kept_pixels": {"tolerance": 70}}
@@ -117,18 +118,19 @@ def test_processes_exchange_the_images_of_an_item_and_nothing_else(judge):
 
 def test_edit_score_averages_passes_that_differ(judge, packages):
     """Each pass has its own seed, and the lower of two scores counts."""
-    kwargs = {"base_url": judge.url, "num_pass": 3, "score_range": 25}
+    kwargs = {"base_url": judge.url, "num_pass": 3, "score_range": 40}
     (reward,) = build_rewards({"edit_score": 1.0}, {"edit_score": kwargs}).values()
     scores = reward(IMAGES[:2], ITEMS[:2])
     passes = {0: {}, 1: {}}  # image → seed → product of the lower scores
     for request in judge.requests:
         shown = shown_to_judge(request)
         (number,) = [i for i in range(2) if IMAGES[i].tobytes() in shown]
-        is_edit = "edit, 0 to 25" in shown[-1]
+        is_edit = "edit, 0 to 40" in shown[-1]
+        assert is_edit or "quality, 0 to 40" in shown[-1]
         if is_edit:
             assert shown[1] == ITEMS[number].image.tobytes() and ITEMS[number].prompt in shown[-1]
         assert len(shown) == (5 if is_edit else 3)
-        lowest = min(edit_scores(shown, request["seed"])) / 25
+        lowest = min(edit_scores(shown, request["seed"])) / 40
         products = passes[number]
         products[request["seed"]] = products.get(request["seed"], 1.0) * lowest
     for number, products in passes.items():

@@ -3,6 +3,7 @@ two processes.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -98,10 +99,12 @@ def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_ru
             is_split = bool(set(item_ids[first]) & set(item_ids[second]))
             assert is_split != whole_groups
     rollouts = sampled(dgpo_run)[0]
-    passes = []
-    for inner in range(16):
-        passes += updater._micro_batches(rollouts, np.zeros(8), np.arange(2), 0, inner)
-    assert len(passes) == 16
-    assert len({micro_batch.epoch_seed for micro_batch in passes}) == 16
-    assert [micro_batch.inner_epoch for micro_batch in passes] == list(range(16))
-    assert len({tuple(micro_batch.indices) for micro_batch in passes}) > 1
+    passes = {}
+    for epoch, inner in itertools.product(range(12), repeat=2):
+        (micro_batch,) = updater._micro_batches(rollouts, np.zeros(8), np.arange(2), epoch, inner)
+        assert micro_batch.inner_epoch == inner
+        passes[epoch, inner] = micro_batch
+    assert len({micro_batch.epoch_seed for micro_batch in passes.values()}) == 144
+    of_epoch = {tuple(passes[0, other].indices) for other in range(12)}
+    of_pass = {tuple(passes[other, 0].indices) for other in range(12)}
+    assert len(of_epoch) > 1 and len(of_pass) > 1

@@ -2,6 +2,7 @@
 nothing.
 """
 
+import io
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from forked_runs import state
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.objectives import MicroBatch
@@ -55,8 +58,22 @@ def test_what_a_run_writes(finished):
     assert len(list((folder / "eval" / "epoch_0002").glob("*.png"))) == 6  # with the sheet
     kept = [path.name for path in ckpt.list_checkpoints(folder / "checkpoints")]
     assert kept == ["epoch_0002", "epoch_0003"]
-    assert list((folder / "tensorboard").iterdir())
     assert load_options(str(folder / "config.yaml")) == finished
+
+
+def test_the_tracker_gets_each_epochs_numbers_and_pictures(finished):
+    folder = folder_of(finished)
+    events = EventAccumulator(str(folder / "tensorboard"), {"images": 0})
+    events.Reload()
+    for event, row in zip(events.Scalars("train/loss"), rows_of(finished, "train"), strict=True):
+        assert (event.step, event.value) == (row["epoch"], pytest.approx(row["train/loss"]))
+    sheets = events.Images("eval/sheet")
+    assert [event.step for event in sheets] == [0, 2, 3]
+    for event in sheets:
+        logged = Image.open(io.BytesIO(event.encoded_image_string))
+        file = folder / "eval" / ckpt.checkpoint_name(event.step) / "sheet.png"
+        assert logged.tobytes() == Image.open(file).tobytes()
+    assert len({event.encoded_image_string for event in sheets}) == 3
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -95,10 +112,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished):
 
 
 def test_training_time_limit_stops_cleanly(tiny_flux_dir, tmp_path):
-    config = tiny_options(
-        tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1e-6, save_freq=0
-    )
-    train(config)
+    """It is in minutes: one more epoch begins after 59.99 seconds."""
+    config = tiny_options(tiny_flux_dir, tmp_path, num_epochs=50, max_train_minutes=1, save_freq=0)
+    run = build_run(config)
+    run.state.train_seconds = 59.99
+    Trainer(run).fit()
     assert [row["phase"] for row in rows_of(config)] == ["train", "eval"]
     assert (folder_of(config) / "checkpoints" / "epoch_0001" / "adapter").is_dir()
 

@@ -1,6 +1,7 @@
 """k repeats of m prompts: complete, shuffled, reproducible."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,14 @@ def test_a_pass_does_not_repeat_a_prompt(items, m, seed):
     sampler = GroupSampler([items], [m], 2, seed)
     seen = [i for epoch in range(items // m) for i in set(sampler.samples(epoch).item_ids.tolist())]
     assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("items", [20, 6])
+def test_prompts_come_together_in_other_epochs_of_each_pass(items):
+    """Where they do not fill an epoch, others are repeated in each."""
+    sampler = GroupSampler([items], [8 if items < 8 else 5], 1, seed=3)
+    epochs = [tuple(sorted(sampler.samples(epoch).item_ids)) for epoch in range(8)]
+    assert len(set(epochs)) > 4  # epochs of a pass
 
 
 def test_epochs_differ_and_are_reproducible():

@@ -35,7 +35,9 @@ from paco_grpo.data.sets import (
 )
 from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
+from paco_grpo.rewards.by_set import merge_sets, training_rewards, watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.training.build import build_run
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.resume import TrainingStopped
@@ -130,6 +132,33 @@ def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text(options_to_yaml(options))
     assert load_options(str(saved)) == options
+
+
+def test_what_a_set_is_trained_on_and_what_is_only_watched():
+    """A negative weight is one to train on; the spread is the one that the run asks for."""
+    values = {
+        "datasets": {"one": {"folder": "x", "reward_fn": {ASKED: -2.0, OTHERS: 0.0}}},
+        "train": {"aggregate_fn": "weighted_advantage_sum_aggregate_fn"},
+        "sample": {"global_std": True},
+    }
+    options = make_options(values, [])
+    (prompt_set,) = prompt_sets(options)
+    trained = training_rewards(prompt_set, options)
+    assert trained.weights == trained.aggregate_fn.reward_weights == {"of_set": -2.0}
+    assert trained.aggregate_fn.global_std
+    assert watched_rewards([prompt_set.train]) == ["spread_of_set"]
+
+
+def test_scores_of_other_arguments_in_one_set_are_other_scores():
+    """By which an evaluation is scored again."""
+    identities = []
+    for factor in (2.0, 3.0):
+        of_sets = []
+        for begins, times in (("large", 1.0), ("small", factor)):
+            kwargs = {"begins": begins, "factor": times}
+            of_sets.append(build_rewards({ASKED: 1.0}, {ASKED: kwargs}))
+        identities.append(merge_sets(of_sets, ["large", "small"])["of_set"].identity())
+    assert identities[0] != identities[1]
 
 
 @pytest.mark.parametrize(

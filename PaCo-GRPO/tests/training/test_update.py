@@ -4,9 +4,23 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
+from accelerate import PartialState
 from tiny_run import sampled, tiny_options
 
 from paco_grpo.training.build import build_run
+from paco_grpo.training.update import Meter, _epoch_metrics
+
+
+def test_metrics_are_means_over_samples_and_steps_or_the_largest_value():
+    PartialState()
+    steps = []
+    for values in ([[1.0, 4.0], [10.0]], [[2.0, 3.0], [7.0]]):
+        meter = Meter()
+        for part in values:
+            meter.add({"d_mean": torch.tensor(part), "d_max": torch.tensor(part)}, 1 / 3)
+        steps.append({name: total.item() for name, total in meter.totals.items()})
+    assert _epoch_metrics(steps) == pytest.approx({"d_mean": (5 + 4) / 2, "d_max": 10})
 
 
 @pytest.mark.parametrize("mode", ["recompute", "auto", "rollout"])

@@ -48,12 +48,13 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     # One image beside a list counts for all of it.
     both = judge.score(first, [files[1], third], theme=["boats", None])
     assert both == pytest.approx([with_theme, without], abs=1e-5)
-    texts = editing_texts(load_editing_questions(), "make it blue").values()
     edits = []
-    for edited in (second, third):
-        edits.append(math.sqrt(math.prod(expected(first, edited, text) for text in texts)))
+    made = [(first, second, "make it blue"), (third, first, "turn it")]
+    for before, edited, instruction in made:
+        texts = editing_texts(load_editing_questions(), instruction).values()
+        edits.append(math.sqrt(math.prod(expected(before, edited, text) for text in texts)))
     assert judge.score_edit(*files[:2], "make it blue") == pytest.approx(edits[0], abs=1e-5)
-    scores = judge.score_edit(files[0], files[1:], "make it blue")
+    scores = judge.score_edit([first, files[2]], [files[1], first], ["make it blue", "turn it"])
     assert scores == pytest.approx(edits, abs=1e-5)
     bad, answer = judge.explain(files[0], files[1], ["<|image_pad|>", "boats"], max_tokens=4)
     (reasons,) = scorer.reasons([Pair(first, second, theme_question("boats"))], 4)
