@@ -183,6 +183,8 @@ class JudgeClient:
                 return str(error)
             async with self._slots:
                 end = deadline or time.monotonic() + self.deadline_s
+                if time.monotonic() >= end:
+                    return f"not asked within deadline_s={self.deadline_s:g} of the whole call"
                 messages = build_messages(urls, pair.question, self.form)
                 body = json.dumps({"messages": messages} | fields).encode()
                 try:

@@ -34,6 +34,7 @@ from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, editing_score
 logger = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 512  # tokens
+PAIRS_AT_ONCE = 256  # of a list: their images are in memory, and a server's deadline is for them
 
 AnyImage = str | Path | Image.Image  # a file, an http(s) URL, or an image in memory
 
@@ -176,6 +177,15 @@ def _asked(
     ask: Callable[[list[Pair]], list], rows: Sequence[Row], kind: type, is_list: bool
 ) -> list:
     """What ``ask`` answers about each row, or in a list ``kind(None, why)`` for a bad image."""
+    answers = []
+    for start in range(0, len(rows), PAIRS_AT_ONCE):
+        answers += _asked_at_once(ask, rows[start : start + PAIRS_AT_ONCE], kind, is_list)
+    return answers
+
+
+def _asked_at_once(
+    ask: Callable[[list[Pair]], list], rows: Sequence[Row], kind: type, is_list: bool
+) -> list:
     images: dict[str | int, Image.Image] = {}  # each is loaded once
     pairs = {}
     answers = {}

@@ -87,14 +87,16 @@ def test_an_error_is_not_retried_forever(status, attempts, monkeypatch):
     assert len(judge.requests) == attempts
 
 
-def test_each_written_answer_has_its_own_deadline():
+def test_each_written_answer_has_its_own_deadline_and_scores_a_common_one():
     def respond(number, request):
-        time.sleep(0.4)
-        return 200, {"choices": [{"message": {"content": "Yes. Both show a fox."}}]}, {}
+        time.sleep(0.3)
+        return 200, answer(0.6), {}
 
     with FakeJudge(respond) as judge:
-        answers = client(judge, deadline_s=1.0, max_concurrency=1).generate([PAIR] * 4, 8)
-    assert answers == [Answer("Yes. Both show a fox.")] * 4
+        scorer = client(judge, deadline_s=0.8, max_concurrency=1)
+        assert scorer.generate([PAIR] * 4, 8) == [Answer("Yes")] * 4
+        first, *_, last = scorer.score([PAIR] * 4)
+        assert first.ok and "deadline_s" in last.error
 
 
 @pytest.mark.parametrize(

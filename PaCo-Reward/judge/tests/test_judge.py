@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny_judge
@@ -76,6 +77,22 @@ def test_a_bad_image_costs_its_own_pairs_of_a_list(files, tmp_path):
         assert scores == [pytest.approx(0.4), None, pytest.approx(0.9)]
         with pytest.raises(UnreadableImage, match="half.png"):
             judge.score(files[0], cut_off)
+
+
+def test_a_long_list_has_no_common_deadline(files, monkeypatch):
+    """Of a server that answers a pair in 20 ms, one after the other."""
+
+    def slowly(number, request):
+        time.sleep(0.02)
+        return fake_judge.by_content(number, request)
+
+    monkeypatch.setattr("paco_judge.judge.PAIRS_AT_ONCE", 5)
+    themes = [f"theme {number}" for number in range(33)]
+    with fake_judge.FakeJudge(slowly, models=["mine"]) as server:
+        judge = Judge(server.url, "mine", max_concurrency=1, deadline_s=0.5)
+        scores = judge.score(files[0], files[1], themes)
+    with fake_judge.FakeJudge(fake_judge.by_content, models=["mine"]) as server:
+        assert scores == Judge(server.url, "mine").score(files[0], files[1], themes)
 
 
 def test_importing_the_package_loads_neither_torch_nor_the_client():
