@@ -138,17 +138,28 @@ def find_factory(name: str) -> Callable[..., Reward]:
         raise UserError(f"reward {error}") from error
 
 
+def _remote_factory(name: str) -> Callable[..., Reward]:
+    return functools.partial(find_factory(_REMOTE), name)
+
+
 class CheckedReward:
     """A reward whose errors name it, and whose scores are checked; see ``build_rewards``."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], device: Any) -> None:
-        factory = find_factory(name)
+        is_remote = "server" in kwargs
+        try:
+            factory = find_factory(name)
+        except UserError:
+            if not is_remote:
+                raise
+            # What its module imports may be in the environment of the service alone.
+            factory = _remote_factory(name)
         self.name = short_name(name)
         self.kwargs = kwargs
         self._check_item = getattr(factory, "check_item", None)
         remark = getattr(factory, "remark", None)
-        if "server" in kwargs and "server" not in inspect.signature(factory).parameters:
-            factory = functools.partial(find_factory(_REMOTE), name)
+        if is_remote and "server" not in inspect.signature(factory).parameters:
+            factory = _remote_factory(name)
         parameters = list(inspect.signature(factory).parameters)
         if parameters[:2] == ["images", "items"]:
             raise UserError(

@@ -44,16 +44,23 @@ def test_mistakes_name_what_is_right(reward_fn, kwargs, named):
         build_rewards(reward_fn, kwargs)
 
 
-def test_a_file_is_a_place_too_and_a_reward_is_no_factory(tmp_path):
+def test_factories_in_files(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def two(x=2): return lambda images, items: [x] * len(items)\n"
         "def bare(images, items): return [4] * len(items)\n"
     )
+    served = tmp_path / "served.py"
+    served.write_text("import nowhere_installed")
     rewards = build_rewards({f"{file}:two": 1}, {f"{file}:two": {"x": 3}})
     assert rewards["two"](IMAGES, ITEMS).tolist() == [3, 3]
     with pytest.raises(UserError, match="mine.py:bare.* factory"):
         build_rewards({f"{file}:bare": 1})
+    with pytest.raises(UserError, match="nowhere_installed"):
+        build_rewards({f"{served}:x": 1})
+    # Its packages are in the environment of the service alone.
+    (reward,) = build_rewards({f"{served}:x": 1}, {f"{served}:x": {"server": "http://a"}}).values()
+    assert (reward.function.name, reward.function.server) == (f"{served}:x", "http://a")
 
 
 NO_TEXT = Item(7, "a fox")
