@@ -79,9 +79,11 @@ def test_rows_are_read_as_llama_factory_reads_them(config, caplog):
     rows[3]["messages"].insert(0, {"role": "system", "content": "Be kind."})
     rows[4] = {"messages": [QUESTION | {"content": "Who?"}, ANSWER]}
     file.write_text("\n".join(map(json.dumps, rows)))
-    check_data(config)
+    check_data(config | {"max_samples": 16})
     (warning,) = caplog.messages
     assert warning.startswith("2 of 16 rows") and "pairs row 1: 'Be strict.'" in warning
+    check_data(config | {"max_samples": 15})
+    assert "max_samples" in caplog.messages[-1]
     index.write_text("{,}")
     with pytest.raises(UserError, match="dataset_info.json"):
         check_data(config)

@@ -149,7 +149,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
 def check_data(config: dict[str, Any]) -> str:
     """Look through a training configuration's data before anything is loaded.
 
-    Warns of answers that are no labels.
+    Warns of answers that are no labels, and of rows that are not used.
 
     Returns:
         A hash of all rows, without the content of images.
@@ -167,6 +167,11 @@ def check_data(config: dict[str, Any]) -> str:
         for name in names:
             examples = load_examples(folder, name.strip(), media) or []
             contents.append(examples)
+            limit = config.get("max_samples")
+            if limit and len(examples) > limit:
+                logger.warning(
+                    "%s: max_samples takes the first %d of %d rows", name, limit, len(examples)
+                )
             _check_images(examples, Path(media))
             unlabeled = [example for example in examples if example.label is None]
             if unlabeled:
@@ -233,7 +238,8 @@ def labeled_pairs(
     examples = load_examples(dataset_dir, dataset, media_dir)
     if examples is None:
         raise UserError(
-            f"dataset {dataset} is not a local ShareGPT file; download it and set file_name"
+            f"dataset {dataset} needs file_name: a local .json or .jsonl file, and formatting: sharegpt, "
+            "in dataset_info.json"
         )
     _check_images(examples, Path(media_dir or dataset_dir))
     prefix = pair_prefix(form)
