@@ -22,7 +22,7 @@ EDIT_DIMENSIONS = ("prompt_following", "consistency", "overall")  # as EditRewar
 # What a shipped question about an edit is about.
 _ABOUT = {"editing_consistency": "consistency", "editing_instruction": "prompt_following"}
 IMAGE_FORMATS = ("png", "jpeg")
-_FIELD = re.compile(r"\{([a-z_]+)\}")
+_FIELD = re.compile(r"\{ *([A-Za-z_]+) *\}")  # also {Theme}, which is none: it would be asked
 _KNOWN = [
     "theme",
     "criterion",
@@ -106,7 +106,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
         if template is None:
             file = Path(question).expanduser()
             name = file.stem
-            template = file.read_text(encoding="utf-8").removesuffix("\n")
+            template = file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())
         raise ValueError(

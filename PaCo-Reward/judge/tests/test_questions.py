@@ -45,7 +45,9 @@ def test_files_with_fields(template):
     )
     assert question.fields == {"theme", "rows", "cols"}
     assert question.text(theme="{rows}", rows=2, cols=3) == '2 x 3: {"a": {rows}}'
-    for text, named in (("{themes}?", "{themes}.*{theme}"), (" \n", "mine.txt")):
+    assert load_question(template("\ufeffSame { theme }?")).text(theme="fox") == "Same fox?"
+    wrong = {"{themes}?": "{themes}.*{theme}", "{Theme}?": "{Theme}.*{theme}", " \n": "mine.txt"}
+    for text, named in wrong.items():
         with pytest.raises(ValueError, match=named):
             load_question(template(text))
 
