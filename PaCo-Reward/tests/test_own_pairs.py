@@ -1,6 +1,7 @@
 """build-dataset --pairs: a user's labeled pairs."""
 
 import csv
+import io
 import shutil
 from pathlib import Path
 
@@ -55,11 +56,12 @@ def pairs(images) -> list[dict]:
 
 
 def write_csv(file: Path, lines: list[dict]) -> Path:
-    """With a byte order mark, names of columns in capitals, and empty cells."""
-    with file.open("w", encoding="utf-8-sig", newline="") as text:
-        table = csv.writer(text)
-        table.writerow(name.capitalize() for name in lines[0])
-        table.writerows(line.values() for line in lines)
+    """With a byte order mark, names of columns in capitals, empty cells, and spaces after commas."""
+    table = io.StringIO()
+    writer = csv.writer(table, quoting=csv.QUOTE_ALL)
+    writer.writerow(name.capitalize() for name in lines[0])
+    writer.writerows(line.values() for line in lines)
+    file.write_text(table.getvalue().replace('","', '", "'), encoding="utf-8-sig")
     return file
 
 

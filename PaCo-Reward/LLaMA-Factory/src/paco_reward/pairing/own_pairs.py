@@ -142,7 +142,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     """The values of each row by column. Raises UserError."""
     if file.suffix.lower() == ".csv":
         with file.open(encoding="utf-8-sig", newline="") as text:
-            rows = list(csv.DictReader(text, strict=True))
+            rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
     else:
         rows = read_json_rows(file)
     rows = [_by_column(row) for row in rows]
