@@ -156,6 +156,11 @@ class JudgeClient:
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             p_yes = p_yes_from_top_logprobs(top, self.form.answer_tokens)
         except (ValueError, LookupError, TypeError) as error:
+            if isinstance(choice, dict) and not choice.get("logprobs"):
+                return Verdict(
+                    None,
+                    "the server returns no top_logprobs, of which the score is made; vLLM does",
+                )
             return Verdict(None, _unreadable(error, choice))
         if p_yes is None:
             shown = [entry["token"] for entry in top[:5]]

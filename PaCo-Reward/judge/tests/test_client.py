@@ -99,17 +99,21 @@ def test_each_written_answer_has_its_own_deadline_and_scores_a_common_one():
         assert first.ok and "deadline_s" in last.error
 
 
+WRITTEN = {"choices": [{"message": {"content": "The"}, "logprobs": None}]}
+
+
 @pytest.mark.parametrize(
-    ("writes", "bad", "good"),
+    ("writes", "bad", "named", "good"),
     [
-        (False, answer(0.8, count=1), answer(0.5)),
-        (True, b"<html>", {"choices": [{"message": {"content": "The"}}]}),
+        (False, answer(0.8, count=1), "1 of 20", answer(0.5)),
+        (False, WRITTEN, "top_logprobs", answer(0.5)),
+        (True, b"<html>", "<html>", WRITTEN),
     ],
 )
-def test_answers_that_cannot_be_read_fail_the_proof(writes, bad, good):
+def test_answers_that_cannot_be_read_fail_the_proof(writes, bad, named, good):
     """Written answers need no Yes."""
     with FakeJudge(lambda *_: (200, bad, {})) as judge:
-        with pytest.raises(UserError, match=judge.url):
+        with pytest.raises(UserError, match=f"{judge.url}.*{named}"):
             client(judge).prove(PAIR, writes)
         judge.respond = lambda *_: (200, good, {})
         client(judge).prove(PAIR, writes)
