@@ -79,10 +79,10 @@ def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
 @pytest.mark.parametrize(("bits", "count"), [(0, 2), (64, 1)])
 def test_near_duplicates_differ_in_so_many_bits_as_stated(bits, count, tmp_path):
     """Pale pictures: only their hashes differ."""
-    for number, name in enumerate("abcd"):
+    for number, name in enumerate("ab"):
         pale = np.asarray(noise(number)) // 64 + 200
         Image.fromarray(pale).save(tmp_path / name, "PNG")
-    labeled = [LabeledPair(*names, "q", True, "pair", "") for names in ("ab", "cd")]
+    labeled = [LabeledPair(name, name, "q", True, "pair", "") for name in "ab"]
     options = Namespace(output=tmp_path, duplicate_bits=bits, seed=1, pairs=True)
     pairs = build.clean(labeled, options, Counter())
     assert len({pair.group for pair in pairs}) == count

@@ -165,25 +165,22 @@ def test_means_and_product(name, formula):
 )
 def test_log_tame(threshold, tamed):
     rewards = {
-        "a": {"p": np.array([0.0, 1, 30]), "q": np.array([2.0, 0])},  # varies a lot
-        "b": {"p": np.array([0.8, 0.9, 1]), "q": np.array([1.0, 0.7])},
-        "c": {"p": np.array([-0.2, -0.6, -0.4]), "q": np.array([-0.3, -0.2])},
-        "d": {"p": np.array([2.0, 2.1, 2.2]), "q": np.array([2.3, 2.4])},
+        "a": [0.0, 1, 30, 2, 0],  # varies a lot
+        "b": [0.8, 0.9, 1, 1, 0.7],
+        "c": [-0.2, -0.6, -0.4, -0.3, -0.2],
+        "d": [2, 2.1, 2.2, 2.3, 2.4],
     }
     weights = WEIGHTS | {"c": 3.0, "d": 0.7}
     function = log_tame_aggregate_fn(threshold=threshold, reward_weights=weights)
-    result = function(**rewards)
-    for key in ("p", "q"):
-        total = 0.0
-        for name, groups in rewards.items():
-            values = groups[key]
-            total += weights[name] * (np.log(1 + values) if name in tamed else values)
-        np.testing.assert_allclose(result[key], total)
-    for name, groups in rewards.items():
-        values = np.concatenate(list(groups.values()))
-        variation = function.stats[f"cv/{name}"]
-        assert variation == pytest.approx(values.std() / abs(values.mean()))
-    assert {name for name in rewards if function.stats[f"log_tamed/{name}"]} == tamed
+    groups = {name: dict(zip("pq", np.split(values, [3]))) for name, values in rewards.items()}
+    result = function(**groups)
+    total = 0.0
+    for name, values in rewards.items():
+        total += weights[name] * (np.log1p(values) if name in tamed else np.array(values))
+        variation = np.std(values) / abs(np.mean(values))
+        assert function.stats[f"cv/{name}"] == pytest.approx(variation)
+        assert function.stats[f"log_tamed/{name}"] == (name in tamed)
+    np.testing.assert_allclose([*result["p"], *result["q"]], total)
     with pytest.raises(ValueError, match="'a'"):
         log_tame_aggregate_fn(threshold=0.0)(a={"p": np.array([-1.0, 4])})
 

@@ -20,7 +20,6 @@ from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
-from paco_grpo.sampling.images import Batch
 from paco_grpo.types import Item
 
 SIZES = ((16, 32), (32, 16), (16, 32), (48, 16), (32, 16))  # of the items; two pairs share a batch
@@ -151,12 +150,6 @@ def test_the_same_command_continues_where_it_stopped(evaluated, capsys):
 def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image, np.int16)
-
-
-def test_an_item_has_the_size_of_its_batch():
-    """Policies that edit encode its reference images for this size."""
-    item = evaluate._sized(Item(0, "a"), Batch([0], height=16, width=48))
-    assert (item.height, item.width) == (16, 48)
 
 
 def test_evaluation_set_repeats_items_with_new_seeds():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 from accelerate import PartialState
@@ -21,32 +22,20 @@ REWARDS = {"tiny_run:brightness": 1.0}
 COLORS = ("red", "lime", "blue", "white", "black")
 
 
-def plain(color):
-    return Image.new("RGB", (32, 32), color)
-
-
 def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
-    """In rows, and also as a small copy."""
+    """In rows of two, and kept with a small copy of it."""
     PartialState()
     folder = EvaluationFolder(tmp_path)
-    for number, color in enumerate(COLORS):
-        item = Item(number, f"make it {color}", references=(plain(COLORS[number - 1]),))
-        folder.add(number, plain(color), item)
-        shown = [Image.open(file(number)) for file in (folder.image_file, folder.reference_file)]
-        assert [image.getpixel((9, 9)) for image in shown] == [
-            ImageColor.getrgb(color),
-            ImageColor.getrgb(COLORS[number - 1]),
-        ]
+    plain = [Image.new("RGB", (32, 32), color) for color in COLORS]
+    for number, (before, after) in enumerate(pairwise(plain)):
+        folder.add(number, after, Item(number, "dye it", references=(before,)))
+        kept = Image.open(folder.reference_file(number))
+        assert kept.tobytes() == before.tobytes()
     folder.write_sheet(True)
     sheet = Image.open(tmp_path / "sheet.png")
-    columns = 2
-    width = sheet.width // columns
-    height = sheet.height // 3
-    for number, color in enumerate(COLORS):
-        row, column = divmod(number, columns)
-        place = column * width + 80, row * height + 80
-        assert sheet.getpixel(place) == ImageColor.getrgb(COLORS[number - 1])
-        assert sheet.getpixel((place[0] + 164, place[1])) == ImageColor.getrgb(color)
+    shown = [sheet.getpixel((x, y)) for y in (80, 258) for x in (80, 244, 416, 580)]
+    expected = ("red", "lime", "lime", "blue", "blue", "white", "white", "black")
+    assert shown == list(map(ImageColor.getrgb, expected))
 
 
 class Case:

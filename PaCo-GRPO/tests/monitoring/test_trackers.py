@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 from accelerate import PartialState
-from PIL import Image
 
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker
 
@@ -61,22 +60,6 @@ def test_trackios_step_is_the_epoch_and_each_picture_has_its_own_key(tmp_path, m
     assert (loss.args, loss.kwargs) == (({"train/loss": 1.5},), {"step": 4})
     assert images.args == ({"eval/images/0": "a star", "eval/images/1": "a box"},)
     assert images.kwargs == {"step": 6}
-
-
-def test_tensorboard_gets_the_numbers_and_pictures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    image = Image.new("RGB", (4, 4))
-    tracker = Tracker("tensorboard", tmp_path, "p", "r", {})
-    tracker.log({"train/loss": 1.5}, 3)
-    tracker.log_images("eval/images", [(image, "a star"), (image, "a box")], 3)
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 1.5)]
-    assert [event.step for event in events.Images("eval/images/1")] == [3]
-    (text,) = events.Tensors("eval/images/1_caption/text_summary")
-    assert text.tensor_proto.string_val == [b"a box"]
 
 
 # With the tracker's package behind this environment's own.

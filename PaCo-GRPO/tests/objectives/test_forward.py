@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from toy_policy import ToyPolicy, sample, set_group_weights
 
 from paco_grpo.objectives import Step, get_objective, transition
-from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.noised import Noised, sample_sigmas
 from paco_grpo.options import TrainOptions
 
@@ -84,21 +83,16 @@ def test_noise_of_samples_and_of_groups():
 
 
 def test_names_of_snapshots():
-    def objective(name, **changes):
-        return get_objective(name)(TrainOptions(**changes))
+    """How they follow, and when images are sampled with them: test_options.py."""
 
     def names(name, **changes):
-        return [snapshot.name for snapshot in objective(name, **changes).snapshots]
+        objective = get_objective(name)(TrainOptions(**changes))
+        return [snapshot.name for snapshot in objective.snapshots]
 
     assert names("awm") == ["slow"]
     assert names("awm", awm_slow_beta=0.0, num_inner_epochs=2) == ["old"]
     assert names("dgpo") == ["slow"]
     assert names("dgpo", dgpo_clip_range=None) == []
-    assert objective("dgpo").sampling_snapshot(199) is None
-    assert objective("dgpo").sampling_snapshot(200) == "slow"
-    assert objective("nft").sampling_snapshot(0) == "old"
-    assert slow_decay(100) == 0.1
-    assert slow_decay(999) == 0.3
 
 
 # --- identities

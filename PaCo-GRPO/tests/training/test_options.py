@@ -260,8 +260,9 @@ def test_test_rewards_may_differ(scale, make):
         ({"train__loss_type": "nft", "train__decay_type": 0}, 9, "old", 0.0, "old"),
         ({"train__loss_type": "nft"}, 299, "old", 0.3, "old"),
         ({"train__loss_type": "awm", "train__num_inner_epochs": 2}, 9, "old", 0.0, "default"),
-        ({"train__loss_type": "dgpo"}, 99, "slow", 0.1, "default"),
-        ({"train__loss_type": "dgpo"}, 249, "slow", 0.25, "slow"),
+        ({"train__loss_type": "dgpo"}, 199, "slow", 0.2, "default"),
+        ({"train__loss_type": "dgpo"}, 200, "slow", 0.201, "slow"),
+        ({"train__loss_type": "dgpo"}, 499, "slow", 0.3, "slow"),
     ],
 )
 def test_how_a_copy_follows_and_what_images_are_sampled_with(

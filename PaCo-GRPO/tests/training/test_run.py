@@ -67,6 +67,8 @@ def test_the_tracker_gets_each_epochs_numbers_and_pictures(finished):
     events.Reload()
     for event, row in zip(events.Scalars("train/loss"), rows_of(finished, "train"), strict=True):
         assert (event.step, event.value) == (row["epoch"], pytest.approx(row["train/loss"]))
+    captions = events.Tensors("eval/images/1_caption/text_summary")
+    assert captions[0].tensor_proto.string_val[0].startswith(b"1test 1x2 grid")
     sheets = events.Images("eval/sheet")
     assert [event.step for event in sheets] == [0, 2, 3]
     for event in sheets:
