@@ -144,7 +144,8 @@ def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, ti
         yes, no = torch.exp(model(**inputs).logits[0, -1, ids])
 
     pair = Pair(tiny.picture(0, size=56), tiny.picture(1, size=56), question)
-    scorer = JudgeScorer.from_pretrained(judge_dir, whole, dtype=torch.bfloat16)
+    scorer = JudgeScorer.from_pretrained(judge_dir, whole)
+    scorer.model.to(torch.bfloat16)
     score = scorer.score([pair])[0].p_yes
     assert (yes / (yes + no)).item() == pytest.approx(score, abs=5e-3)  # bfloat16
     with scorer.model.disable_adapter():

@@ -283,6 +283,8 @@ def test_metrics_are_those_of_each_set(finished):
         large, small = row["set/large/of_set_mean"], row["set/small/of_set_mean"]
         assert row["reward/of_set_mean"] == pytest.approx((9 * large + 3 * small) / 12)
         assert "set/large/spread_of_set_mean" not in row
+        sizes = row["advantage/large/mean_abs"], row["advantage/small/mean_abs"]
+        assert row["advantage/mean_abs"] == pytest.approx(np.average(sizes, weights=[9, 3]))
         assert row["reward/spread_of_set_mean"] == row["set/small/spread_of_set_mean"]
     (_, last) = rows_of(finished.options, "eval")
     folder = finished.folder / "eval" / "epoch_0002"

@@ -65,15 +65,13 @@ class JudgeScorer:
         model: str | Path,
         adapter: str | Path | None = None,
         *,
-        dtype: torch.dtype | None = None,
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
     ) -> "JudgeScorer":
-        """Load a judge on the first GPU, or on the CPU.
+        """Load a judge on the first GPU, as it is stored, or on the CPU in float32.
 
         Args:
             model, adapter: Folder or hub name. Images are limited as in the adapter's training.
-            dtype: Default: as stored on a GPU, float32 on a CPU.
 
         Raises:
             UserError: The model or the adapter is missing, incomplete or does not fit.
@@ -86,7 +84,7 @@ class JudgeScorer:
         # key and value heads (pytorch#193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = dtype or ("auto" if device == "cuda" else torch.float32)
+        dtype = "auto" if device == "cuda" else torch.float32
         with explain_missing(model):
             processor = AutoProcessor.from_pretrained(model)
         if not getattr(processor, "chat_template", None):
