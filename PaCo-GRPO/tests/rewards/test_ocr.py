@@ -37,7 +37,7 @@ def test_score_is_one_minus_the_distance_per_letter(wanted, read, score):
     [
         ('A sign that says "Open 24 h" above a door', ["Open 24 h"]),
         ('a 5½" nail, a 12" ruler and a mug with "TEA"', ["TEA"]),
-        ("a board ＂HI＂ over 第3“欢迎”", ["HI", "欢迎"]),
+        ("a board ＂HI＂ over 第3“欢迎光临”", ["HI", "欢迎光临"]),
         ('blank "  ", "\u200b" and "x"', ["x"]),
         ("no quotes", []),
     ],
