@@ -1,5 +1,6 @@
 """build-dataset: problems are reported before anything is cut or asked; unusual valid inputs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,15 @@ def test_prompts_of_one_theme_are_one_group(world):
 
 
 def test_generations_on_several_lines(world, tmp_path, lines):
-    """As PaCo-GRPO's evaluation writes them: one file a line."""
+    """As PaCo-GRPO's evaluation writes them: one file a line. Or in a JSON list."""
     first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl
     generations = [first | {"image": None, "file": f"p0/{g}.png", "seed": g} for g in range(3)]
     file = write_lines(tmp_path / "lines.jsonl", generations)
     (item,) = read_prompts(file, world / "grids")
     assert item.folder == "7"
     assert [names[2] for names in item.generations] == ["00/2.png", "01/2.png", "02/2.png"]
+    file.write_text(json.dumps(generations, indent=1))
+    assert read_prompts(file, world / "grids") == [item]
 
 
 def test_people_rank_sets_and_the_metadata_may_state_the_split(world, tmp_path, lines):

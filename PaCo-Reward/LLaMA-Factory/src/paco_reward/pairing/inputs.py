@@ -15,7 +15,7 @@ import pydantic
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
 from paco_judge.errors import UserError
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json_rows
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
 
@@ -126,9 +126,9 @@ class PromptItem:
 
 
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """All rows of a JSON-lines file. Raises UserError."""
+    """All rows of JSON lines or of a JSON list. Raises UserError."""
     rows = []
-    for number, values in enumerate(read_json_lines(file), start=1):
+    for number, values in enumerate(read_json_rows(file), start=1):
         place = f"{file} row {number}"
         try:
             rows.append(row_of(values | {"place": place}, kind))
