@@ -213,6 +213,16 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
         raise ValueError(f"config.train.aggregate_fn is {error}") from error
 
 
+def uses_weights(spec: Any) -> bool:
+    """Whether ``config.train.aggregate_fn`` uses the run's weights; True where we cannot know."""
+    name = describe(spec)
+    arguments: Mapping[str, Any] = {}
+    if _is_table(name):
+        arguments = name.get("arguments", {})
+        name = name.get("name")
+    return name not in MEANS and arguments.get("reward_weights", {}) is not None
+
+
 def _is_table(value: Any) -> bool:
     return hasattr(value, "items")  # a dict or a ConfigDict
 

@@ -22,7 +22,7 @@ from paco_grpo.evaluation.intervals import Row, intervals, markdown
 from paco_grpo.monitoring.metrics import pairs_of
 from paco_grpo.names import did_you_mean
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions
-from paco_grpo.policies.adapters import add_lora, find_adapter
+from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
 from paco_grpo.rewards.by_set import evaluation_rewards
 from paco_grpo.rewards.registry import Reward, short_name, write_records
@@ -137,7 +137,7 @@ def _without(table: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any
 
 def _adapter(place: str | None, option: str) -> Path | None:
     """The adapter's folder; None for the base model."""
-    return find_adapter(place, option) if place and place != BASE else None
+    return find_lora(place, option) if place and place != BASE else None
 
 
 def prepare(

@@ -24,7 +24,7 @@ from paco_grpo.evaluation.evaluate import (
 from paco_grpo.evaluation.folder import contact_sheet
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
-from paco_grpo.policies.adapters import add_lora, find_adapter
+from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
@@ -39,7 +39,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
     items = items_to_draw(options, command)
     check_items(options, {"given": items})
-    adapter = find_adapter(command.adapter, "--adapter") if command.adapter else None
+    adapter = find_lora(command.adapter, "--adapter") if command.adapter else None
     if command.best is not None and (command.best < 1 or not command.judge):
         raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
     judge = _judge(options, command.judge, items) if command.judge else None
@@ -53,6 +53,8 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     )
     folder = command.output
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("scores.jsonl", "questions.json"):  # of other images
+        (folder / name).unlink(missing_ok=True)
     policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
     if adapter:
         add_lora(policy, lora_path=adapter, option="--adapter")

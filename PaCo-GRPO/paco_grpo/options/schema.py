@@ -196,7 +196,7 @@ class TrainOptions:
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(
         "default", "layers with a LoRA: default, attention, names or a regular expression"
     )
-    lora_path: Place | None = option(None, "adapter to start from: folder or hub name")
+    lora_path: Place | None = option(None, "adapter to start from: checkpoint, folder or hub name")
     reference: Literal["base", "start"] = beyond_paper(
         "base",
         "reference of KL term and health probe: base model or, with start, lora_path's adapter",

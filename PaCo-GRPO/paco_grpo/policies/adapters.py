@@ -184,8 +184,9 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
     """An adapter: the folder of one in PEFT's format, or the file of one in diffusers'.
 
     Args:
-        place: A file, a folder, or a hub name, which is downloaded. A folder in diffusers' format
-            holds ``pytorch_lora_weights.safetensors``, or one .safetensors file of any name.
+        place: A file, a folder, a checkpoint, whose ``adapter`` is meant, or a hub name, which is
+            downloaded. A folder in diffusers' format holds ``pytorch_lora_weights.safetensors``,
+            or one .safetensors file of any name.
         option: What the user wrote ``place`` into; errors begin with it.
 
     Raises:
@@ -194,7 +195,9 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
     file = Path(place).expanduser()
     if file.suffix == ".safetensors" and file.is_file():
         return file
-    folder = local_folder(place, "*.safetensors", "adapter_config.json", option=option)
+    folder = local_folder(place, "*.safetensors", "*adapter_config.json", option=option)
+    if (folder / "adapter").is_dir():
+        folder = folder / "adapter"
     if all((folder / name).is_file() for name in _PEFT):
         return folder
     files = sorted(folder.glob("*.safetensors"))
@@ -207,15 +210,6 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
             f"{_DIFFUSERS} (diffusers) or {' and '.join(_PEFT)} (PEFT)"
         )
     return files[0]
-
-
-def find_adapter(place: str | Path, option: str = "--adapter") -> Path:
-    """The folder of an adapter: in a checkpoint, in PEFT's or diffusers' format, or on the hub.
-
-    ``option`` is named in errors.
-    """
-    adapter = Path(place).expanduser() / "adapter"
-    return find_lora(adapter if adapter.is_dir() else place, option)
 
 
 def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:

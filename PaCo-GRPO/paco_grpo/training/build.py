@@ -189,7 +189,7 @@ def _build(
     # Without LoRA there is no base model left to compare with.
     num_probes = min(options.health.probe_images, len(test_items)) if options.use_lora else 0
     probe_items = items_in_turn(test_items, num_probes)
-    run = Run(
+    return Run(
         options=options,
         plan=plan,
         folder=folder,
@@ -209,9 +209,6 @@ def _build(
         tracker=tracker,
         claimed=claimed,
     )
-    if accelerator.is_main_process:
-        _record_start(run)
-    return run
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -228,8 +225,11 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
     return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **kwargs)
 
 
-def _record_start(run: Run) -> None:
-    """Write config.yaml and plan.json, and log both (main process)."""
+def record_start(run: Run) -> None:
+    """Write config.yaml and plan.json, and log both (main process).
+
+    A resumed run first loads its checkpoint: what cannot continue it leaves them as they are.
+    """
     plan = dataclasses.asdict(run.plan)
     device = run.accelerator.device
     is_gpu = device.type == "cuda"

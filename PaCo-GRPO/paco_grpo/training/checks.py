@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from paco_grpo.advantages.aggregation import describe
+from paco_grpo.advantages.aggregation import describe, uses_weights
 from paco_grpo.data.sets import divide, load_items, prompt_sets
 from paco_grpo.item import Reference
 from paco_grpo.names import did_you_mean
@@ -94,6 +94,14 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             f"test.reward_fn has {', '.join(test.reward_fn)}, and none that is trained: "
             "--config.test.reward_fn= evaluates the trained rewards"
         )
+    if not uses_weights(train.aggregate_fn):
+        for prompt_set in prompt_sets(options):
+            weights = set(filter(None, prompt_set.train.weights.values()))
+            if len(weights) > 1 or min(weights) < 0:
+                warnings.append(
+                    f"train.aggregate_fn={describe(train.aggregate_fn)} treats all rewards alike: "
+                    f"the weights {dict(prompt_set.train.weights)} do not count"
+                )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided

@@ -20,7 +20,7 @@ from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, se
 from paco_grpo.policies import lora
 from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.training.build import Run
+from paco_grpo.training.build import Run, record_start
 from paco_grpo.training.evaluations import Evaluations, verify_run
 from paco_grpo.training.resume import (
     StopSignal,
@@ -90,6 +90,8 @@ class Trainer:
         checkpoints = run.checkpoints
         try:
             load_state(run)
+            if self.accelerator.is_main_process:
+                record_start(run)
             with self.signals.listening(), resumable(run, self.signals):
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.

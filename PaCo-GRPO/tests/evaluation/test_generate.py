@@ -40,6 +40,8 @@ def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
         reference.save(tmp_path / f"{number}.png")
         more += ["--image", tmp_path / f"{number}.png"]
     out = tmp_path / "out"
+    out.mkdir()
+    (out / "scores.jsonl").write_text("of an earlier call")
     test = {"test.resolution": 32, "test.num_steps": 2, "test.batch_size": 4}
     options = {"pretrained.model": tiny_folder(name), "max_sequence_length": 24} | test
     command = ["--config", f"{ROOT}/config/grpo.py:toy_kontext", *as_arguments(options)]

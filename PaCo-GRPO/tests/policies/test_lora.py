@@ -271,6 +271,8 @@ def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, tmp_path):
     shutil.copy(file, tmp_path / "my_style_000003000.safetensors")
     with pytest.raises(PolicyLoadError, match="my_style_000003000"):
         find_lora(tmp_path)
+    save_peft(policy, tmp_path / "epoch_0001" / "adapter")
+    assert find_lora(tmp_path / "epoch_0001") == tmp_path / "epoch_0001" / "adapter"
 
 
 def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):

@@ -18,6 +18,9 @@ from paco_grpo.training.checks import check_items, questionable
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
+EQUAL = {"train.reward_fn": '{"consistency_score": 2, "between_images": 2, "ocr": 0}'}
+NEGATIVE = {"train.reward_fn": '{"consistency_score": -1}'}
+ALL_ONE = '{"name": "log_tame_aggregate_fn", "arguments": {"reward_weights": null}}'
 TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
 
 
@@ -28,6 +31,11 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
         ({"sample.num_images_per_prompt": "1"}, "sample.num_images_per_prompt=1"),
         ({"train.reward_fn": '{"ocr": 1}'}, "test.reward_fn"),
         ({"train.reward_fn": '{"ocr": 1}', "test.reward_fn": ""}, None),
+        ({"train.aggregate_fn": "log_tame_aggregate_fn"}, None),
+        ({"train.aggregate_fn": "geometric_mean_aggregate_fn"}, "train.aggregate_fn="),
+        ({"train.aggregate_fn": '{"name": "harmonic_mean_aggregate_fn"}'} | EQUAL, None),
+        ({"train.aggregate_fn": "harmonic_mean_aggregate_fn"} | NEGATIVE, "train.aggregate_fn="),
+        ({"train.aggregate_fn": ALL_ONE}, "train.aggregate_fn="),
         (TURBO, None),
         (TURBO | {"train.loss_type": "nft"}, "train.loss_type='nft'"),
         (TURBO | {"train.loss_type": "dgpo", "test.num_steps": "28"}, None),

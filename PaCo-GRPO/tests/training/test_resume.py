@@ -8,7 +8,7 @@ import torch
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
-from paco_grpo.training.build import build_run
+from paco_grpo.training.build import build_run, record_start
 from paco_grpo.training.checkpoints import CheckpointError, RunFolder
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
@@ -74,6 +74,13 @@ def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
     assert_equal(first.state.weights()["trainable"], run.state.ema.shadow)
 
 
+def test_what_cannot_continue_a_run_leaves_its_configuration(folder, again):
+    before = {name: (folder / name).read_text() for name in ("config.yaml", "plan.json")}
+    with pytest.raises(CheckpointError, match="other weights"):
+        train(again(train__lora_rank=3, resume_changed=True))
+    assert before == {name: (folder / name).read_text() for name in before}
+
+
 def test_copies_that_a_checkpoint_lacks_start_from_its_weights(folder, again):
     """Another objective keeps other copies, as the same one does with other options."""
     awm = {"train__loss_type": "awm", "train__num_inner_epochs": 2, "train__num_sigmas": 1}
@@ -98,6 +105,7 @@ def test_an_average_that_has_not_moved_is_said(tiny_flux_dir, tmp_path, caplog):
 def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):
     """Saving does not touch the optimizer, whose first step is then its first one."""
     run = build_run(tiny_options(tiny_flux_dir, tmp_path))
+    record_start(run)
     run.checkpoints.save()
     assert not run.state.optimizer.state
     run.close()
