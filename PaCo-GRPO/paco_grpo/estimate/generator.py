@@ -121,7 +121,9 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
         noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
     batch = plan.sample_batch_size
     with fake_cpu(device):
-        Strategy(accelerator=None).place(policy)
+        if options.train.sharding != "fsdp2" or plan.num_processes == 1:
+            Strategy(accelerator=None).place(policy)
+        # FSDP2 shards float32 weights, and gathers them in the precision in which they compute.
         training = _sample(policy, device, item, tokens, batch, Sampling(num_steps=2, **noise))
         evaluation = _sample(
             policy,
@@ -331,10 +333,8 @@ def bytes_to_compute(options: RunOptions, policy: DiffusersPolicy, processes: in
     for block in blocks_of(policy.transformer):
         base = [p for name, p in block.named_parameters() if "lora_" not in name]
         largest = max(largest, bytes_of(base))
-    # The message that brings a block's weights, and the weights themselves. If they are trained,
-    # also their gradients and the message of these: an upper bound (FLUX with two blocks on eight
-    # fake ranks peaks at 5.8 GiB, and at 8.8 by this).
-    return (2 if options.use_lora else 4) * largest
+    # The message that brings a block's weights, the weights, and if they are trained, gradients.
+    return (2 if options.use_lora else 3) * largest
 
 
 def weight_bytes(
@@ -346,10 +346,11 @@ def weight_bytes(
         What stays on the device, what comes only to compute, and the gradients.
     """
     speed = options.speed
-    trained = bytes_of([p for p in policy.transformer.parameters() if p.requires_grad])
+    parameters = [p for p in policy.transformer.parameters() if p.requires_grad]
+    trained = 4 * sum(parameter.numel() for parameter in parameters)  # float32
     adapters = lora_parameters(policy).values()
     old_adapter = bytes_of([p for p in adapters if not p.requires_grad])
-    transformer = bytes_of(policy.transformer) - trained - old_adapter
+    transformer = bytes_of(policy.transformer) - bytes_of(parameters) - old_adapter
     if options.pretrained.quantize:
         for _, linear in quantizable(policy.transformer):
             transformer -= int(linear.weight.nbytes - linear.weight.numel() * NF4)

@@ -28,6 +28,8 @@ PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
 FULL = {"use_lora": False, "train__learning_rate": 1e-3}
 FSDP2 = {"train__sharding": "fsdp2"}
 RESUMED = FULL | FSDP2 | {"save_freq": 1}
+TRANSFORMER = "runs/run/checkpoints/epoch_0002/transformer"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def write_uneven_prompts(folder: Path) -> None:
@@ -122,14 +124,11 @@ def test_training_everything(trained):
     two = trained(2, **RESUMED)
     assert_same_training(one, two)
     assert observed(two)["optimizer_here"] < 0.6 * observed(one)["optimizer_here"]
-    alone, sharded = (
-        folder / "runs" / "run" / "checkpoints" / "epoch_0002" / "transformer"
-        for folder in (one, two)
-    )
+    alone = one / TRANSFORMER
+    sharded = two / TRANSFORMER
     assert (alone / "config.json").read_text() == (sharded / "config.json").read_text()
-    (name,) = (path.name for path in alone.glob("*.safetensors"))
     torch.testing.assert_close(
-        load_file(sharded / name), load_file(alone / name), rtol=0, atol=TOLERANCE
+        load_file(sharded / WEIGHTS), load_file(alone / WEIGHTS), rtol=0, atol=TOLERANCE
     )
 
 
@@ -148,3 +147,15 @@ def test_resume_is_bit_identical(trained, tiny_flux_dir):
     half = trained(2, **RESUMED, num_epochs=1)
     run_to_end(tiny_flux_dir, half, 2, **COMPARABLE | RESUMED, resume_from="latest")
     assert state(whole, 2) == state(half, 2)
+
+
+@pytest.mark.long
+def test_training_everything_in_bfloat16(trained, tiny_flux_dir):
+    """Sharded weights are gathered in bfloat16, and stay float32: a step is what it was."""
+    changes = FULL | {"mixed_precision": "bf16", "save_freq": 1}
+    before = load_file(Path(tiny_flux_dir, "transformer", WEIGHTS))
+    one = load_file(trained(1, **changes) / TRANSFORMER / WEIGHTS)
+    two = load_file(trained(2, **changes, **FSDP2) / TRANSFORMER / WEIGHTS)
+    moved = torch.cat([(one[name] - before[name]).flatten() for name in before])
+    apart = torch.cat([(two[name] - one[name]).flatten() for name in before])
+    assert apart.norm() < 0.01 * moved.norm()

@@ -47,7 +47,7 @@ def reduce(tensor, reduction="sum"):
 
 
 def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
-    """GiB that a loss and its backward add."""
+    """GiB that the gradients, and a loss and its backward, add."""
     policy = build_policy(options, gpu, "cuda:0")
     base, _ = divided(policy)
     elements = sum(parameter.numel() for parameter in base)
@@ -72,8 +72,9 @@ def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
     objective = create_objective(options.train)
     step = one_step(images, 0, 1)
     live = gpu.live
-    gpu.peak = live
-    objective.loss(step, policy).loss.sum().backward()
+    for _ in range(2):  # the second backward adds to the gradients of the first
+        gpu.peak = gpu.live
+        objective.loss(step, policy).loss.sum().backward()
     peak = gpu.peak
     trained = adapter if options.use_lora else base
     assert all(parameter.grad is not None for parameter in trained)

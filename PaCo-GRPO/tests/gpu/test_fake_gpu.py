@@ -80,12 +80,10 @@ def test_other_epochs_with_two_blocks(tmp_path):
 
 @pytest.mark.long
 def test_fsdp2_shards_the_base_inside_a_machine(tmp_path):
-    full = ["sharded", "t2is", 8, 2, "--config.use_lora=False"]
-    *lora, all_weights = run(tmp_path, *[["sharded", "t2is", n, 2] for n in (8, 16)], full)
-    for seen in lora:
+    calls = [["sharded", "t2is", ranks, 2] for ranks in (8, 16)]
+    calls.append(["sharded", "t2is", 8, 2, "--config.use_lora=False"])
+    for seen in run(tmp_path, *calls):
         assert 0.9 < seen["train_gib"] / seen["expected_gib"] < 1.03, seen
-    # The estimate's messages of gradients are more than FLUX needs.
-    assert 0.6 < all_weights["train_gib"] / all_weights["expected_gib"] < 1.03, all_weights
 
 
 @pytest.mark.long
