@@ -53,8 +53,8 @@ def compute_advantages(
         prompts: (N,) texts; the keys that ``aggregate_fn`` sees are made from them.
         aggregate_fn: Several rewards → one number, see :mod:`paco_grpo.advantages.aggregation`.
         options: ``sample.global_std``, ``per_prompt_stat_tracking`` and ``train.rank_grpo``, as
-            docs/configuration.md describes them. Items with one image each are one group in any
-            case.
+            docs/configuration.md describes them, and ``sample.num_images_per_prompt``: with 1,
+            all samples are one group.
 
     Raises:
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
@@ -62,7 +62,9 @@ def compute_advantages(
     item_ids = np.asarray(item_ids)
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
-    groups = _groups(item_ids, prompts, missing, options.per_prompt_stat_tracking)
+    # With one image each, items that an epoch repeats would be groups, and the others none.
+    per_prompt = options.per_prompt_stat_tracking and options.sample.num_images_per_prompt > 1
+    groups = _groups(item_ids, prompts, missing, per_prompt)
     members_of_groups = list(groups.values())
     kept = np.zeros(len(item_ids), dtype=bool)
     for members in members_of_groups:
@@ -227,15 +229,14 @@ def _groups(
     A key is the prompt's text; where two items share it, text plus item id; "all" for one group of
     everything.
     """
-    items = list(dict.fromkeys(item_ids.tolist()))
-    if not per_prompt or len(items) == len(item_ids):
+    if not per_prompt:
         everything = np.flatnonzero(~missing)
         if len(everything) < 2:
             return {}
         one_item = len(set(item_ids[everything].tolist())) == 1
         return {prompts[everything[0]] if one_item else "all": everything}
     groups = {}
-    for item in items:
+    for item in dict.fromkeys(item_ids.tolist()):
         members = np.flatnonzero((item_ids == item) & ~missing)
         if len(members) >= 2:
             groups[item] = members

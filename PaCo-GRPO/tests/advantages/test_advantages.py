@@ -42,10 +42,9 @@ def epochs(draw, missing=0.2):
 def expected(total, items, global_std, per_prompt=True):
     advantages = np.zeros(len(total))
     kept = np.zeros(len(total), bool)
-    one_group = not per_prompt or all(np.sum(items == i) == 1 for i in items)
     members_of = []
     for i in range(len(items)):
-        group = np.ones(len(items), bool) if one_group else items == items[i]
+        group = items == items[i] if per_prompt else np.ones(len(items), bool)
         members_of.append(np.flatnonzero(group & ~np.isnan(total)))
         kept[i] = not np.isnan(total[i]) and len(members_of[i]) >= 2
     everything = np.sqrt(np.mean((total[kept] - np.mean(total[kept])) ** 2)) if kept.any() else 0
@@ -57,15 +56,15 @@ def expected(total, items, global_std, per_prompt=True):
     return advantages, kept
 
 
-@given(epochs(), st.booleans(), st.booleans())
-def test_weighted_sum(epoch, global_std, per_prompt):
+@given(epochs(), st.booleans(), st.booleans(), st.integers(1, 2))
+def test_weighted_sum(epoch, global_std, per_prompt, images):
+    """With one image of a prompt, also prompts that an epoch repeats are no groups."""
     rewards, items, prompts = epoch
-    options = RunOptions(
-        sample=SampleOptions(global_std=global_std), per_prompt_stat_tracking=per_prompt
-    )
+    sample = SampleOptions(global_std=global_std, num_images_per_prompt=images)
+    options = RunOptions(sample=sample, per_prompt_stat_tracking=per_prompt)
     result = compute_advantages(rewards, items, prompts, WEIGHTED, options)
     total = 0.2 * rewards["a"] + 1.5 * rewards["b"]
-    advantages, kept = expected(total, items, global_std, per_prompt)
+    advantages, kept = expected(total, items, global_std, per_prompt and images > 1)
     np.testing.assert_array_equal(result.kept, kept)
     np.testing.assert_allclose(result.advantages, advantages, atol=1e-8)
     assert np.isfinite(result.advantages).all() and (result.advantages[~kept] == 0).all()
