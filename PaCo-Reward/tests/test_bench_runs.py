@@ -1,7 +1,9 @@
 """What the benchmarks share: batches, resuming, results files, engines that fail."""
 
+import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from bench_tools import RANK_FOLDER, ContentJudge, edit_lines
@@ -9,8 +11,9 @@ from fakes import fake_judge
 from PIL import Image
 
 from paco_eval.edit import command_line
-from paco_eval.judges import ServerEngine, make_engine
+from paco_eval.judges import ServerEngine, VllmEngine, make_engine
 from paco_judge.errors import UserError
+from paco_judge.images import as_received
 from paco_judge.questions import Pair, RequestForm
 from paco_judge.scorer import JudgeScorer
 
@@ -109,6 +112,34 @@ def test_the_judge_is_the_one_of_the_command_line(judge_dir, adapter_dir, tiny):
     with fake_judge.FakeJudge(models=["judge"]) as judge:
         make_engine(command_line(["--server", judge.url, "--model", "judge", *form]))(pairs)
     assert judge.requests[0]["messages"][0]["content"][0]["text"] == "<img1>: "
+
+
+def test_vllm_is_asked_in_the_stated_form_and_answers_in_order(tiny):
+    """Here stands an object with its interface; the real one: test_bench_engines.py."""
+    asked = []
+
+    def chat(chats, sampling, **options):
+        asked.extend(chats)
+        outputs = []
+        for number in range(len(chats)):
+            shares = {"yes": 0.2 + number / 10, "no": 0.8 - number / 10}
+            tokens = []
+            for token, share in shares.items():
+                tokens.append(SimpleNamespace(decoded_token=token, logprob=math.log(share)))
+            first = SimpleNamespace(logprobs=[dict(enumerate(tokens))])
+            outputs.append(SimpleNamespace(outputs=[first]))
+        return outputs
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._form = RequestForm("<img{n}>: ", "jpeg", "variants")
+    engine._llm = SimpleNamespace(chat=chat)
+    engine._sampling = None
+    images = [tiny.picture(number) for number in range(3)]
+    verdicts = engine([Pair(images[0], images[1], "same?"), Pair(images[1], images[2], "really?")])
+    assert [verdict.p_yes for verdict in verdicts] == pytest.approx([0.2, 0.3])
+    shown = [list(part.values())[1] for part in asked[1][0]["content"]]
+    assert shown[::2] == ["<img1>: ", "<img2>: ", "really?"]
+    assert shown[1::2] == [as_received(image, "jpeg") for image in images[1:]]
 
 
 def test_a_server_that_goes_away_ends_the_run():

@@ -128,10 +128,8 @@ def test_a_file_with_a_base_has_its_values_unless_it_replaces_them(tmp_path):
     [
         {"model_name_or_path": None},
         {"learning_rte": 1e-4},
-        {"first_token_wieght": 0.1},
         {"save_strategy": "sometimes"},
         {"first_token_weight": 1.5},
-        {"first_token_scheme": "mean"},
         {"use_cpu": "true"},
     ],
 )

@@ -44,12 +44,6 @@ def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):
         build(world, tmp_path, sets_only=True)
 
 
-def test_prompts_of_one_theme_are_one_group(world):
-    """So that none is on both sides; test_build_dataset.py counts the groups of each side."""
-    items = read_prompts(world / "metadata.jsonl", world / "grids")
-    assert [item.group for item in items] == ["p0", "p0", "p2", "p3", "p4", "p5"]
-
-
 def test_generations_on_several_lines(world, tmp_path, lines):
     """As PaCo-GRPO's evaluation writes them: one file a line. Or in a JSON list."""
     first = lines[0] | {"idx": 7, "note": "a line\u2028separator"}  # not a line break in jsonl
