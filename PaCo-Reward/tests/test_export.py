@@ -62,14 +62,14 @@ def test_the_image_limits_of_the_training_are_the_merged_models(judge_dir, adapt
 
 
 def test_a_judge_is_saved_as_its_base_is_stored(judge_dir, adapter_dir, tmp_path):
-    """The merge is in float32, the file in bfloat16: half as large."""
+    """In bfloat16, and no changed weight is rounded twice."""
     base = shutil.copytree(judge_dir, tmp_path / "base")
     JudgeScorer.from_pretrained(judge_dir).model.to(torch.bfloat16).save_pretrained(base)
     assert export(str(base), str(adapter_dir), tmp_path / "merged") < 0.05
     stored = load_file(tmp_path / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert "float32" not in (tmp_path / "merged" / "config.json").read_text()  # of its parts
     exact = JudgeScorer.from_pretrained(base, adapter_dir).model.merge_and_unload().state_dict()
-    # Rounded once: a merge in bfloat16 would round the sum of rounded numbers.
     for name, tensor in JudgeScorer.from_pretrained(tmp_path / "merged").model.state_dict().items():
         assert torch.equal(tensor, exact[name].bfloat16().float()), name
 

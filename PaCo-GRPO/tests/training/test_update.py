@@ -15,7 +15,7 @@ from paco_grpo.training.update import Meter, _epoch_metrics
 def test_metrics_are_means_over_samples_and_steps_or_the_largest_value():
     PartialState()
     steps = []
-    for values in ([[1.0, 4.0], [10.0]], [[2.0, 3.0], [7.0]]):
+    for values in ([[1.0, 10.0], [4.0]], [[2.0, 3.0], [7.0]]):
         meter = Meter()
         for part in values:
             meter.add({"d_mean": torch.tensor(part), "d_max": torch.tensor(part)}, 1 / 3)

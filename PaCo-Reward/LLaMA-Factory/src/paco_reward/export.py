@@ -4,14 +4,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import (
-    explain_missing,
     from_pretrained_strict,
     load_adapter,
     local_folder,
@@ -29,9 +27,9 @@ LARGEST_DIFFERENCE = 0.05  # of P(Yes); saving in bfloat16 changes it by less
 def export(base: str, adapter: str, output: str | Path) -> float:
     """Merge an adapter into its base and save weights, processor and chat template.
 
-    The merge is computed in float32 and saved as the base is stored. The processor limits images
-    as in the training. ``output`` is written only after the merged model has given the scores of
-    base and adapter on ``synthetic_pairs``.
+    Weights are saved as the base stores them, and the processor limits images as in the training.
+    ``output`` is written only after the merged model has given the scores of base and adapter on
+    ``synthetic_pairs``.
 
     Returns:
         The largest difference of P(Yes), in [0, 1].
@@ -61,14 +59,11 @@ def export(base: str, adapter: str, output: str | Path) -> float:
 
 def save_merged(base: str, adapter: str, folder: Path) -> None:
     """Write base plus adapter as a model folder."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    with explain_missing(base):
-        stored_dtype = getattr(AutoConfig.from_pretrained(base), "dtype", None)
-    dtype = stored_dtype or torch.float32
-    model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype=torch.float32)
-    model = load_adapter(model, adapter).merge_and_unload().to(dtype)
-    save_model(model, folder)
+    # As it is stored: peft adds a float32 product to a weight of any precision and rounds once.
+    model = from_pretrained_strict(AutoModelForImageTextToText, base, dtype="auto")
+    save_model(load_adapter(model, adapter).merge_and_unload(), folder)
     patterns = tuple(f"*{suffix}" for suffix in PROCESSOR_SUFFIXES)
     for file in local_folder(base, patterns).iterdir():
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
