@@ -354,10 +354,13 @@ def weight_bytes(
     if options.pretrained.quantize:
         for _, linear in quantizable(policy.transformer):
             transformer -= int(linear.weight.nbytes - linear.weight.numel() * NF4)
-    # As ``fits_beside_training`` decides before there are an optimizer and an average.
+    # As ``fits_beside_training`` decides: after the rewards were loaded, and before there are an
+    # optimizer and an average.
     vae_bytes = bytes_of(policy.pipeline.vae)
     text_bytes = sum(map(bytes_of, policy.text_encoders()))
-    free = gpu_bytes - RESERVE - transformer - trained - old_adapter - vae_bytes - text_bytes
+    reward = sum(reward_bytes(options).values())
+    generator = transformer + trained + old_adapter + vae_bytes + text_bytes
+    free = gpu_bytes - RESERVE - reward - generator
     name = "adapter" if options.use_lora else "trained weights"
     resident = {
         "transformer": transformer,
