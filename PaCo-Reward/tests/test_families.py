@@ -96,7 +96,7 @@ def test_from_training_to_scores(judge, data, tmp_path, monkeypatch):
     assert "visual" not in names and "mlp.down_proj" in names
     assert ("qwen3_5" in judge.name) == ("linear_attn.in_proj_qkv" in names)
     assert all(np.abs(value).max() > 0 for name, value in weights.items() if "lora_B" in name)
-    training = torch.cat(evaluated)[:, 2].numpy()
+    training = torch.cat(evaluated)[:, 0, 2].numpy()
     assert np.ptp(training) > 1e-2  # otherwise any numbers would agree
     export(str(judge), str(trained), merged)
     pairs, _ = labeled_pairs(data, "held_out")
