@@ -264,10 +264,10 @@ class FSDP2(Strategy):
         mesh = _mesh(device.type, self.accelerator.num_processes)
         precision = MixedPrecisionPolicy()
         if trains_everything:
-            # Weights travel in autocast's precision. It would cast the gathered float32 ones, and
-            # keep the copies of all blocks for the backward pass: FLUX.1-dev's are 22 GiB.
             precision = MixedPrecisionPolicy(
-                param_dtype=policy.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+                param_dtype=gathered_dtype(policy),
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
             )
         for module in (*blocks, transformer):
             if trains_everything:
@@ -298,6 +298,15 @@ def blocks_of(transformer: torch.nn.Module) -> list[torch.nn.Module]:
     """The parts of a transformer of diffusers that are sharded, and gathered, one by one."""
     names = set(transformer._no_split_modules or transformer._repeated_blocks or ())
     return [module for module in transformer.modules() if type(module).__name__ in names]
+
+
+def gathered_dtype(policy: Policy) -> torch.dtype:
+    """The precision in which FSDP2 gathers trained weights.
+
+    It is autocast's, which would cast gathered float32 weights, and keep the copies of all blocks
+    for the backward pass: FLUX.1-dev's are 22 GiB. Krea 2's norms need float32.
+    """
+    return torch.float32 if policy.transformer._keep_in_fp32_modules else policy.dtype
 
 
 def _mesh(device_type: str, processes: int) -> DeviceMesh:

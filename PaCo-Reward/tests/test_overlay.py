@@ -179,6 +179,21 @@ def test_packed_answers_equal_separate_rows(trained):
     assert evaluation_metrics(trained / "packed") == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.long
+def test_packed_rows_of_two_processes_may_have_other_numbers_of_pairs(
+    judge_dir, data_dir, tmp_path
+):
+    """And an evaluation does not depend on how pairs are packed."""
+    seen = []
+    for cutoff in (480, 704):  # multiples of 8
+        changes = TRAININGS["packed"] | {"cutoff_len": cutoff, "learning_rate": 0.0}
+        folder = tmp_path / str(cutoff)
+        config = train_config(judge_dir, data_dir, folder, **changes)
+        run_processes([*TORCHRUN, "-m", "paco_reward.launch"], [config], tmp_path)
+        seen.append(evaluation_metrics(folder))
+    assert seen[0] == pytest.approx(seen[1], abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
 def test_two_processes_train_and_evaluate_as_one(scheme, trained, judge_dir, data_dir, tmp_path):

@@ -21,7 +21,7 @@ from paco_grpo.evaluation.evaluate import (
     evaluation_batches,
     evaluation_latents,
 )
-from paco_grpo.evaluation.folder import contact_sheet
+from paco_grpo.evaluation.folder import contact_sheet, thumbnail
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, find_lora
@@ -53,14 +53,13 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     )
     folder = command.output
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("scores.jsonl", "questions.json"):  # of other images
-        (folder / name).unlink(missing_ok=True)
     policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
     if adapter:
         add_lora(policy, lora_path=adapter, option="--adapter")
     apply_speed(options, policy)
 
     images = list(itertools.starmap(EvaluationImage, itertools.product(items, command.seeds)))
+    (folder / "scores.jsonl").unlink(missing_ok=True)  # of other images
     pictures = _sample(options, policy, images, folder)
     captions: list[str] = []
     num_kept = len(images)
@@ -75,7 +74,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         captions = list(map(_caption, rows))
     references = []
     for item, _ in images:
-        references += item.images[:1]
+        references += [thumbnail(image) for image in item.images[:1]]
     contact_sheet(pictures, captions, references).save(folder / "sheet.png")
     return num_kept
 
@@ -102,6 +101,10 @@ def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item
         given = tuple(read_reference(path, f"--image {path}") for path in paths)
         references = given or item.references
         numbered.append(dataclasses.replace(item, item_id=number, references=references))
+    if len({item.num_references > 0 for item in numbered}) > 1:
+        raise ConfigError(
+            "some prompts edit an image and some do not: draw them with separate commands"
+        )
     return numbered
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.data.sets import has_references, load_items, prompt_sets
-from paco_grpo.distributed import Strategy, blocks_of
+from paco_grpo.distributed import Strategy, blocks_of, gathered_dtype
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
 from paco_grpo.objectives import Objective, Step, create_objective
@@ -121,9 +121,9 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
         noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
     batch = plan.sample_batch_size
     with fake_cpu(device):
-        if options.train.sharding != "fsdp2" or plan.num_processes == 1:
+        is_sharded = options.train.sharding == "fsdp2" and plan.num_processes > 1
+        if not is_sharded or gathered_dtype(policy) == torch.float32:
             Strategy(accelerator=None).place(policy)
-        # FSDP2 shards float32 weights, and gathers them in the precision in which they compute.
         training = _sample(policy, device, item, tokens, batch, Sampling(num_steps=2, **noise))
         evaluation = _sample(
             policy,

@@ -291,7 +291,7 @@ class Checkpoints:
         is_main = self.accelerator.is_main_process
         if is_main and state.ema and 0 < state.optimizer_steps < state.ema.update_interval:
             logger.warning(
-                "after %d optimizer steps, the saved adapter is still that of the start: their "
+                "after %d optimizer steps, the saved weights are still those of the start: their "
                 "average first moves at step %d (config.train.ema_update_interval)",
                 state.optimizer_steps,
                 state.ema.update_interval,

@@ -140,9 +140,8 @@ class ConsistencyRank:
         for index, row in enumerate(self.rankings):
             folder = str(row.get("folder"))
             reference = str(row.get("ref_image"))
-            row = row | {
-                "prompt": self.prompts.get(folder.lstrip("0"))
-            }  # folder 0012 may be idx 12
+            prompt = self.prompts.get(folder.lstrip("0"))  # folder 0012 may be idx 12
+            row = row | {"prompt": prompt}
             items.append(Item({"index": index, "folder": folder, "ref_image": reference}, row))
         return items
 

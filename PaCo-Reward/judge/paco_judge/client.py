@@ -189,7 +189,7 @@ class JudgeClient:
             async with self._slots:
                 end = deadline or time.monotonic() + self.deadline_s
                 if time.monotonic() >= end:
-                    return f"not asked within deadline_s={self.deadline_s:g} of the whole call"
+                    return "not asked within the time of the whole call (deadline_s)"
                 messages = build_messages(urls, pair.question, self.form)
                 body = json.dumps({"messages": messages} | fields).encode()
                 try:

@@ -150,7 +150,12 @@ def read_json_rows(file: Path) -> list[dict[str, Any]]:
         UserError: It is neither; the message names the file.
     """
     start = file.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    return read_json(file) if start == b"[" else read_json_lines(file)
+    if start != b"[":
+        return read_json_lines(file)
+    rows = read_json(file)
+    if not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file} holds other things than JSON objects")
+    return rows
 
 
 def hash_value(value: Any) -> str:

@@ -128,6 +128,8 @@ def _warn_of_changes(file: Path, config: dict[str, Any]) -> None:
     before = yaml.safe_load(file.read_bytes())
     changed = {key for key in before | config if before.get(key) != config.get(key)}
     changed -= {"resume_from_checkpoint", "overwrite_output_dir"}  # how it is begun
+    if DATA not in before:  # earlier versions did not write it
+        changed.discard(DATA)
     if changed:
         logger.warning(
             "%s is resumed with another %s; overwrite_output_dir=true starts over",

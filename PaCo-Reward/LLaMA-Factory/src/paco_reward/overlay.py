@@ -197,9 +197,13 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
             if isinstance(kwargs.get("compute_metrics"), upstream_metric):
                 (yes_id,), (no_id,) = answer_ids(kwargs["tokenizer"])
                 kwargs["compute_metrics"] = judge_metrics
-                kwargs["preprocess_logits_for_metrics"] = partial(
-                    answer_statistics, yes_id=yes_id, no_id=no_id
-                )
+
+                def statistics(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+                    answers = answer_statistics(logits, labels, yes_id, no_id)
+                    # Packed rows of one process may have more answers than those of another.
+                    return self.accelerator.pad_across_processes(answers, dim=1, pad_index=-100)
+
+                kwargs["preprocess_logits_for_metrics"] = statistics
             super().__init__(finetuning_args, processor, *args, **kwargs)
             compute_frozen_towers_without_gradients(self.model)
             if finetuning_args.first_token_weight is not None:
