@@ -187,6 +187,7 @@ def test_packed_rows_of_two_processes_may_have_other_numbers_of_pairs(
     seen = []
     for cutoff in (480, 704):  # multiples of 8
         changes = TRAININGS["packed"] | {"cutoff_len": cutoff, "learning_rate": 0.0}
+        changes |= {"per_device_eval_batch_size": 1}
         folder = tmp_path / str(cutoff)
         config = train_config(judge_dir, data_dir, folder, **changes)
         run_processes([*TORCHRUN, "-m", "paco_reward.launch"], [config], tmp_path)
