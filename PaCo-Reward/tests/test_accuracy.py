@@ -39,12 +39,13 @@ def test_it_reports_the_scores_of_the_scorer(judge_dir, adapter_dir, data_dir, t
 
 
 def test_images_are_found_as_in_training_or_named_before_the_judge_is_loaded(
-    arguments, data_dir, tmp_path, capsys
+    judge_dir, data_dir, tmp_path, capsys
 ):
     """Beside their data set's file, or in the folder that media_dir named."""
     for name in ("dataset_info.json", "held_out.json"):
         shutil.copy(data_dir / name, tmp_path)
-    arguments[arguments.index("--dataset_dir") + 1] = str(tmp_path)
+    arguments = ["accuracy", "--model", str(judge_dir), "--dataset", "held_out"]
+    arguments += ["--dataset_dir", str(tmp_path)]
     (tmp_path / "decompress.sh").touch()
     assert main(arguments) == 1
     error = capsys.readouterr().err

@@ -14,6 +14,7 @@ from tiny_run import ROOT, as_arguments, load_script, write_edits
 
 from paco_grpo.commands.drawing import items_to_draw
 from paco_grpo.data.prompts import load_prompts
+from paco_grpo.options import ConfigError
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
@@ -90,16 +91,22 @@ def test_a_file_has_the_items_of_the_evaluation(tmp_path):
     """Edits with the images that its rows name, unless others are given; a line is a prompt."""
 
     def items_of(configuration, file, *images):
-        command = argparse.Namespace(prompt=["p"], prompts_file=tmp_path / file, image=images)
-        first, *others = items_to_draw(load_named(configuration), command)
-        assert (first.item_id, first.prompt) == (0, "p")
-        return others
+        prompts = ["p"] if images or configuration == "toy_t2is" else []
+        command = argparse.Namespace(prompt=prompts, prompts_file=tmp_path / file, image=images)
+        items = items_to_draw(load_named(configuration), command)
+        assert [item.item_id for item in items] == list(range(len(items)))
+        assert [item.prompt for item in items[: len(prompts)]] == prompts
+        return items[len(prompts) :]
 
     write_edits(tmp_path)
     edits = load_prompts(tmp_path, "test", "geneval_image")
     items = items_of("toy_kontext", "test_metadata.jsonl")
     assert [(item.prompt, item.images) for item in items] == [(e.prompt, e.images) for e in edits]
-    assert [item.item_id for item in items] == [1, 2, 3]
+    command = argparse.Namespace(
+        prompt=["p"], prompts_file=tmp_path / "test_metadata.jsonl", image=()
+    )
+    with pytest.raises(ConfigError, match="separate"):
+        items_to_draw(load_named("toy_kontext"), command)
     items = items_of("toy_kontext", "test_metadata.jsonl", tmp_path / "train3.png")
     given = load_prompts(tmp_path, "train", "geneval_image")[3].images
     assert [item.images for item in items] == [given] * 3
