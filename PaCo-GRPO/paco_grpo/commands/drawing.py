@@ -74,7 +74,8 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         captions = list(map(_caption, rows))
     references = []
     for item, _ in images:
-        references += [thumbnail(image) for image in item.images[:1]]
+        if item.references:
+            references.append(thumbnail(item.image))
     contact_sheet(pictures, captions, references).save(folder / "sheet.png")
     return num_kept
 
@@ -98,8 +99,8 @@ def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item
     numbered = []
     for number, item in enumerate(items):
         paths = images[number : number + 1] if len(images) > 1 else images
-        given = tuple(read_reference(path, f"--image {path}") for path in paths)
-        references = given or item.references
+        replacements = tuple(read_reference(path, f"--image {path}") for path in paths)
+        references = replacements or item.references
         numbered.append(dataclasses.replace(item, item_id=number, references=references))
     if len({item.num_references > 0 for item in numbered}) > 1:
         raise ConfigError(

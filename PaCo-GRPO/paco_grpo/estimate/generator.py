@@ -121,6 +121,7 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
         noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
     batch = plan.sample_batch_size
     with fake_cpu(device):
+        # FSDP2 gathers weights in the precision in which they compute; otherwise they are float32.
         is_sharded = options.train.sharding == "fsdp2" and plan.num_processes > 1
         if not is_sharded or gathered_dtype(policy) == torch.float32:
             Strategy(accelerator=None).place(policy)
@@ -358,9 +359,9 @@ def weight_bytes(
     # optimizer and an average.
     vae_bytes = bytes_of(policy.pipeline.vae)
     text_bytes = sum(map(bytes_of, policy.text_encoders()))
-    reward = sum(reward_bytes(options).values())
+    rewards = sum(reward_bytes(options).values())
     generator = transformer + trained + old_adapter + vae_bytes + text_bytes
-    free = gpu_bytes - RESERVE - reward - generator
+    free = gpu_bytes - RESERVE - rewards - generator
     name = "adapter" if options.use_lora else "trained weights"
     resident = {
         "transformer": transformer,

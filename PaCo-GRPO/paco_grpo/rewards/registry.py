@@ -150,9 +150,9 @@ class CheckedReward:
         try:
             factory = find_factory(name)
         except UserError:
-            if not is_remote:
-                raise
             # What its module imports may be in the environment of the service alone.
+            if not is_remote or ":" not in REWARDS.get(name, name):
+                raise
             factory = _remote_factory(name)
         self.name = short_name(name)
         self.kwargs = kwargs

@@ -90,8 +90,7 @@ def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
 def test_a_file_has_the_items_of_the_evaluation(tmp_path):
     """Edits with the images that its rows name, unless others are given; a line is a prompt."""
 
-    def items_of(configuration, file, *images):
-        prompts = ["p"] if images or configuration == "toy_t2is" else []
+    def items_of(configuration, prompts, file, *images):
         command = argparse.Namespace(prompt=prompts, prompts_file=tmp_path / file, image=images)
         items = items_to_draw(load_named(configuration), command)
         assert [item.item_id for item in items] == list(range(len(items)))
@@ -100,17 +99,15 @@ def test_a_file_has_the_items_of_the_evaluation(tmp_path):
 
     write_edits(tmp_path)
     edits = load_prompts(tmp_path, "test", "geneval_image")
-    items = items_of("toy_kontext", "test_metadata.jsonl")
+    items = items_of("toy_kontext", [], "test_metadata.jsonl")
     assert [(item.prompt, item.images) for item in items] == [(e.prompt, e.images) for e in edits]
-    command = argparse.Namespace(
-        prompt=["p"], prompts_file=tmp_path / "test_metadata.jsonl", image=()
-    )
     with pytest.raises(ConfigError, match="separate"):
-        items_to_draw(load_named("toy_kontext"), command)
-    items = items_of("toy_kontext", "test_metadata.jsonl", tmp_path / "train3.png")
+        items_of("toy_kontext", ["p"], "test_metadata.jsonl")
+    items = items_of("toy_kontext", ["p"], "test_metadata.jsonl", tmp_path / "train3.png")
     given = load_prompts(tmp_path, "train", "geneval_image")[3].images
     assert [item.images for item in items] == [given] * 3
-    assert [item.num_references for item in items_of("toy_t2is", "test_metadata.jsonl")] == [0] * 3
+    items = items_of("toy_t2is", ["p", "q"], "test_metadata.jsonl")
+    assert [item.num_references for item in items] == [0] * 3
     (tmp_path / "lines.txt").write_text(" a\u2028b\x85c \n\nd\n", encoding="utf-8")
-    prompts = [item.prompt for item in items_of("toy_t2is", "lines.txt")]
+    prompts = [item.prompt for item in items_of("toy_t2is", ["p"], "lines.txt")]
     assert prompts == ["a\u2028b\x85c", "d"]

@@ -157,8 +157,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     add(
         "--editing",
         **file,
-        help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No; of a "
-        "single question of your own, both)",
+        help="jsonl with source, edited, instruction; labels consistency and follows (Yes or No). "
+        "For a single question of your own, the label is Yes if all that a row states are",
     )
     reasons.add_argument(
         "--reasons_file", **file, help="jsonl: folder, images (two names), reason (Yes or No first)"

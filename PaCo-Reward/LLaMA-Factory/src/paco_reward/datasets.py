@@ -86,8 +86,8 @@ def load_examples(
     with_system = [example for example in examples if example.system]
     if with_system:
         logger.warning(
-            "%d of %d rows have a system prompt, first %s: %.40r. The judge is always asked with that "
-            "of its chat template",
+            "%d of %d rows have a system prompt, first %s: %.40r. The judge is always asked with "
+            "that of its chat template",
             len(with_system),
             len(examples),
             with_system[0].place,
@@ -238,8 +238,8 @@ def labeled_pairs(
     examples = load_examples(dataset_dir, dataset, media_dir)
     if examples is None:
         raise UserError(
-            f"dataset {dataset} needs file_name: a local .json or .jsonl file, and formatting: sharegpt, "
-            "in dataset_info.json"
+            f"dataset {dataset} needs file_name: a local .json or .jsonl file, and formatting: "
+            "sharegpt, in dataset_info.json"
         )
     _check_images(examples, Path(media_dir or dataset_dir))
     prefix = pair_prefix(form)

@@ -6,7 +6,7 @@
 | ``workflow.CustomSeq2SeqTrainer`` | ``_trainer_class`` | our loss and metrics, less memory |
 | ``workflow.load_tokenizer`` | ``_load_tokenizer`` | the processor limits image sizes |
 | ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
-| ``adapter.PeftModel`` | ``_Adapters`` | adapters of older names are loaded, too, and whole |
+| ``adapter.PeftModel`` | ``_Adapters`` | adapters of older names are loaded, too |
 | ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | refuses, cuts nothing |
 | ``MMPluginMixin._regularize_images`` | ``_regularize_images`` | formats, EXIF, transparency |
 
@@ -109,9 +109,9 @@ def _get_template(original: Callable, tokenizer: Any, data_args: Any) -> Any:
 
 
 class _Adapters:
-    """What LLaMA-Factory loads adapters with that a training continues or merges.
+    """With which LLaMA-Factory loads an adapter that a training continues or merges.
 
-    PEFT alone would warn of tensors that no layer takes, and train from the base.
+    Where layers find no tensors in it, PEFT alone would only warn, and train from the base.
     """
 
     from_pretrained = staticmethod(with_adapter)
