@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from llamafactory.model import adapter as llamafactory_adapter
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
@@ -64,6 +64,18 @@ def test_adapters_load_under_old_and_new_names(judge_dir, adapter_dir, tmp_path)
     for name, expected in load_file(adapter_dir / ADAPTER).items():
         assert torch.equal(tensors[name], expected)
     assert all(p.requires_grad for name, p in continued.named_parameters() if "lora_" in name)
+
+
+def test_other_architectures_keep_their_names(tiny, tmp_path):
+    folder = tiny.save_other_judge(tmp_path / "llava")
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "linear_1"])
+    trained = get_peft_model(base(folder), config)
+    trained.save_pretrained(tmp_path / "adapter")
+    expected = get_peft_model_state_dict(trained)
+    assert any("multi_modal_projector" in name for name in expected)
+    loaded = get_peft_model_state_dict(load_adapter(base(folder), tmp_path / "adapter"))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_adapter_that_changes_nothing_is_a_warning(judge_dir, adapter_dir, tmp_path, caplog):

@@ -22,7 +22,7 @@ EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 # do.
 _NEW_NAMES = {
     "^visual": "model.visual",
-    r"^model(?!\.(language_model|visual))": "model.language_model",
+    r"^model(?=\.(layers|embed_tokens|norm)\.)": "model.language_model",
 }
 _REMEDY = (
     ". Download them once with `hf download {0}` (if they are gated, first accept their license at "
