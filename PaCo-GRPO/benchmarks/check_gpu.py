@@ -4,9 +4,9 @@ It takes ten to fifteen minutes and downloads nothing.
 
     python benchmarks/check_gpu.py   # run it first on a new machine
 
-Checks run in the order of their importance until the minutes are over, and a failure does not end
-the rest: epochs of the toy model and gradients of every family at full width, against the CPU's;
-epochs at full size with random weights, beside the memory that estimate.py predicts for the same
+Checks run one after the other until the minutes are over, and a failure does not end the rest:
+epochs of the toy model and gradients of every family at full width, against the CPU's; epochs at
+full size with random weights, beside the memory that estimate.py predicts for the same
 run. Without a GPU, the first two run on the CPU alone.
 
 Exit status: 0 = nothing failed, 1 = something did, 2 = a wrong option.
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,21 @@ FAMILIES = (
     "black-forest-labs/FLUX.2-klein-base-4B",
 )
 # Largest distance from the CPU's float32, as a share. Disturbing every velocity by 1e-4 of its size
-# moves an epoch's update by 3e-5, and the CPU's own bfloat16 by up to 0.23.
+# moves an epoch's update by 3e-5. The CPU's own bfloat16 moves gradients of FLUX.1-dev by 0.53.
 FLOAT32_LIMIT = 0.01
-BF16_LIMIT = 0.5
+BF16_LIMIT = 0.7
 # A mean first ratio is trusted up to a quarter of the clip range.
 RATIO_LIMIT = 2.5e-5
 # Configurations at full size, and the seconds of each: a cold compilation takes minutes.
-FULL_SIZE = {"t2is": 150, "t2is_80gb": 400, "t2is_qwen": 150, "z_image_t2is": 120, "sd3_t2is": 120}
+FULL_SIZE = {"t2is": 150, "t2is_80gb": 400, "t2is_qwen": 300, "z_image_t2is": 150, "sd3_t2is": 150}
 BF16 = {"mixed_precision": "bf16"}
 LESS_MEMORY = BF16 | {"speed.offload_vae": True, "enable_gradient_checkpointing": True}
 # Checks of the toy model on a GPU; nf4 is another model, so its update is bounded only roughly.
 VARIANTS: dict[str, tuple[float, float, dict[str, Any]]] = {  # seconds, limit, options
     "bf16": (30, BF16_LIMIT, BF16),
     "less memory": (30, BF16_LIMIT, LESS_MEMORY),
-    "compiled": (240, BF16_LIMIT, BF16 | {"speed.compile": True}),
     "nf4": (30, 1.0, BF16 | {"pretrained.quantize": "nf4"}),
-    "cuDNN's attention": (30, BF16_LIMIT, BF16 | {"speed.attention": "_native_cudnn"}),
-    "flex attention": (120, BF16_LIMIT, BF16 | {"speed.attention": "flex"}),
+    "compiled": (240, BF16_LIMIT, BF16 | {"speed.compile": True}),
 }
 Check = tuple[str, float, Callable[[], dict[str, Any]]]  # name, seconds at most, its figures
 
@@ -224,23 +223,22 @@ def plan(folder: Path, gpus: int) -> list[Check]:
         return compared(gradients(model, device, dtype), exact_gradients(model), limit)
 
     checks: list[Check] = [("toy, float32", 60, lambda: toy(FLOAT32_LIMIT, {}))]
+    variants = VARIANTS if gpus else {}
+    for name, (seconds, limit, changes) in variants.items():
+        checks.append((f"toy, {name}", seconds, functools.partial(toy, limit, changes)))
     for model in FAMILIES:
         for dtype, limit in (("float32", FLOAT32_LIMIT), ("bfloat16", BF16_LIMIT)):
             check = functools.partial(family, model, dtype, limit)
             checks.append((f"{model.split('/')[1]}, {dtype}", 60, check))
     if not gpus:
         return checks
-    sized = []
     for name, seconds in FULL_SIZE.items():
-        sized.append((name, seconds, functools.partial(full_size, name)))
-    checks += sized[:2]  # what most people train
-    for name, (seconds, limit, changes) in VARIANTS.items():
-        checks.append((f"toy, {name}", seconds, functools.partial(toy, limit, changes)))
+        checks.append((name, seconds, functools.partial(full_size, name)))
     if gpus > 1:
         for sharding in ("None", "fsdp2"):
             check = functools.partial(two_gpus, sharding)
             checks.append((f"two GPUs, sharding={sharding}", 160, check))
-    return checks + sized[2:]
+    return checks
 
 
 def run_check(check: Check, deadline: float) -> dict[str, Any]:
@@ -261,6 +259,7 @@ def run_check(check: Check, deadline: float) -> dict[str, Any]:
         row |= function()
         row["status"] = "passed"
     except Exception as error:  # noqa: BLE001 - the next check may still tell something
+        traceback.print_exc()
         text = " ".join(str(error).split())
         row |= {"status": "failed", "message": f"{type(error).__name__}: {text[:300]}"}
     finally:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from paco_judge.errors import run_command
 
 GIB = 2**30
-# Share of the stated peak. 28 steps of FLUX.1-dev with a LoRA at 1024 px take 7.89 s on an H100
-# (huggingface.co/blog/lora-fast), which is 27 %. Compiling reaches 1.5 times as much without a LoRA
-# (PyTorch's report of 11 May 2026).
-EAGER = 0.27
+# Share of the stated peak. `t2is` (FLUX.1-dev, one image of 512 px at a time) reached 18 % while it
+# sampled and 13 % while it trained on an H100 (docs/evidence.md). With an image of 1024 px it is
+# 27 % (huggingface.co/blog/lora-fast); compiling reaches 1.5 times as much without a LoRA (PyTorch's
+# report of 11 May 2026).
+EAGER = 0.18
 COMPILED = 0.42
 # Usable GiB of the smallest card sold as such (ECC on), and stated dense bfloat16 TFLOP a second.
 GPUS = {
@@ -60,7 +61,7 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     for phase, flops in epoch.items():
         teraflops = flops / 1e12
         print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * stated):>9.1f}")
-    print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second; not measured")
+    print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second")
     print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
     peaks = estimated.peaks
     for phase, peak in peaks.items():

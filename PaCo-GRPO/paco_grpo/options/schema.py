@@ -262,7 +262,7 @@ class SpeedOptions:
         False, "torch.compile of the transformer's blocks; slow first epoch"
     )
     attention: str | None = beyond_paper(
-        None, "attention backend of diffusers, such as _native_cudnn; None: its default"
+        None, "attention backend of diffusers, such as flash; None: its default"
     )
     offload_text: bool | None = beyond_paper(
         None,

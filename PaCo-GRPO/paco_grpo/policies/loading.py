@@ -103,8 +103,8 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     """Apply ``config.speed`` to a policy that has its adapters and is placed."""
     speed = options.speed
     # PyTorch would choose cuDNN's attention by itself on compute capability 9.0 and 10.0 (H100,
-    # B200), whose backward returns NaN for some masked inputs (pytorch#196678). The backend
-    # "_native_cudnn" still turns it on for its own calls.
+    # B200), whose backward returns NaN for some masked inputs (pytorch#196678), and on an H100 did
+    # without a mask.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if speed.attention is not None:
         set_attention(policy, speed.attention)

@@ -49,12 +49,12 @@ class Offloaded:
 
 
 def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Whether half of the GPU's memory stays free with ``modules`` on it.
+    """Whether half of the memory of the GPU ``device`` stays free with ``modules`` on it.
 
     Activations and the optimizer need the rest.
     """
     parameters = itertools.chain.from_iterable(module.parameters() for module in modules)
-    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    num_bytes = sum(p.nbytes for p in parameters if p.device.type != device.type)
     free, total = torch.cuda.mem_get_info(device)
     fits = free - num_bytes >= total / 2
     logger.info(

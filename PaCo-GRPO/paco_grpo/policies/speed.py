@@ -11,16 +11,14 @@ from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.base import Policy
 
-# The backends of diffusers that have a backward. Sage's are 8-bit and for inference only, and the
-# wrapper of a locally built FlashAttention 3 (_flash_3) registers no gradient (the hub's does).
-# *_hub names download a kernel.
+# The backends of diffusers that can train. Left out: Sage's, 8-bit and for inference only; _flash_3,
+# which registers no gradient (the hub's does); _native_cudnn, whose gradients were not finite on an
+# H100; flex, which outside compiled blocks holds all scores. *_hub names download a kernel.
 ATTENTION_BACKENDS = (
     "native",
-    "_native_cudnn",
     "_native_flash",
     "_native_efficient",
     "_native_math",
-    "flex",
     "flash",
     "flash_varlen",
     "flash_hub",
@@ -41,7 +39,7 @@ def attention_problem(name: str) -> str | None:
     if name in ATTENTION_BACKENDS:
         return None
     near = did_you_mean(name, ATTENTION_BACKENDS)
-    return f"{name!r} is unknown, or has no backward.{near} Known: {', '.join(ATTENTION_BACKENDS)}"
+    return f"{name!r} is unknown, or cannot train.{near} Known: {', '.join(ATTENTION_BACKENDS)}"
 
 
 def set_attention(policy: Policy, name: str) -> None:
@@ -86,4 +84,7 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     a resumed run uses the same kernels. Names of weights do not change.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
+    if torch.__version__ < (2, 12):
+        # Inductor's analysis of memory access fails on symbolic sizes there (pytorch#181563).
+        torch._inductor.config.triton.coalesce_tiling_analysis = False
     policy.transformer.compile_repeated_blocks(dynamic=True, backend=backend)
