@@ -7,7 +7,6 @@ import torch
 from named import load
 from tiny_run import ROOT, load_script, write_prompts
 from torch import nn
-from toy_policy import ToyPolicy
 
 from paco_grpo import architectures
 from paco_grpo.architectures import pipeline_of
@@ -15,8 +14,6 @@ from paco_grpo.estimate import fake_device, generator
 from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, measured
 from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.memory import quantizable
-from paco_grpo.training.sample import GroupSampler
-from paco_grpo.types import Item
 
 GIB = 2**30
 
@@ -110,21 +107,6 @@ def test_an_epoch_of_a_tiny_flux(tiny_flux):
     assert tiny_flux.adds["train"]["gradients"] == adapter
     assert tiny_flux.adds["update"]["gradients in one message"] == adapter
     assert tiny_flux.resident["OpenCLIP ViT-H-14"] == 4 * 986_109_441
-
-
-@pytest.mark.parametrize("shares", [False, True])
-def test_images_of_one_noise_share_a_step_only_in_one_batch(shares):
-    options = load(
-        "t2is",
-        ("sample.unique_sample_num_per_epoch", "2"),
-        ("sample.same_latent", str(shares)),
-    )
-    policy = ToyPolicy()
-    item = Item(0, "p", 32, 32)
-    _, forwards = generator.epoch_record(policy, options, policy.encode([item]), item, 4)
-    of_batch = GroupSampler([2], [2], 16, 0).samples(0).initial_seeds[:4]
-    first = len(set(of_batch)) if shares else 4  # the first step is without noise
-    assert forwards == first + 9 * 4
 
 
 @pytest.mark.parametrize(("longest", "expected"), [("96", 96), ("0", 64)])

@@ -27,7 +27,6 @@ from paco_grpo.policies.loading import needed_length, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
-from paco_grpo.training.sample import GroupSampler
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Conditioning, Item, Rollout
 
@@ -85,7 +84,7 @@ class Pieces:
     training: SampledOnce
     evaluation: SampledOnce
     record: Rollout  # a batch of the epoch, all of its steps
-    forwards: int  # of the transformer in it, counted in images
+    forwards: int  # of the transformer in it
     trained_steps: Sequence[int]
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
     update: Measured  # forward and backward of a micro-batch at one step
@@ -218,20 +217,11 @@ def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
 def epoch_record(
     policy: DiffusersPolicy, options: RunOptions, text: Conditioning, item: Item, count: int
 ) -> tuple[Rollout, int]:
-    """A batch of an epoch, sampled without the transformer, and its forwards, counted in images."""
+    """A batch of an epoch, sampled without the transformer, and its number of forwards.
+
+    Steps that images of one initial noise share count for each of them.
+    """
     sample = options.sample
-    prompts = [sample.unique_sample_num_per_epoch]
-    sampler = GroupSampler(
-        prompts, prompts, sample.num_images_per_prompt, 0, sample.latents_per_prompt
-    )
-    initial_seeds = sampler.samples(0).initial_seeds[:count].tolist()
-    draws = Draws(
-        item_ids=[0] * count,
-        seeds=range(count),
-        height=item.height,
-        width=item.width,
-        initial_seeds=initial_seeds if sample.same_latent else None,
-    )
     sampling = Sampling(
         num_steps=sample.num_steps,
         noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, 0, 0),
@@ -239,16 +229,11 @@ def epoch_record(
         cps=sample.cps,
         tail_steps=sample.tail_steps,
     )
-    forwards = 0
-
-    def velocity(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        nonlocal forwards
-        forwards += len(x)
-        return x
-
-    with mock.patch.object(policy, "velocity", velocity):
-        record = rollout(policy, text.select([0] * count), draws, sampling)
-    return record, forwards
+    ids = [0] * count
+    draws = Draws(ids, range(count), item.height, item.width)
+    with mock.patch.object(policy, "velocity", side_effect=lambda x, *_: x) as velocity:
+        record = rollout(policy, text.select(ids), draws, sampling)
+    return record, velocity.call_count
 
 
 def one_step(sampled: Rollout, index: int, count: int) -> Step:
@@ -267,10 +252,10 @@ def epoch_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> dict[str, fl
     sampled = pieces.training
     micro_batches = math.ceil(plan.samples_per_process / train.batch_size)
     updates = micro_batches * len(pieces.trained_steps) * train.num_inner_epochs
-    steps = plan.rollout_batches * pieces.forwards / plan.sample_batch_size  # of a whole batch
+    forwards = plan.rollout_batches * pieces.forwards
     return {
         "encode": min(plan.prompts, plan.samples_per_process) * sampled.encode.flops,
-        "denoise": steps * sampled.denoise.flops / 2,
+        "denoise": forwards * sampled.denoise.flops / 2,
         "decode": plan.rollout_batches * sampled.decode.flops,
         "train": updates * (pieces.before_update.flops + pieces.update.flops),
     }
