@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from PIL import Image
 from pyarrow import compute, types
+from pydantic import Field
 
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -42,40 +44,37 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}: row {number}", row
 
 
+class _Row(pydantic.BaseModel):
+    """What a row states; its other fields are for rewards."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    prompt: str = Field(pattern=r"\S")
+    height: int | None = Field(None, ge=1, le=_LARGEST_SIDE)  # pixels
+    width: int | None = Field(None, ge=1, le=_LARGEST_SIDE)
+    open: bool | None = None
+    category: str | None = None  # by which an evaluation groups its scores
+    criteria: dict[str, dict[str, str | None]] | None = None  # {dimension: {name: text}}
+
+
 def make_item(
     number: int,
     row: Mapping[str, Any],
     where: str,
     references: Sequence[Callable[[], Image.Image]] = (),
 ) -> Item:
-    """The item of a row; its other fields are for rewards. Raises UserError, naming ``where``.
-
-    ``prompt`` is a text. Optional are ``height`` and ``width`` (pixels, both or none), ``open``
-    (true or false), ``category`` (a text, by which an evaluation groups its scores) and
-    ``criteria`` ({dimension: {name: text or null}}).
-    """
-    prompt = row.get("prompt")
-    height = row.get("height")
-    width = row.get("width")
-    if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
-        raise UserError(f"{where}: field 'prompt' must be a text, got {prompt!r}")
-    for side, value in (("height", height), ("width", width)):
-        is_size = type(value) is int and 1 <= value <= _LARGEST_SIDE
-        if value is not None and not is_size:
-            raise UserError(
-                f"{where}: field {side!r} must be an integer from 1 to {_LARGEST_SIDE}, "
-                f"got {value!r}"
-            )
-    if (height is None) != (width is None):
+    """The item of a row (``_Row``). Raises UserError, naming ``where``."""
+    try:
+        stated = _Row.model_validate(row)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(
+            f"{where}: field {problem['loc'][0]!r}: {problem['msg']}, got {problem['input']!r}"
+        ) from error
+    if (stated.height is None) != (stated.width is None):
         raise UserError(f"{where}: fields 'height' and 'width' must be given together")
-    for field, kind, meaning in (("open", bool, "true or false"), ("category", str, "a text")):
-        value = row.get(field)
-        if value is not None and not isinstance(value, kind):
-            raise UserError(f"{where}: field {field!r} must be {meaning}, got {value!r}")
-    criteria = row.get("criteria")
-    if criteria is not None and not _are_criteria(criteria):
-        raise UserError(f"{where}: field 'criteria' must look like {{dimension: {{name: text}}}}")
-    return Item(number, prompt, height, width, dict(row), tuple(references))
+    size = stated.height, stated.width
+    return Item(number, stated.prompt, *size, dict(row), tuple(references))
 
 
 def load_prompts(
@@ -117,18 +116,6 @@ def _geneval(folder: Path, split: str) -> list[Item]:
             raise UserError(f"{name}: field 'prompt': {error}") from error
         items.append(item)
     return items
-
-
-def _are_criteria(value: Any) -> bool:
-    """Whether it is ``{dimension: {name: text}}``; a text may be None."""
-    if not isinstance(value, dict):
-        return False
-    for texts in value.values():
-        if not isinstance(texts, dict):
-            return False
-        if not all(isinstance(text, str | None) for text in texts.values()):
-            return False
-    return True
 
 
 def read_items(file: Path, with_images: bool) -> list[Item]:

@@ -26,7 +26,6 @@ from paco_judge.weights import explain_missing, from_pretrained_strict
 
 logger = logging.getLogger(__name__)
 
-_MODULAR = "modular_model_index.json"
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 # Pipeline class named in model_index.json -> "module:class" of a ``DiffusersPolicy``, imported on
@@ -209,23 +208,13 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _read(model_path: str | Path, name: str) -> dict[str, Any]:
-    folder = local_folder(model_path, name, _MODULAR, option="config.pretrained.model")
-    file = folder / name
+    folder = local_folder(model_path, name, option="config.pretrained.model")
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return json.loads((folder / name).read_bytes())
     except FileNotFoundError as error:
-        if (folder / _MODULAR).is_file():
-            raise PolicyLoadError(
-                f"config.pretrained.model={model_path} is a modular pipeline ({_MODULAR}), and "
-                "these are not supported: give a folder with model_index.json"
-            ) from error
         raise PolicyLoadError(
             f"config.pretrained.model={model_path} has no {name}: give the folder that contains "
             "transformer/ and vae/"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise PolicyLoadError(
-            f"{file} is not a JSON object: {error}. Download it again."
         ) from error
 
 
@@ -255,16 +244,13 @@ def load_models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
         library, class_name = config.get(name, (None, None))
         if library is None:
             continue
-        folder = Path(path) / name
-        if folder.is_dir() and any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-            # reading a pickle runs its code
-            raise ValueError(
-                f"the weights in {folder} are pickles (*.bin), and only safetensors are read: "
-                "convert them"
-            )
         if library == "transformers":
             models[name] = from_pretrained_strict(
-                getattr(transformers, class_name), path, subfolder=name, dtype=dtype
+                getattr(transformers, class_name),
+                path,
+                subfolder=name,
+                dtype=dtype,
+                use_safetensors=True,  # reading a pickle runs its code
             )
             continue
         models[name] = _load_model(getattr(diffusers, class_name), path, name, dtype)
@@ -284,6 +270,7 @@ def _load_model(
         subfolder=name,
         dtype=torch.float32 if name == "vae" else dtype,
         output_loading_info=True,
+        use_safetensors=True,
     )
     missing = set(info["missing_keys"])
     # diffusers believes the index of several files: a tensor that none of them has stays on "meta".

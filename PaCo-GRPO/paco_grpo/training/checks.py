@@ -84,11 +84,6 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             "sample.num_images_per_prompt=1: "
             "images of different prompts are compared with each other"
         )
-    if sample.tail_steps is not None and not (sample.noise_level and sample.noise_steps):
-        warnings.append(
-            f"sample.tail_steps={sample.tail_steps} changes nothing: "
-            "without noise, no step is the last with noise"
-        )
     if train.reward_fn and test.reward_fn and not test.reward_fn.keys() & train.reward_fn.keys():
         warnings.append(
             f"test.reward_fn has {', '.join(test.reward_fn)}, and none that is trained: "
@@ -264,26 +259,16 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
     wants_cpu = environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if torch.cuda.is_available() or wants_cpu:
         return
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        if visible in ("", "-1"):
-            return
-        promise = f"CUDA_VISIBLE_DEVICES={visible} names GPUs"
-    else:
-        if not _nvidia_smi_lists_gpus():
-            return
-        promise = "nvidia-smi lists GPUs"
-    raise ConfigError(
-        f"{promise}, but torch {torch.__version__} sees none. Where there are GPUs, update the "
-        "driver or install a torch for it. To use the CPU, set ACCELERATE_USE_CPU=true"
-    )
-
-
-def _nvidia_smi_lists_gpus() -> bool:
-    if not shutil.which("nvidia-smi"):
-        return False
+    hides_all = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hides_all or not shutil.which("nvidia-smi"):
+        return
     listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
-    return "GPU " in listed.stdout
+    if "GPU " in listed.stdout:
+        raise ConfigError(
+            f"nvidia-smi lists GPUs, but torch {torch.__version__} sees none (in "
+            "CUDA_VISIBLE_DEVICES). Update the driver or install a torch for it. To use the CPU, "
+            "set ACCELERATE_USE_CPU=true"
+        )
 
 
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:

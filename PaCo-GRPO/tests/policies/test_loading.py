@@ -13,10 +13,11 @@ from paco_grpo.policies import PolicyLoadError, load_policy
 def test_broken_index(tmp_path):
     with pytest.raises(PolicyLoadError, match=r"config\.pretrained\.model"):
         load_policy(tmp_path / "nowhere")
-    for text in ("{", '{"_class_name": "FluxPipelin"}'):
-        (tmp_path / "model_index.json").write_text(text)
-        with pytest.raises(PolicyLoadError, match=r"model_index\.json"):
-            load_policy(tmp_path)
+    with pytest.raises(PolicyLoadError, match=r"model_index\.json"):
+        load_policy(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipelin"}')
+    with pytest.raises(PolicyLoadError, match=r"model_index\.json"):
+        load_policy(tmp_path)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_text_encoder_as_a_pickle_is_refused(model):
     file = model / "text_encoder_2" / "model.safetensors"
     torch.save(load_file(file), file.with_name("pytorch_model.bin"))
     file.unlink()
-    with pytest.raises(PolicyLoadError, match="text_encoder_2.*safetensors"):
+    with pytest.raises(PolicyLoadError, match=r"model\.safetensors"):
         load_policy(model)
 
 

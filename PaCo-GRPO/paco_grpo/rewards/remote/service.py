@@ -17,10 +17,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -48,38 +48,33 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
 
-    def score(body: bytes) -> bytes:
-        images, items = decode_request(body)
-        return encode_scores(reward(images, items))
-
-    def compute(body: bytes) -> bytes:
-        images, items = decode_compute(body)
-        return encode_rewards(reward(images, items))
-
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "reward": name})
 
-    async def post_score(request: Request) -> Response:
+    async def answer(
+        request: Request, decode: Callable, encode: Callable, failed_status: int
+    ) -> Response:
         body = await request.body()
-        loop = asyncio.get_running_loop()
+
+        def score() -> bytes:
+            images, items = decode(body)
+            return encode(reward(images, items))
+
         try:
-            scores = await loop.run_in_executor(thread, score, body)
+            scores = await asyncio.get_running_loop().run_in_executor(thread, score)
         except Exception as error:
-            # The run reports it and stops. Not a 5xx, which clients retry.
             logger.exception("the reward failed")
-            raise HTTPException(422, f"{type(error).__name__}: {error}"[:1000]) from error
+            problem = f"{type(error).__name__}: {error}"[:1000]
+            return JSONResponse({"error": problem}, failed_status)
         return Response(scores, media_type="application/json")
 
+    async def post_score(request: Request) -> Response:
+        # The run reports an error and stops. Not a 5xx, which clients retry.
+        return await answer(request, decode_request, encode_scores, 422)
+
     async def post_compute(request: Request) -> Response:
-        body = await request.body()
-        loop = asyncio.get_running_loop()
-        try:
-            rewards = await loop.run_in_executor(thread, compute, body)
-        except Exception as error:
-            # Flow-Factory stops at this field and shows it; after a 4xx it would ask again.
-            logger.exception("the reward failed")
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"[:1000]})
-        return Response(rewards, media_type="application/json")
+        # Flow-Factory stops at the field "error" and shows it; after a 4xx it would ask again.
+        return await answer(request, decode_compute, encode_rewards, 200)
 
     routes = [
         Route("/health", health, methods=["GET"]),
