@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -106,21 +105,13 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
             f"Known: {', '.join(BENCHMARKS)}"
         )
     public, kind, rewards = BENCHMARKS[name]
-    others = {*options.train.reward_fn, *options.test.reward_fn}
-    for of_set in options.datasets.values():
-        others.update(of_set.reward_fn, of_set.test_reward_fn)
-    for _, _, names in BENCHMARKS.values():
-        others.update(names)
-    others.difference_update(rewards)
-    # Arguments of these rewards go, too. Those of a misspelt name stay, so that it is refused.
     test = dataclasses.replace(
         options.test,
         reward_fn=dict.fromkeys(rewards, 1.0),
-        reward_fn_kwargs=_without(options.test.reward_fn_kwargs, others),
         num_images=None,
         save_eval_images=True,
     )
-    kwargs = _without(options.train.reward_fn_kwargs, others - options.train.reward_fn.keys())
+    kwargs = dict(options.train.reward_fn_kwargs)
     for reward in rewards:
         if arguments := reward_arguments(options, reward):
             kwargs[reward] = arguments
@@ -129,10 +120,6 @@ def options_for(options: RunOptions, benchmark: str) -> RunOptions:
     train = dataclasses.replace(options.train, reward_fn=trained, reward_fn_kwargs=kwargs)
     groups = {"train": train, "test": test, "datasets": {}}
     return dataclasses.replace(options, dataset=folder or public, prompt_fn=kind, **groups)
-
-
-def _without(table: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name not in names}
 
 
 def _adapter(place: str | None, option: str) -> Path | None:

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +29,13 @@ from paco_grpo.policies.loading import apply_speed, load_generator, with_text_le
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.rewards.by_set import RunRewards, build_run_rewards, training_rewards
 from paco_grpo.training import checks
-from paco_grpo.training.checkpoints import Checkpoints, RunFolder
+from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.resume import Earlier, find_earlier
 from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item, Stream
-from paco_judge.files import write_atomically
+from paco_judge.files import locked, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class Run:
     probe: ReferenceProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
-    claimed: RunFolder  # ``folder``, which no other trainer can use until it is released
+    # Keeps other trainers out of ``folder`` until it is closed.
+    claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -91,7 +92,7 @@ class Run:
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""
         with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
-            self.claimed.release()
+            self.claim.close()
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
@@ -107,27 +108,32 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     strategy = start_processes(options)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(strategy.accelerator, lambda: name)
-    claimed = RunFolder(Path(options.save_dir).absolute() / name)
-    main_decides(strategy.accelerator, claimed.claim)
-    with contextlib.ExitStack() as on_error:
-        on_error.callback(claimed.release)
+    folder = Path(options.save_dir).absolute() / name
+    with contextlib.ExitStack() as claim:  # without an error, ``Run.close`` ends it
+        main_decides(strategy.accelerator, lambda: claim_folder(folder, claim))
         described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
         train = dataclasses.replace(options.train, aggregate_fn=described)
         options = dataclasses.replace(options, run_name=name, train=train)
         try:
-            run = _build(options, objective, strategy, claimed)
+            run = _build(options, objective, strategy, folder)
         except torch.OutOfMemoryError as error:
             raise ConfigError(checks.out_of_memory(options, error)) from error
-        on_error.pop_all()
+        run.claim = claim.pop_all()
     return run
 
 
-def _build(
-    options: RunOptions, objective: Objective, strategy: Strategy, claimed: RunFolder
-) -> Run:
+def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
+    """Make the folder, and lock it until ``claim`` is closed.
+
+    Raises UserError: Another trainer has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    claim.enter_context(locked(folder))
+
+
+def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder: Path) -> Run:
     """The parts of a run, cheap checks first."""
     accelerator = strategy.accelerator
-    folder = claimed.path
 
     # Prompts, an earlier run, rewards that have answered, and the tracker.
     sets = prompt_sets(options)
@@ -207,7 +213,6 @@ def _build(
         probe=ReferenceProbe(policy, probe_items, options) if probe_items else None,
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=tracker,
-        claimed=claimed,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run saves: its folder, checkpoints by epoch, and the whole state in each of them."""
+"""What a run saves: checkpoints by epoch, and the whole state in each of them."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ from paco_grpo.policies.adapters import log_adapter, save_diffusers, save_peft
 from paco_grpo.training.model_card import write_model_card
 from paco_grpo.training.state import TrainState
 from paco_judge.errors import UserError
-from paco_judge.files import locked, sync_folder
+from paco_judge.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +35,6 @@ _FORMAT = 3  # of trainer.json and the files beside it
 
 class CheckpointError(UserError):
     """There is no such checkpoint, it cannot be written, or it is of another run or version."""
-
-
-class RunFolder:
-    """The folder of one run. The main process claims it, so that two trainers never share one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = contextlib.ExitStack()
-
-    def claim(self) -> None:
-        """Make the folder and lock it; a ``UserError`` if another trainer has it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(locked(self.path))
-
-    def release(self) -> None:
-        """Let another trainer have the folder."""
-        self._lock.close()
 
 
 # --- checkpoints by epoch -----------------------------------------------------------------------

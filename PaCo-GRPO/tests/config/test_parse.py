@@ -112,7 +112,6 @@ WRONG = [
     ("seed.x", "1"),
     ("train", "1"),
     ("train.reward_fn", "3"),
-    ("train.reward_fn.ocr", "True"),
     ("test.seed", "1:30"),
     ("num_epochs", "True"),
     ("train.decay_type", "True"),
@@ -120,8 +119,6 @@ WRONG = [
     ("sample.noise_steps", "-1"),
     ("test.num_steps", "2000000000"),
     ("train.resolution", "8000000"),
-    ("run_name", ".."),
-    ("run_name", "a/b"),
     ("train.reward_fn_kwargs.ocr", "{'a': {'b': 1, 'b': 2}}"),  # one key twice
 ]
 

@@ -1,7 +1,5 @@
 """scripts/evaluate.py on benchmarks and against another adapter: intervals, pairs, refusals."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from named import load
@@ -75,12 +73,3 @@ def test_a_benchmark_is_one_set_where_the_run_has_several():
     (prompt_set,) = prompt_sets(options)
     assert prompt_set.folder == "prompts"
     assert list(prompt_set.test.weights) == ["consistency_score", "subfig_clipT", "pickscore"]
-
-
-def test_arguments_of_a_guard_go_with_it(trained_run):
-    train = replace(trained_run.options.train, reward_fn_kwargs={"subfig_clipI": {"model": "A"}})
-    guards = {"subfig_clipI": 1.0, "clipscore": 1.0}
-    test = replace(trained_run.options.test, reward_fn=guards, reward_fn_kwargs={"clipscore": {}})
-    options = options_for(replace(trained_run.options, train=train, test=test), "t2is=grids")
-    assert not options.train.reward_fn_kwargs
-    assert not options.test.reward_fn_kwargs

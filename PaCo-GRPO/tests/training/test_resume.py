@@ -9,10 +9,11 @@ from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
 from paco_grpo.training.build import build_run, record_start
-from paco_grpo.training.checkpoints import CheckpointError, RunFolder
+from paco_grpo.training.checkpoints import CheckpointError
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
 from paco_judge.errors import UserError
+from paco_judge.files import locked
 
 
 @pytest.fixture
@@ -167,8 +168,7 @@ def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, capl
 
 
 def test_a_second_trainer_is_refused(tiny_flux_dir, tmp_path):
-    held = RunFolder(tmp_path / "runs" / "run")
-    held.claim()
-    with pytest.raises(UserError, match="run"):
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    with locked(folder), pytest.raises(UserError, match="run"):
         build_run(tiny_options(tiny_flux_dir, tmp_path))
-    held.release()
