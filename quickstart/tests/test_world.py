@@ -11,7 +11,7 @@ from PIL import Image
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.types import Item
 from paco_judge.grid import split_prompt
-from paco_toy.build_world import build_prompts
+from paco_toy.build_world import build_prompts, build_rank_benchmark
 from paco_toy.edits import (
     build_edits,
     oracle_edit,
@@ -21,6 +21,7 @@ from paco_toy.edits import (
 )
 from paco_toy.oracle import Reading, evenness, oracle_between_images, read_grids, read_prompt
 from paco_toy.world import (
+    ATTRIBUTES,
     CHARACTER_INDEX,
     CHARACTERS,
     OPENINGS,
@@ -31,6 +32,7 @@ from paco_toy.world import (
     read_jsonl,
     render_grid,
     to_image,
+    with_article,
 )
 
 FOUR_VIEWS = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4]))
@@ -66,6 +68,25 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
     assert Counter(openings) == opened_sets
     assert [row["open"] for row in rows] == [bool(opening) for opening in openings]
     assert list(Counter(row["category"] for row in rows).values()) == [24] * 4
+
+
+def test_each_candidate_of_the_benchmark_differs_in_one_more_attribute(tmp_path):
+    """They are listed in another order, so that a tie does not name the right one."""
+    build_rank_benchmark(tmp_path, seed=2, items=6)
+    prompts = read_jsonl(tmp_path / "prompt_data.jsonl")
+    rankings = read_jsonl(tmp_path / "consistency_full_rank.jsonl")
+    for prompt, row in zip(prompts, rankings, strict=True):
+        grids = []
+        for name in (row["ref_image"], *row["rank_images"]):
+            panel = np.asarray(Image.open(tmp_path / "images" / row["folder"] / name))
+            grids.append(Image.fromarray(np.tile(panel, (2, 2, 1))))
+        reference, *candidates = [CHARACTERS[c] for c in read_grids(grids).character[:, 0]]
+        assert f"views of {with_article(reference)}." in prompt["prompt"]
+        for place, candidate in enumerate(candidates):
+            changed = [a for a in ATTRIBUTES if getattr(candidate, a) != getattr(reference, a)]
+            assert len(changed) == place
+        assert row["comp_images"] == sorted(row["rank_images"])
+    assert len({tuple(row["rank_images"]) for row in rankings}) > 1
 
 
 @settings(max_examples=25, deadline=None)

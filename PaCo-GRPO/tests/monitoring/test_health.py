@@ -80,19 +80,31 @@ def test_statistics_of_samples_against_numpy():
 
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=2))
+    """Of two images, which the base takes to the first noise step."""
+    steps = {"sample__num_steps": 5, "sample__noise_steps": "2,3"}
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, health__probe_images=2, **steps))
+    policy = run.state.policy
+    times = []
+
+    def record(module, args, inputs):
+        times.append(inputs["timestep"].item())
+
+    hook = policy.transformer.register_forward_pre_hook(record, with_kwargs=True)
     assert run.probe.measure() == {"health/velocity_change": 0.0}  # a new LoRA changes nothing
+    hook.remove()
+    first, second, noisy = policy.sigmas(5, 16, 16)[:3].tolist()
+    assert times == pytest.approx([first, second, noisy] * 2 + [noisy] * 2)
     with torch.no_grad():
         for parameter in run.state.parameters.values():
             parameter.add_(0.05)
     changes = []
     for velocity, x, sigma, base in run.probe._states:
-        with reference_weights(run.state.policy):
+        with reference_weights(policy):
             assert torch.equal(velocity(x, sigma), base)
         changes.append(float((velocity(x, sigma) - base).detach().norm() / base.norm()))
     measured = run.probe.measure()
     assert measured["health/velocity_change"] == pytest.approx(np.mean(changes))
-    of_resumed_run = ReferenceProbe(run.state.policy, run.test_items[:2], run.options)
+    of_resumed_run = ReferenceProbe(policy, run.test_items[:2], run.options)
     assert of_resumed_run.measure() == measured
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from tiny_pipelines import build_tiny_flux2
 from tiny_policies import items, load, picture
@@ -55,6 +55,10 @@ def test_a_reference_of_the_generated_shape_covers_it(klein):
     assert np.array_equal(pixels[:, 39], pixels[:, 40]) and pixels.argmax(axis=1).min() >= 39
     small = Item(0, "x", 240, 160, references=(image,))  # enlarged, for the same grid of tokens
     assert klein._read(small)[0].size == (240, 160)
+    photo = picture(4, 149, 101)
+    (reference,) = klein._read(Item(0, "x", 120, 80, references=(photo,)))
+    sharp = ImageOps.fit(photo, (80, 120), Image.Resampling.LANCZOS)
+    assert reference.image.tobytes() == sharp.tobytes()
 
 
 @pytest.mark.parametrize("name", ["flux2", KLEIN])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tiny_policies import EDITORS, items, load, picture
 
 from paco_grpo.policies import PolicyLoadError, PolicySettings, load_policy
@@ -130,8 +131,13 @@ def test_everything_is_encoded_once(policy, name):
     assert calls == {"text": texts, "vae": 2}
     assert torch.equal(first.prompt_embeds, second.prompt_embeds[:2])
     assert torch.equal(first.reference, second.reference[:2])
+    policy.encode(items(name, "a"), 40)
+    assert calls == {"text": texts * 3 // 2, "vae": 2}  # a text of another length
     policy.encode(items(name, "a", size=(64, 64), reference=(32, 32)))
     assert calls["vae"] == 3  # the same picture at another size
+    for size in ((32, 64), (64, 32)):
+        policy.encode([Item(0, "a", *size, references=(Image.new("RGB", size[::-1]),))])
+    assert calls["vae"] == 5  # the same bytes in another shape
     policy.encode([Item(0, "x", 32, 32, references=(lambda: reads.append(1) or picture(1),))])
     assert len(reads) == 1
 

@@ -4,13 +4,17 @@ import json
 import re
 import shutil
 
+import numpy as np
+from tiny_run import rows_of
+
 from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.report import Name, Page, main, read_run, write_report
 
 
 def test_a_whole_page(trained_run, tmp_path):
-    """An evaluation before the last one, in which each score is lower by another number."""
+    """The first of three evaluations, in which each score is lower by another number."""
     folder = shutil.copytree(trained_run.folder, tmp_path / "run")
+    shutil.copytree(folder / "eval" / "epoch_0002", folder / "eval" / "epoch_0001")
     first = shutil.copytree(folder / "eval" / "epoch_0002", folder / "eval" / "epoch_0000")
     rows = read_rows(first)
     for number, row in enumerate(rows):
@@ -26,7 +30,11 @@ def test_a_whole_page(trained_run, tmp_path):
         seconds={"world": 12.0, "judge": 312.0},
     )
     out = tmp_path / "out" / "report.html"
-    write_report(read_run(folder), out, page)
+    run = read_run(folder)
+    deviations = [row["reward/brightness_std"] for row in rows_of(trained_run.options, "train")]
+    errors = run.train["brightness"][:, 2]
+    np.testing.assert_allclose(errors, np.array(deviations) / 8**0.5)  # of the images of an epoch
+    write_report(run, out, page)
     text = out.read_text()
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     assert set(re.findall(r'(?:src|href)="(.{5})', text)) == {"data:"}

@@ -38,13 +38,16 @@ def judge():
         yield server
 
 
-def judge_without(silent):
-    """The judge, which does not answer questions with the images ``silent``, in this order."""
+def judge_without(silent, about="", answer=UNSURE):
+    """The judge, with this ``answer`` to questions ``about`` something with the images ``silent``,
+    in this order.
+    """
     silent = [image.tobytes() for image in silent]
 
     def respond_unless(number, request):
-        shown = [part for part in shown_to_judge(request) if isinstance(part, bytes)]
-        return (200, UNSURE, {}) if shown == silent else respond(number, request)
+        *shown, text = shown_to_judge(request)
+        is_silent = shown == silent and about in text
+        return (200, answer, {}) if is_silent else respond(number, request)
 
     return fake_judge.FakeJudge(respond_unless, models=MODELS)
 
@@ -90,6 +93,10 @@ def test_criteria_are_averaged_within_a_dimension_then_over_dimensions(judge):
         expected.append(np.mean(dimensions))
     scores = ConsistencyScore(judge.url, question="criteria")(IMAGES, ITEMS)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
+    one_of_two = ITEMS[3].metadata["criteria"]["identity"]["b"]
+    with judge_without(cells_of(3)[:2], one_of_two) as silent:
+        scores = ConsistencyScore(silent.url, question="criteria")(IMAGES, ITEMS)
+    assert np.flatnonzero(np.isnan(scores)).tolist() == [3]
 
 
 @pytest.mark.parametrize("silent", [(), (1, 2)])
@@ -178,6 +185,8 @@ def test_grid_layout_asks_about_one_image():
     rounded = np.where(np.isnan(expected), np.nan, np.greater(expected, 0.5))
     assert 0 < np.nansum(rounded) < 12
     np.testing.assert_array_equal(binary, rounded)
+    with judge_without([IMAGES[4]], answer=fake_judge.answer(0.5)) as undecided:
+        assert GridLayout(undecided.url, binary=True)(IMAGES[4:5], ITEMS[4:5]) == [0]
 
 
 def test_a_users_wording_and_form(judge, tmp_path):

@@ -28,8 +28,9 @@ AWM = SIGMAS | {
 
 
 def test_a_resumed_run_has_the_same_bits(tiny_flux_dir, tmp_path):
-    """With two snapshots, an average, and random σ and noise in each pass."""
-    options = tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **AWM)
+    """With two snapshots, an average, random σ and noise in each pass, and a random reward."""
+    reward = {"train__reward_fn": '{"reward_factories:drawn": 1.0}'}
+    options = tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **AWM, **reward)
     train(dataclasses.replace(options, num_epochs=1))
     resumed = train(dataclasses.replace(options, resume_from="latest")).run.state
     whole = train(dataclasses.replace(options, run_name="whole")).run.state
@@ -98,6 +99,10 @@ def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_ru
             assert sorted([*first, *second]) == list(range(8))
             is_split = bool(set(item_ids[first]) & set(item_ids[second]))
             assert is_split != whole_groups
+    orders = set()
+    for epoch, inner in ((3, 0), (3, 1), (3, 2), (4, 0), (4, 1)):
+        orders.add(tuple(np.concatenate(updater._chunks(item_ids, epoch, inner))))
+    assert len(orders) == 4  # each first pass takes the sampler's
     rollouts = sampled(dgpo_run)[0]
     passes = {}
     for epoch, inner in itertools.product(range(12), repeat=2):

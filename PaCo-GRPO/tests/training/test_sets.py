@@ -208,6 +208,7 @@ def test_an_epoch_is_divided_by_shares(total, shares):
     more = divide(total + 1, shares)
     assert all(0 <= after - before <= 1 for before, after in zip(parts, more, strict=True))
     assert divide(120, [3.0, 2.0, 1.0]) == [60, 40, 20]
+    assert divide(2, [1.1, 3.0]) == [1, 1]  # a small set does not wait for a whole share
 
 
 def test_each_set_has_its_prompts_in_every_epoch():

@@ -43,6 +43,8 @@ def test_rewards_of_weight_0_are_monitored_only(tiny_flux_dir, tmp_path, caplog)
     train(options)
     (row,) = rows_of(options, "train")
     assert row["reward/negative_mean"] < 0 and row["advantage/dropped_share"] == 0.5
+    variation = row["reward/negative_std"] / -row["reward/negative_mean"]
+    assert row["reward/negative_cv"] == pytest.approx(variation)
     assert row["reward/within_minus_between"] == pytest.approx(2.5)
     assert caplog.text.count("failing has weight 0") == 2  # in training and evaluation
     assert caplog.text.count("unlike_others has weight 0") == 1
