@@ -57,7 +57,8 @@ def test_a_row_with_a_second_answer_is_no_labeled_pair(tiny, tmp_path):
     """Its questions would be asked as one."""
     file = tiny.save_pairs(tmp_path) / "pairs.json"
     rows = json.loads(file.read_text())
-    rows[1]["messages"].append({"role": "assistant", "content": "No. I am not sure."})
+    for role, content in (("user", "Really?"), ("assistant", "No. I am not sure.")):
+        rows[1]["messages"].append({"role": role, "content": content})
     file.write_text(json.dumps(rows))
     with pytest.raises(UserError, match="pairs row 1"):
         labeled_pairs(tmp_path, "pairs")

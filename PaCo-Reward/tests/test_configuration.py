@@ -67,7 +67,9 @@ def test_a_row_that_cannot_be_trained_on_is_named(config, row, named):
 
 
 def test_rows_are_read_as_llama_factory_reads_them(config, caplog):
-    """JSON lines whatever the suffix, system prompts in both places, and texts without images."""
+    """JSON lines whatever the suffix, system prompts in both places, texts without images, and
+    images in two turns.
+    """
     file = Path(config["dataset_dir"], "pairs.json")
     index = file.with_name("dataset_info.json")
     info = json.loads(index.read_text())
@@ -78,6 +80,8 @@ def test_rows_are_read_as_llama_factory_reads_them(config, caplog):
     rows[1]["rule"] = "Be strict."
     rows[3]["messages"].insert(0, {"role": "system", "content": "Be kind."})
     rows[4] = {"messages": [QUESTION | {"content": "Who?"}, ANSWER]}
+    turns = [QUESTION | {"content": f"{number} is <image>?"} for number in ("One", "Two")]
+    rows[5]["messages"] = [turns[0], ANSWER, turns[1], ANSWER]
     file.write_text("\n".join(map(json.dumps, rows)))
     check_data(config | {"max_samples": 16})
     (warning,) = caplog.messages

@@ -21,8 +21,8 @@ def arguments(judge_dir, adapter_dir, tmp_path) -> list[str]:
     return ["export", *(str(word) for option in options.items() for word in option)]
 
 
-def scores(*judge) -> list[float]:
-    verdicts = JudgeScorer.from_pretrained(*judge).score(synthetic_pairs(12))
+def scores(*judge, count=12) -> list[float]:
+    verdicts = JudgeScorer.from_pretrained(*judge).score(synthetic_pairs(count))
     return [verdict.p_yes for verdict in verdicts]
 
 
@@ -75,16 +75,17 @@ def test_a_judge_is_saved_as_its_base_is_stored(judge_dir, adapter_dir, tmp_path
 
 
 def test_a_merged_model_with_other_scores_is_not_written(
-    adapter_dir, tmp_path, capsys, monkeypatch, arguments
+    judge_dir, adapter_dir, tmp_path, capsys, monkeypatch, arguments
 ):
-    """A merge that loses a strong adapter, which changes P(Yes) by more than the limit."""
+    """A merge that loses a strong adapter, which lowers P(Yes) by more than the limit."""
     strong = shutil.copytree(adapter_dir, tmp_path / "strong")
     weights = load_file(strong / "adapter_model.safetensors")
     for name in weights:
-        weights[name] *= 20 if "lora_B" in name else 1
+        weights[name] *= -20 if "lora_B" in name else 1
     save_file(weights, strong / "adapter_model.safetensors", {"format": "pt"})
     arguments[arguments.index(str(adapter_dir))] = str(strong)
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda model: model.unload(), raising=False)
+    lost = np.subtract(scores(judge_dir, strong, count=100), scores(judge_dir, count=100))
     assert main(arguments) == 1
-    assert "by up to" in capsys.readouterr().err
+    assert f"by up to {np.abs(lost).max():.3f}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [strong]

@@ -51,6 +51,11 @@ def test_steps_are_those_of_the_options(with_one, fraction, steps):
     options = {"num_sigmas": len(steps), "sigma_one": with_one, "sigma_fraction": fraction}
     objective = get_objective("awm")(TrainOptions(**options))
     assert objective.steps(sample(ToyPolicy()), np.random.default_rng(0)) == steps
+    drawn = set()
+    for seed in range(40):
+        drawn.update(sample_sigmas(8, 2, fraction, with_one, np.random.default_rng(seed)))
+    first, end = (0, 6) if with_one else (1, 4)
+    assert drawn == set(range(first, end))
 
 
 def test_noise_of_samples_and_of_groups():

@@ -90,6 +90,8 @@ def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
     (second / ".lock").write_text("another")
     assert fingerprint(first) == fingerprint(second)
     assert fingerprint(first, second / "half.bin") != fingerprint(first)
+    (second / "half.bin").rename(second / "half.pt")
+    assert fingerprint(first) != fingerprint(second)
     assert fingerprint(tmp_path / "missing") is None
 
 

@@ -66,6 +66,8 @@ def test_every_way_in_turns_a_picture_as_its_orientation_says(kind):
     turned = load_image(stored)
     assert load_image(turned) is turned  # not twice
     assert content_digest(stored) == content_digest(turned)
+    blank = [Image.new("RGB", size) for size in (turned.size, turned.size[::-1])]
+    assert len(set(map(content_digest, blank))) == 2  # the same bytes in another shape
 
 
 def test_16_bit_gray_keeps_its_shades_and_is_turned():
