@@ -24,7 +24,10 @@ from paco_reward.launch import DATA, run, with_resume
 @pytest.mark.parametrize(
     ("files", "added"),
     [
-        ("9/trainer_state.json 10/trainer_state.json", {"resume_from_checkpoint": "checkpoint-10"}),
+        (
+            "9/trainer_state.json 20/trainer_state.json 30/trainer_state.json 10/trainer_state.json",
+            {"resume_from_checkpoint": "checkpoint-30"},
+        ),
         ("9/trainer_state.json 10/optimizer.pt", {"resume_from_checkpoint": "checkpoint-9"}),
         ("9/optimizer.pt", {"overwrite_output_dir": True}),  # cut off
         ("", {}),

@@ -1,9 +1,11 @@
 """The numbers of summary.json."""
 
+import json
+
 import numpy as np
 import pytest
 
-from paco_toy.summary import policy_measures
+from paco_toy.summary import judge_measures, policy_measures
 from paco_toy.world import (
     CHARACTERS,
     VIEWS,
@@ -23,6 +25,7 @@ NAMED = [
 # Epoch -> the characters of each image's panels
 SHOWN = {
     0: [[0, 0, 1, 1], [0, 1, 2, 3], [0, 5, 10, 15], [5, 5, 0, 0]],
+    1: [[0, 0, 2, 1], [3, 1, 2, 0], [5, 5, 10, 0], [5, 0, 0, 0]],
     2: [[0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 10, 10], [10, 10, 10, 10]],
 }
 
@@ -57,3 +60,17 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     assert change["reward"]["mean"] == pytest.approx(0.2)
     sizes = [measures[name] for name in ("epochs", "train_resolution", "test_resolution")]
     assert sizes == [2, 64, 128]
+
+
+def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
+    for number, name in enumerate(("judge", "histogram")):
+        rows = [{"metrics": {"top1": number + place, name: 1.0}} for place in (0.25, 0.75)]
+        write_jsonl(tmp_path / "rank_results" / f"{name}.jsonl", rows)
+    judges = {"base": {"accuracy": 0.5}, "lora": {"accuracy": 0.75}}
+    for name, report in judges.items():
+        (tmp_path / f"judge_{name}.json").write_text(json.dumps(report))
+    measures = judge_measures(tmp_path)
+    assert measures["judge"] == judges
+    histogram = measures["rank"].pop("histogram")
+    assert measures["rank"] == {"top1": 0.5, "judge": 1.0, "items": 2}
+    assert histogram == {"top1": 1.5, "histogram": 1.0, "items": 2}

@@ -24,6 +24,7 @@ from paco_toy.world import (
     ATTRIBUTES,
     CHARACTER_INDEX,
     CHARACTERS,
+    HELD_OUT,
     OPENINGS,
     VIEWS,
     Character,
@@ -135,6 +136,9 @@ def test_agreement_is_of_panels_that_show_what_is_named(panels, agreement, align
     reading = reading_of(panels)
     assert reading.agreement([STAR]) == pytest.approx([agreement])
     assert reading.alignment([STAR]) == pytest.approx([alignment])
+    num_valid = sum(panel >= 0 for panel in panels)  # all in other views
+    assert reading.distinctness() == pytest.approx([num_valid * (num_valid - 1) / 12])
+    assert (reading.consistency() > 0) == (num_valid > 0)
 
 
 def test_between_images_counts_what_other_images_of_the_prompt_show():
@@ -164,6 +168,9 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
     assert evenness(reading_of(reds, reds).choices([STAR] * 2, "colour")) == 0.0
     assert evenness(reading_of(reds, blues).choices([STAR] * 2, "colour")) == pytest.approx(bit)
     assert evenness(reading_of(tie).choices([STAR], "colour")) == pytest.approx(bit)
+    entropy = np.log(4) - 3 / 4 * np.log(3)  # three quarters of the two images are red
+    shares = reading_of(tie, reds).choices([STAR] * 2, "colour")
+    assert evenness(shares) == pytest.approx(entropy / np.log(7))
     # An image of a full prompt, and one without an answer, do not count.
     full = Character("striped", "blue", "star")
     assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
@@ -177,10 +184,16 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     assert categories == ["training character", "held-out character"] * 12
     edits = read_edits(items)
     assert [item.prompt for item in items] == [edit.instruction for edit in edits]
+    for edit, category in zip(edits, categories, strict=True):
+        before = edit.characters[edit.place]
+        assert getattr(before, edit.attribute) != edit.value
+        is_held_out = CHARACTER_INDEX[edit.result] in HELD_OUT
+        assert is_held_out == (category == "held-out character")
     references = [item.image for item in items]
     edited = [to_image(render_grid(edit.edited(), edit.views, 32)) for edit in edits]
     # Every panel but the edited one shows another character in another view.
     others = []
+    moved = []  # the edited panel is right, but in another view
     for edit in edits:
         (character,) = [c for c in CHARACTERS[:5] if c.shape == edit.result.shape]
         panels = [character] * 4
@@ -188,8 +201,12 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
         views = [VIEWS[VIEWS.index(view) - 3] for view in edit.views]
         views[edit.place] = edit.views[edit.place]
         others.append(to_image(render_grid(panels, views, 32)))
+        views = list(edit.views)
+        views[edit.place] = VIEWS[VIEWS.index(edit.views[edit.place]) - 3]
+        moved.append(to_image(render_grid(edit.edited(), views, 32)))
     blank = [Image.new("RGB", (64, 64), "white")] * len(edits)
     cases = [(edited, 1, 1), (references, 0, 1), (others, 1, 2 / 8), (blank, 0, 0)]
+    cases.append((moved, 1, 7 / 8))
     for images, followed, kept in cases:
         assert set(oracle_followed()(images, items)) == {followed}
         assert set(oracle_kept()(images, items)) == {kept}

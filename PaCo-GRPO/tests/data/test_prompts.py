@@ -87,3 +87,4 @@ def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
         for a, b in zip(rounded, size, strict=True)
     )
     assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels
+    assert abs(size[0] * size[1] - resolution**2) <= sum(size) / 2 + 1

@@ -41,22 +41,25 @@ def test_prompts_that_describe_everything_and_missing_answers_do_not_count():
 
 
 def test_of_a_training_epoch():
-    """Four prompts with two images each.
+    """Five prompts with two images each.
 
-    The second lacks an answer, the third is not open, the last lacks all w.
+    The second lacks an answer, the third is not open, the last lack all w, or all b.
     """
+    order = np.array([7, 2, 9, 4, 0, 5, 3, 8, 1, 6])  # in which the images were sampled
+    w = [0.9, 0.7, 0.5, np.nan, 0.1, 0.1, np.nan, np.nan, 0.3, 0.4]
+    difference = [0.5, 0.7, 0.8, 0.8, 0.0, 0.0, 0.9, 0.9, np.nan, np.nan]
     scores = {
-        NAMES[0]: np.array([0.9, 0.7, 0.5, np.nan, 0.1, 0.1, np.nan, np.nan]),
-        NAMES[1]: np.array([0.5, 0.7, 0.8, 0.8, 0.0, 0.0, 0.9, 0.9]),
-        "oracle_consistency": np.ones(8),  # the second pair of rewards
-        "oracle_between_images": np.ones(8),
+        NAMES[0]: np.array(w)[order],
+        NAMES[1]: np.array(difference)[order],
+        "oracle_consistency": np.ones(10),  # the second pair of rewards
+        "oracle_between_images": np.ones(10),
     }
-    items = np.repeat(range(4), 2)
-    metrics = of_epoch(scores, items, [True, True, False, True])
+    items = np.repeat(range(5), 2)[order]
+    metrics = of_epoch(scores, items, [True, True, False, True, True])
     assert metrics == pytest.approx(
         {"reward/within": 0.65, "reward/between": 0.3, "reward/within_minus_between": 0.35}
     )
-    assert of_epoch(scores, items, [False] * 4) == {}
+    assert of_epoch(scores, items, [False] * 5) == {}
     assert of_epoch({NAMES[0]: np.ones(2)}, items[:2], [True]) == {}
 
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 from tiny_run import tiny_options
 
 from paco_grpo.commands.compare import is_complete
-from paco_grpo.evaluation.folder import EvaluationFolder
+from paco_grpo.evaluation.folder import EvaluationFolder, contact_sheet
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
@@ -20,6 +20,7 @@ REWARDS = {"tiny_run:brightness": 1.0}
 
 
 COLORS = ("red", "lime", "blue", "white", "black")
+PROMPTS = ("dye it", "paint it", "bleach it", "burn it")
 
 
 def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
@@ -30,7 +31,7 @@ def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
     edits = list(pairwise(plain))
     for number in (2, 0, 3, 1):  # batches of one size come in another order
         before, after = edits[number]
-        folder.add(number, after, Item(number, "dye it", references=(before,)))
+        folder.add(number, after, Item(number, PROMPTS[number], references=(before,)))
         kept = Image.open(folder.reference_file(number))
         assert kept.tobytes() == before.tobytes()
     folder.write_sheet(True)
@@ -38,6 +39,14 @@ def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
     shown = [sheet.getpixel((x, y)) for y in (80, 258) for x in (80, 244, 416, 580)]
     expected = ("red", "lime", "lime", "blue", "blue", "white", "white", "black")
     assert shown == list(map(ImageColor.getrgb, expected))
+    for number, (before, after) in enumerate(edits):
+        alone = contact_sheet([after], [PROMPTS[number]], [before])
+        place = alone.width * (number % 2), alone.height * (number // 2)
+        captions = []
+        for picture, (left, top) in ((alone, (0, 0)), (sheet, place)):
+            caption = (left, top + 164, left + alone.width, top + alone.height)
+            captions.append(picture.crop(caption).tobytes())
+        assert captions[0] == captions[1]
 
 
 class Case:

@@ -30,6 +30,13 @@ def test_a_whole_page(trained_run, tmp_path):
         seconds={"world": 12.0, "judge": 312.0},
     )
     out = tmp_path / "out" / "report.html"
+    metrics = folder / "metrics.jsonl"
+    evaluated = rows_of(trained_run.options, "eval")[-1]
+    lines = []
+    for epoch, lower in enumerate((3, 1)):
+        mean = evaluated["eval/brightness_mean"] - lower
+        lines.append(json.dumps(evaluated | {"epoch": epoch, "eval/brightness_mean": mean}) + "\n")
+    metrics.write_text("".join([*lines, metrics.read_text()]))
     run = read_run(folder)
     deviations = [row["reward/brightness_std"] for row in rows_of(trained_run.options, "train")]
     errors = run.train["brightness"][:, 2]
@@ -40,7 +47,7 @@ def test_a_whole_page(trained_run, tmp_path):
     assert set(re.findall(r'(?:src|href)="(.{5})', text)) == {"data:"}
     for part in ("A &lt;title&gt;", "&lt;b&gt; 3", "2 of 2 epochs", "world 0.2, judge 5.2"):
         assert part in text
-    assert "<td>7</td>" in text
+    assert "<td>7</td>" in text and "+3.000" in text  # since the first evaluation
     # Five images in pairs: those that changed most and least, and the other three.
     assert "bright &amp; red +4.00" in text and "bright &amp; red +0.00" in text
     assert text.count("<figure>") == 2 * 5

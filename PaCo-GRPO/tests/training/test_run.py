@@ -55,6 +55,8 @@ def test_what_a_run_writes(finished):
         ("train", 3, 6),
         ("eval", 3, 6),
     ]
+    seconds = sum(row["time/epoch_s"] for row in rows_of(finished, "train"))
+    assert rows[-1]["train_time"] == pytest.approx(seconds)
     assert len(list((folder / "eval" / "epoch_0002").glob("*.png"))) == 6  # with the sheet
     kept = [path.name for path in ckpt.list_checkpoints(folder / "checkpoints")]
     assert kept == ["epoch_0002", "epoch_0003"]

@@ -150,7 +150,12 @@ def test_what_a_set_is_trained_on_and_what_is_only_watched():
 
 
 def test_scores_of_other_arguments_in_one_set_are_other_scores():
-    """By which an evaluation is scored again."""
+    """By which an evaluation is scored again. Threads are as many as each of them takes."""
+    of_sets = []
+    for limit in (3, 5):
+        kwargs = {"consistency_score": {"max_concurrency": limit}}
+        of_sets.append(build_rewards({"consistency_score": 1.0}, kwargs))
+    assert merge_sets(of_sets, "ab")["consistency_score"].parallel_calls == 3
     identities = []
     for factor in (2.0, 3.0):
         of_sets = []

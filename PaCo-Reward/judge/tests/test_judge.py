@@ -46,8 +46,11 @@ def test_scores_in_this_process_are_the_scorers(folder, files):
     with_theme = expected(first, second, theme_question("boats"))
     without = expected(first, third, load_question("pair").text())
     assert judge.score(files[0], str(files[1]), theme="boats") == pytest.approx(with_theme)
-    # One image beside a list counts for all of it.
-    both = judge.score(first, [files[1], third], theme=["boats", None])
+    # One image beside a list counts for all of it. Files of two folders may share a name.
+    elsewhere = files[0].with_name("elsewhere") / files[1].name
+    elsewhere.parent.mkdir()
+    third.save(elsewhere)
+    both = judge.score(first, [files[1], elsewhere], theme=["boats", None])
     assert both == pytest.approx([with_theme, without], abs=1e-5)
     edits = []
     made = [(first, second, "make it blue"), (third, first, "turn it")]
