@@ -62,6 +62,8 @@ def test_rank(server, rank, tmp_path):
         hits = np.equal(order, item["rank_images"])
         assert row["metrics"]["accuracy"] == pytest.approx(hits.mean())
     assert min(np.diff(sorted(all_scores))) > 1e-4
+    rows[0]["metrics"]["ties"] = 1.0
+    rows[2]["metrics"]["ties"] = 3.0
     write_lines(tmp_path / "results" / "other.jsonl", rows[:3])
     table = tmp_path / "table.txt"
     command = ["--results_dir", str(tmp_path / "results"), "--output_file", str(table)]
@@ -71,6 +73,7 @@ def test_rank(server, rank, tmp_path):
         for name in ("accuracy", "kendalltau", "spearmanr", "footrule"):
             values = [row["metrics"][name] for row in of_model]
             assert f"{np.mean(values):.4f} ± {np.std(values):.4f}" in lines[model]
+    assert lines["other"].split()[1:2] + lines["other"].split()[-1:] == ["3", "4"]  # items, ties
 
 
 def test_edits(server, edits, tmp_path, capsys):
