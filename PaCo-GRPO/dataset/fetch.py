@@ -141,11 +141,9 @@ def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> Non
         chosen = [edit for edit in edits[:limit] if _split_of(edit[0]) == split]
         with pq.ParquetWriter(out / f"{split}.parquet", schema) as writer:
             for start in range(0, len(chosen), _PIECE):  # a large set is never in memory
-                piece = chosen[start : start + _PIECE]
-                rows = [
-                    {"prompt": prompt, "image": {"bytes": read(name), "path": None}}
-                    for name, prompt in piece
-                ]
+                rows = []
+                for name, prompt in chosen[start : start + _PIECE]:
+                    rows.append({"prompt": prompt, "image": {"bytes": read(name), "path": None}})
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
@@ -191,8 +189,11 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
 def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
-        lines = [" ".join(line.split()) for line in text_of(source / f"{split}.txt").split("\n")]
-        quoted = dict.fromkeys(line for line in lines if quoted_texts(line))
+        quoted = {}  # each once, in order
+        for line in text_of(source / f"{split}.txt").split("\n"):
+            line = " ".join(line.split())
+            if quoted_texts(line):
+                quoted[line] = None
         _write_lines(out / f"{split}.txt", quoted, limit)
 
 

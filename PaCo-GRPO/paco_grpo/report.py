@@ -383,7 +383,11 @@ def _card(pair: Pair, rewards: Sequence[str], page: Page, heading: str = "") -> 
         image.thumbnail((SIDE, SIDE))
         images[caption] = data_url(image)
     scores = {}
-    of_pair = [r for r in rewards if r.rpartition("/")[0] in ("", pair.before.get("dataset"))]
+    of_pair = []
+    for reward in rewards:
+        name_of_set = reward.rpartition("/")[0]
+        if name_of_set in ("", pair.before.get("dataset")):
+            of_pair.append(reward)
     for reward in of_pair[:3]:
         texts = ["–" if score is None else f"{score:.2f}" for score in pair.scores(reward)]
         scores[page.name(reward).label] = " → ".join(texts)

@@ -250,11 +250,14 @@ def judge_evaluation(
     last = means(rows[-1], group)
     gains = {}  # in standard errors of the difference
     for name in last:
-        errors = [row.get(f"{group}{name}_stderr", math.nan) for row in (rows[0], rows[-1])]
-        error = math.hypot(*errors)
+        key = f"{group}{name}_stderr"
+        error = math.hypot(rows[0].get(key, math.nan), rows[-1].get(key, math.nan))
         if name in first and error > 0:
             gains[name] = (last[name] - first[name]) / error
-    risen = [name for name, gain in gains.items() if name in trained and gain > _DIVERGENCE]
+    risen = []
+    for name, gain in gains.items():
+        if name in trained and gain > _DIVERGENCE:
+            risen.append(name)
     if not risen:
         return []
     findings = []

@@ -231,4 +231,7 @@ def of_epoch(
     has_both = ~np.isnan(measured["within_minus_between"])
     if not has_both.any():
         return {}
-    return {f"reward/{name}": float(values[has_both].mean()) for name, values in measured.items()}
+    metrics = {}
+    for name, values in measured.items():
+        metrics[f"reward/{name}"] = float(values[has_both].mean())
+    return metrics

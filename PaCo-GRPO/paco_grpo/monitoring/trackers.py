@@ -48,8 +48,11 @@ class MetricsFile:
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
-        lines = [json.dumps(row) + "\n" for row in self.rows() if row["epoch"] <= epoch]
-        write_atomically(self.path, "".join(lines))
+        lines = ""
+        for row in self.rows():
+            if row["epoch"] <= epoch:
+                lines += json.dumps(row) + "\n"
+        write_atomically(self.path, lines)
 
     def set_aside(self) -> None:
         """Rename the file where a run starts over: no checkpoint belongs to its rows."""

@@ -165,9 +165,9 @@ def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
         "use_rslora": False,
         "init_lora_weights": True,
     }
-    metadata = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
-    }
+    metadata = {}
+    for key, value in config.items():
+        metadata[key] = sorted(value) if isinstance(value, set) else value
     _file_format(policy.pipeline).save_lora_weights(
         str(directory),
         transformer_lora_layers=weights,
@@ -219,8 +219,10 @@ def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
 
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of ``_state`` on the CPU."""
-    state = _state(transformer)
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    weights = {}
+    for name, tensor in _state(transformer).items():
+        weights[name] = tensor.detach().cpu().contiguous().clone()
+    return weights
 
 
 def _load(policy: Policy, place: Path, option: str) -> None:
@@ -280,10 +282,9 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
     config.inference_mode = False
     _require_unchanged_base(config.init_lora_weights)
     config.init_lora_weights = True
-    weights = {
-        name.removeprefix(_PEFT_PREFIX): tensor
-        for name, tensor in load_peft_weights(str(folder), device="cpu").items()
-    }
+    weights = {}
+    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
+        weights[name.removeprefix(_PEFT_PREFIX)] = tensor
     transformer.add_adapter(config, TRAINED)
     _require_same_tensors(weights, _state(transformer))
     set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)

@@ -331,9 +331,10 @@ class DiffusersPolicy(Policy):
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
         """The same noise as the pipeline's with CPU generators of these seeds."""
         shape = self._noise_shape(*self._grid(height, width))
-        noise = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds
-        ]
+        noise = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(int(seed))
+            noise.append(torch.randn(shape, generator=generator))
         return to_device(self._pack(torch.stack(noise)), self.device)
 
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:

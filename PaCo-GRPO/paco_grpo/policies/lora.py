@@ -64,12 +64,11 @@ def merged(policy: Policy) -> Iterator[None]:
     base weights have exactly the same bits: they are set aside, which takes memory for one more
     copy of the layers that have a LoRA.
     """
-    # Weights that are sharded over processes stay as they are.
-    layers = [
-        layer
-        for layer in lora_layers(policy)
-        if not isinstance(layer.get_base_layer().weight, DTensor)
-    ]
+    layers = []
+    for layer in lora_layers(policy):
+        # Weights that are sharded over processes stay as they are.
+        if not isinstance(layer.get_base_layer().weight, DTensor):
+            layers.append(layer)
     saved = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     try:
         # The product of A and B is computed in their own precision.

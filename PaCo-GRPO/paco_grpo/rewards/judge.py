@@ -231,8 +231,12 @@ def _check_even(name: str, number: int) -> None:
 def neighbors(count: int, others: int) -> list[tuple[int, int]]:
     """Pairs (i, j), i < j, of ``count`` images in a ring, each with its ``others`` nearest."""
     reach = count if others >= count - 1 else others
-    couples = itertools.combinations(range(count), 2)
-    return [(i, j) for i, j in couples if 2 * min(j - i, count - j + i) <= reach]
+    couples = []
+    for i, j in itertools.combinations(range(count), 2):
+        distance = min(j - i, count - j + i)
+        if 2 * distance <= reach:
+            couples.append((i, j))
+    return couples
 
 
 def _pair(text: str, shown: Sequence[Image.Image]) -> Pair:

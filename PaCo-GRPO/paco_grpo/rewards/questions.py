@@ -114,5 +114,8 @@ def _probability(answer: str, top: Mapping[str, float] | None) -> float:
     words = {word}
     if word in _NUMBERS:
         words.add(str(_NUMBERS.index(word)))
-    right = [logprob for token, logprob in top.items() if token.strip().lower() in words]
+    right = []
+    for token, logprob in top.items():
+        if token.strip().lower() in words:
+            right.append(logprob)
     return sum(map(math.exp, right or [min(top.values())]))

@@ -24,7 +24,6 @@ import functools
 import inspect
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +66,6 @@ REWARDS: dict[str, str] = {
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
 _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
-_LARGEST = float(np.finfo(np.float32).max)  # losses are computed in float32
 
 
 def short_name(name: str) -> str:
@@ -238,22 +236,11 @@ class CheckedReward:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; None is missing too.
 
-        Raises UserError: They are not one real number for each image, or too large for float32.
+        Raises UserError: They are not one for each image.
         """
-        scores = np.asarray(self.function(images, items))
-        if scores.dtype == object:
-            scores = np.array([math.nan if score is None else score for score in scores.flat])
-        if scores.dtype.kind not in "fiub":
-            raise UserError(f"reward {self.name!r} returned {scores.dtype} instead of real numbers")
-        scores = scores.astype(np.float64)
+        scores = np.asarray(self.function(images, items), dtype=np.float64)
         if scores.shape != (len(images),):
             raise UserError(
                 f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"
-            )
-        if (np.abs(scores) > _LARGEST).any():
-            worst = np.nanmax(np.abs(scores))
-            raise UserError(
-                f"reward {self.name!r} returned {worst:g}, too large for float32; "
-                "a missing score is NaN"
             )
         return scores

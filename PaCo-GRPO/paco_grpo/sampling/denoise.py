@@ -214,10 +214,10 @@ def step_noise(seeds: Sequence[int] | torch.Tensor, step: int, like: torch.Tenso
     """
     # NumPy's SeedSequence, because torch's CPU generator uses only 32 bits of a seed.
     shape = tuple(like.shape[1:])
-    rows = [
-        np.random.default_rng([int(seed), step]).standard_normal(shape, dtype=np.float32)
-        for seed in seeds
-    ]
+    rows = []
+    for seed in seeds:
+        generator = np.random.default_rng([int(seed), step])
+        rows.append(generator.standard_normal(shape, dtype=np.float32))
     return to_device(torch.from_numpy(np.stack(rows)), like.device)
 
 

@@ -107,11 +107,8 @@ def build(**kwargs):
     return build_rewards({PLACE: 1.0}, {PLACE: kwargs})["returning"]
 
 
-@pytest.mark.parametrize(
-    "result",
-    [[0.5, "0.7"], [[0.5], [0.7]], [0, -1e39]],
-)
-def test_what_is_not_one_real_number_of_float32_for_each_image_is_refused(result):
+@pytest.mark.parametrize("result", [[0.5], [[0.5], [0.7]]])
+def test_what_is_not_one_number_for_each_image_is_refused(result):
     with pytest.raises(UserError, match="'returning'"):
         build(result=result)(IMAGES, ITEMS)
 

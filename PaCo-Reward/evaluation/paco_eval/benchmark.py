@@ -203,7 +203,6 @@ def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
     keys = set()
     for row in results.rows:
         key = _key({name: row.get(name) for name in items[0].fields})
-        row = {"items": stamp["items"]} | row  # earlier versions did not write it
         others = [name for name in stamp if not _agree(row.get(name), stamp[name])]
         if key not in known:
             others.append(f"item {key}")
@@ -218,9 +217,14 @@ def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
 
 def _agree(first: Any, second: Any) -> bool:
     """Whether two stamps are equal; unknown weights match any."""
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return all(None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True))
-    return first == second
+    if not isinstance(first, list) or not isinstance(second, list):
+        return first == second
+    if len(first) != len(second):
+        return False
+    for pair in zip(first, second, strict=True):
+        if None not in pair and pair[0] != pair[1]:
+            return False
+    return True
 
 
 def score_items(

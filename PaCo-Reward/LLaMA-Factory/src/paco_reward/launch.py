@@ -126,15 +126,16 @@ def _warn_of_changes(file: Path, config: dict[str, Any]) -> None:
     if not file.is_file():
         return
     before = yaml.safe_load(file.read_bytes())
-    changed = {key for key in before | config if before.get(key) != config.get(key)}
-    changed -= {"resume_from_checkpoint", "overwrite_output_dir"}  # how it is begun
-    if DATA not in before:  # earlier versions did not write it
-        changed.discard(DATA)
+    how_it_began = ("resume_from_checkpoint", "overwrite_output_dir")
+    changed = []
+    for key in sorted(before | config):
+        if before.get(key) != config.get(key) and key not in how_it_began:
+            changed.append(key)
     if changed:
         logger.warning(
             "%s is resumed with another %s; overwrite_output_dir=true starts over",
             file.parent,
-            ", ".join(sorted(changed)),
+            ", ".join(changed),
         )
 
 

@@ -178,7 +178,9 @@ def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
                 f"{row.place}: split {row.split!r}, but {first.split!r} for its theme "
                 f"({first.place})"
             )
-        named = [existing(folder, file, row.place) for row in (row, *others) for file in row.files]
+        named = []
+        for line in (row, *others):
+            named += [existing(folder, file, line.place) for file in line.files]
         in_folder = sorted((folder / idx).glob("*"))
         alone = [folder / f"{idx}{suffix}" for suffix in _SUFFIXES]
         files = list(dict.fromkeys(named)) or _images(in_folder) or _images(alone)

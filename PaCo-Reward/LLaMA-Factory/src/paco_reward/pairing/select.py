@@ -225,10 +225,14 @@ def connected_for_testing(pairs: Sequence[LabeledPair], share: float, seed: int)
     taken: Counter[bool] = Counter()
     testing: set[str] = set()
     for group in sorted(sizes, key=lambda group: order_key(seed, "split", group)):
-        lacking = [label for label in total if taken[label] < max(1, round(share * total[label]))]
+        adds_lacking = False
+        for label in total:
+            fewest = max(1, round(share * total[label]))
+            if taken[label] < fewest and sizes[group][label]:
+                adds_lacking = True
         after = taken + sizes[group]
         leaves_half = all(2 * after[label] <= total[label] for label in total)
-        if leaves_half and any(sizes[group][label] for label in lacking):
+        if leaves_half and adds_lacking:
             testing.add(group)
             taken = after
     return testing if share > 0 and len(taken) == 2 else set()
