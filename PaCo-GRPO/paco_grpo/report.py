@@ -146,10 +146,6 @@ class RunReport:
     pairs: Sequence[Pair]
     epochs: int
 
-    def option(self, group: str, name: str) -> Any:
-        """An option of config.yaml; None if it is unknown."""
-        return self.config.get(group, {}).get(name)
-
 
 # --- reading a run ------------------------------------------------------------------------------
 
@@ -167,11 +163,9 @@ def read_run(folder: Path) -> RunReport:
         raise UserError(f"{file} has no epoch and no evaluation yet; let the run finish one first")
     train = [row for row in rows if row["phase"] == "train"]
     test = [row for row in rows if row["phase"] == "eval"]
-    config_file = folder / "config.yaml"
-    config = yaml.safe_load(config_file.read_bytes()) if config_file.is_file() else {}
-    sample = config.get("sample", {})
-    num_prompts = sample.get("unique_sample_num_per_epoch", 0)
-    num_images = num_prompts * sample.get("num_images_per_prompt", 0)
+    config = yaml.safe_load((folder / "config.yaml").read_bytes())
+    sample = config["sample"]
+    num_images = sample["unique_sample_num_per_epoch"] * sample["num_images_per_prompt"]
     health = {}
     for name in HEALTH:
         curve = _curve(train, name)
@@ -182,9 +176,9 @@ def read_run(folder: Path) -> RunReport:
         total = sum(row.get(f"time/{key}_s") or 0 for row in rows)
         if total > 0:
             seconds[phase] = total
-    train_curves = _reward_curves(train, "reward/", "_std", math.sqrt(num_images) or math.nan)
+    train_curves = _reward_curves(train, "reward/", "_std", math.sqrt(num_images))
     test_curves = _reward_curves(test, "eval/", "_stderr")
-    if config.get("datasets"):
+    if config["datasets"]:
         train_curves = _reward_curves(train, "set/", "_stderr")
         test_curves = _reward_curves(test, "set/", "_stderr")
     return RunReport(
@@ -303,39 +297,36 @@ def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
 
 
 def _purpose(run: RunReport, page: Page) -> str:
-    """What is trained, and what is wanted; "" if it is not known."""
-    weights = run.option("train", "reward_fn")
-    sets = run.config.get("datasets") or {"": {}}
+    """What is trained, and what is wanted."""
+    train = run.config["train"]
+    sets = run.config["datasets"] or {"": train}
     wanted = []
     for set_name, of_set in sets.items():
-        for name, weight in (of_set.get("reward_fn") or weights or {}).items():
+        for name, weight in (of_set["reward_fn"] or train["reward_fn"]).items():
             if weight:
                 short = name.rpartition(":")[2]
                 label = page.name(f"{set_name}/{short}" if set_name else short).label
                 wanted.append(label if weight == 1 else f"{label} (weight {weight:g})")
-    if not wanted:
-        return ""
-    model = Path(str(run.option("pretrained", "model")))  # a name of the hub, or a folder
+    model = Path(run.config["pretrained"]["model"])  # a name of the hub, or a folder
     return (
-        f"Reinforcement learning ({run.option('train', 'loss_type')}) changes the image generator "
+        f"Reinforcement learning ({train['loss_type']}) changes the image generator "
         f"{'/'.join(model.parts[-2:])} so that its images score higher in: {', '.join(wanted)}."
     )
 
 
 def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
     """The run in one line: its size, whether it ended early, and how many minutes it took."""
-    parts = [f"{run.epochs} epochs"]
-    if run.config:
-        planned = run.config["num_epochs"]
-        stopped = "stopped after " if run.epochs < planned else ""
-        prompts = run.option("sample", "unique_sample_num_per_epoch")
-        images = run.option("sample", "num_images_per_prompt")
-        parts = [
-            f"{stopped}{run.epochs} of {planned} epochs",
-            f"{prompts} × {images} images at {run.option('train', 'resolution')} px an epoch",
-            f"evaluated at {run.option('test', 'resolution')} px",
-            f"seed {run.config.get('seed')}",
-        ]
+    config = run.config
+    sample = config["sample"]
+    planned = config["num_epochs"]
+    stopped = "stopped after " if run.epochs < planned else ""
+    images = f"{sample['unique_sample_num_per_epoch']} × {sample['num_images_per_prompt']} images"
+    parts = [
+        f"{stopped}{run.epochs} of {planned} epochs",
+        f"{images} at {config['train']['resolution']} px an epoch",
+        f"evaluated at {config['test']['resolution']} px",
+        f"seed {config['seed']}",
+    ]
     if seconds:
         total = sum(seconds.values()) / 60
         phases = ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items())

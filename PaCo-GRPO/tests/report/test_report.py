@@ -8,6 +8,7 @@ import numpy as np
 from tiny_run import rows_of
 
 from paco_grpo.evaluation.folder import read_rows
+from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.report import Name, Page, main, read_run, write_report
 
 
@@ -59,5 +60,6 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     assert main([str(tmp_path), "--out", str(tmp_path / "out" / "r.html")]) == 1
     assert str(tmp_path) in capsys.readouterr().err and not (tmp_path / "out").exists()
     metrics.write_text('{"epoch": 0, "phase": "eval", "eval/ocr_mean": 0.5}\n{"ep')
+    (tmp_path / "config.yaml").write_text(options_to_yaml(RunOptions()))
     assert main([str(tmp_path)]) == 0
     assert "ocr" in (tmp_path / "report.html").read_text()
