@@ -182,7 +182,9 @@ def per_group(
             )
     totals = {}
     for key in next(iter(grouped.values())):
-        rewards = {name: np.asarray(groups[key], np.float64) for name, groups in grouped.items()}
+        rewards = {}
+        for name, groups in grouped.items():
+            rewards[name] = np.asarray(groups[key], np.float64)
         totals[key] = function(rewards)
     return totals
 
@@ -209,7 +211,9 @@ def _aggregate(
     grouped = {}
     for name, values in scores.items():
         grouped[name] = {key: values[members] for key, members in groups.items()}
-    totals = {key: np.asarray(total, np.float64) for key, total in function(**grouped).items()}
+    totals = {}
+    for key, total in function(**grouped).items():
+        totals[key] = np.asarray(total, np.float64)
     expected = {key: members.shape for key, members in groups.items()}
     shapes = {key: total.shape for key, total in totals.items()}
     finite = all(np.isfinite(total).all() for total in totals.values())

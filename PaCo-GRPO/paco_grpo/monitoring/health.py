@@ -62,8 +62,11 @@ class SampleObserver:
         images = [self._rows[number] for number in range(len(spread))]
         everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
         metrics = {"health/latent_std": float(everyone[:, 0].mean())}
-        groups = [everyone[item_ids == item, 1:] for item in np.unique(item_ids)]
-        variances = [group.var(axis=0).mean() for group in groups if len(group) > 1]
+        variances = []
+        for item in np.unique(item_ids):
+            group = everyone[item_ids == item, 1:]
+            if len(group) > 1:
+                variances.append(group.var(axis=0).mean())
         if variances:
             metrics["health/distinctness"] = math.sqrt(np.mean(variances))
         return metrics

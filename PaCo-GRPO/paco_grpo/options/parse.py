@@ -260,7 +260,10 @@ def _problem(error: Mapping[str, Any]) -> str:
     known = [*OPTIONS, *GROUPS, *SET_OPTIONS]
     last_words = [option.rpartition(".")[2] for option in known]
     nearest = difflib.get_close_matches(name.rpartition(".")[2], last_words, n=1)
-    meant = [f"config.{option}" for option in known if option.rpartition(".")[2] in nearest]
+    meant = []
+    for option, last_word in zip(known, last_words, strict=True):
+        if last_word in nearest:
+            meant.append(f"config.{option}")
     hint = f"Did you mean {' or '.join(meant)}?" if meant else "docs/configuration.md has all"
     return f"unknown option config.{name}. {hint}"
 

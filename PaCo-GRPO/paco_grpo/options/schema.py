@@ -331,15 +331,16 @@ class RunOptions:
     speed: SpeedOptions = Field(default_factory=SpeedOptions)
 
 
-_FIELDS = RunOptions.__pydantic_fields__
-GROUPS: dict[str, type] = {
-    n: f.annotation for n, f in _FIELDS.items() if dataclasses.is_dataclass(f.annotation)
-}
-OPTIONS: dict[str, FieldInfo] = {
-    name: field for name, field in _FIELDS.items() if name not in GROUPS
-}
+GROUPS: dict[str, type] = {}
+OPTIONS: dict[str, FieldInfo] = {}  # those without a group first
+SET_OPTIONS: dict[str, FieldInfo] = {}
+for _name, _field in RunOptions.__pydantic_fields__.items():
+    if dataclasses.is_dataclass(_field.annotation):
+        GROUPS[_name] = _field.annotation
+    else:
+        OPTIONS[_name] = _field
 for _group, _kind in GROUPS.items():
-    OPTIONS |= {f"{_group}.{name}": field for name, field in _kind.__pydantic_fields__.items()}
-SET_OPTIONS: dict[str, FieldInfo] = {
-    f"datasets.NAME.{name}": field for name, field in DatasetOptions.__pydantic_fields__.items()
-}
+    for _name, _field in _kind.__pydantic_fields__.items():
+        OPTIONS[f"{_group}.{_name}"] = _field
+for _name, _field in DatasetOptions.__pydantic_fields__.items():
+    SET_OPTIONS[f"datasets.NAME.{_name}"] = _field

@@ -35,18 +35,15 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 1 << 30  # of encoded texts, and again of encoded reference images
 
-_ATTENTION_TARGETS = tuple(
-    f"attn.{name}"
-    for name in (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-    )
+_ATTENTION_TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
 )
 
 
@@ -301,10 +298,6 @@ class DiffusersPolicy(Policy):
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
         """linspace(1, 1/num_steps, num_steps) or the scheduler's own σ, shifted by it."""
         rows, columns = self._grid(height, width)
-        if self._scheduler.config.get("shift_terminal") and num_steps < 2:
-            raise ValueError(
-                f"num_steps = {num_steps}: {self.family}'s schedule has a fixed last σ and needs 2"
-            )
         linear = {}
         if self.linear_sigmas:
             linear = {"sigmas": self._unshifted_sigmas(num_steps)}

@@ -127,9 +127,8 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Latents are normalized with the running statistics of the VAE's batch norm."""
         vae = self.pipeline.vae
-        mean, variance = (
-            value.view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var)
-        )
+        mean = vae.bn.running_mean.view(1, -1, 1, 1)
+        variance = vae.bn.running_var.view(1, -1, 1, 1)
         latents = unpacked * torch.sqrt(variance + vae.config.batch_norm_eps) + mean
         return vae.decode(self.pipeline._unpatchify_latents(latents), return_dict=False)[0]
 

@@ -173,12 +173,12 @@ class LongCatImageEditPolicy(ReferenceImagePolicy, LongCatPolicy):
             yield pipeline
 
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
-        return [
-            self.pipeline.image_processor.resize(
-                reference.image, reference.image.height // 2, reference.image.width // 2
-            )
-            for reference in references
-        ]
+        resize = self.pipeline.image_processor.resize
+        seen = []
+        for reference in references:
+            image = reference.image
+            seen.append(resize(image, image.height // 2, image.width // 2))
+        return seen
 
     def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
         # The pipeline fails at a longer text.

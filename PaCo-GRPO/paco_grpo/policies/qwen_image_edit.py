@@ -79,10 +79,10 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         """
         module = sys.modules[self.pipeline_class.__module__]
         calculate = module.calculate_dimensions
-        sizes = {
-            image.width / image.height: self.reference_size(image, item)[::-1]
-            for image in item.images
-        }
+        sizes = {}  # width and height by aspect
+        for image in item.images:
+            height, width = self.reference_size(image, item)
+            sizes[image.width / image.height] = (width, height)
 
         def calculate_dimensions(area: float, aspect: float) -> tuple:
             unchanged = calculate(area, aspect)

@@ -90,9 +90,8 @@ face_likeness.check_item = lambda item, kwargs: check_references(item, "face_lik
 def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:
     """(height, width) bool: where the image differs from its first reference, resized to it."""
     reference = item.image.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
-    before, after = (
-        np.asarray(picture, dtype=np.float32) for picture in (reference, image.convert("RGB"))
-    )
+    before = np.asarray(reference, dtype=np.float32)
+    after = np.asarray(image.convert("RGB"), dtype=np.float32)
     return np.abs(after - before).mean(axis=2) > tolerance
 
 

@@ -99,10 +99,11 @@ def build_rewards(
     """
     reward_fn_kwargs = reward_fn_kwargs or {}
     reward_weights(reward_fn)  # no two of one name
-    return {
-        short_name(name): CheckedReward(name, reward_fn_kwargs.get(name, {}), device)
-        for name in reward_fn
-    }
+    rewards = {}
+    for name in reward_fn:
+        kwargs = reward_fn_kwargs.get(name, {})
+        rewards[short_name(name)] = CheckedReward(name, kwargs, device)
+    return rewards
 
 
 def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> list[str]:

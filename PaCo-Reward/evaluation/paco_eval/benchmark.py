@@ -203,7 +203,10 @@ def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
     keys = set()
     for row in results.rows:
         key = _key({name: row.get(name) for name in items[0].fields})
-        others = [name for name in stamp if not _agree(row.get(name), stamp[name])]
+        others = []
+        for name, value in stamp.items():
+            if not _agree(row.get(name), value):
+                others.append(name)
         if key not in known:
             others.append(f"item {key}")
         if others:
