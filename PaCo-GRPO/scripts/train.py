@@ -68,20 +68,15 @@ def train(options: RunOptions, name: str) -> int:
     except TrainingStopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
-    except KeyboardInterrupt:
-        return interrupted(trainer)
+    except KeyboardInterrupt:  # before training, or a second one, which does not wait
+        again = resume_command(trainer)
+        print(f"interrupted: nothing was saved. {again}".rstrip(), file=sys.stderr)
+        return 130
     except UserError as error:
         again = resume_command(trainer)
         print(f"error: {error}{f'. Then: {again}' if again else ''}", file=sys.stderr)
         return 4 if again else 2
     return 0
-
-
-def interrupted(trainer: Trainer | None) -> int:
-    """Ctrl-C before training, or a second one that does not wait for the next safe point."""
-    again = resume_command(trainer)
-    print(f"interrupted: nothing was saved. {again}".rstrip(), file=sys.stderr)
-    return 130
 
 
 def resume_command(trainer: Trainer | None) -> str:

@@ -52,7 +52,9 @@ def build(judge: Judge, reason_tokens: int) -> Any:
     ) -> str:
         try:
             images, names = panels_of(files or [], int(rows or 1), int(columns or 1))
-            questions = questions_on_page(theme.strip(), edit.strip())
+            if theme.strip() and edit.strip():
+                raise UserError("give a theme or an editing instruction, not both")
+            questions = questions_about(theme.strip() or None, edit.strip() or None)
             limit = reason_tokens if with_reasons else None
             return sheet(ask(judge, images, names, questions, limit))
         except ValueError as error:
@@ -108,10 +110,3 @@ def panels_of(
             f"not {len(images)}"
         )
     return images, names
-
-
-def questions_on_page(theme: str, instruction: str) -> dict[str | None, str]:
-    """``questions_about`` the two text fields, of which one may be filled in."""
-    if instruction and theme:
-        raise UserError("give a theme or an editing instruction, not both")
-    return questions_about(theme or None, instruction or None)

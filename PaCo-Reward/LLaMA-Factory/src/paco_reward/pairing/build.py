@@ -61,10 +61,6 @@ class Inputs:
     judge: JudgeClient | None = None
     user_pairs: OwnPairs | None = None
 
-    def theme_questions(self) -> dict[str, str]:
-        """What is asked about sub-figures, by prompt."""
-        return {item.folder: self.question.text(theme=item.grid.theme) for item in self.items}
-
 
 def build(options: Namespace) -> dict[str, dict[str, Any]]:
     """Build the data sets; returns what stats.json then holds about each of this call's names.
@@ -144,7 +140,9 @@ def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Label
     counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
     files.write_lines(options.output / "prompt_data.jsonl", prompts)
-    questions = read.theme_questions()
+    questions = {}  # by prompt
+    for item in read.items:
+        questions[item.folder] = read.question.text(theme=item.grid.theme)
     rankings = read.rankings
     if rankings is None:
         sets = _candidate_sets(options, read.items, counts)
