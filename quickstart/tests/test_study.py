@@ -4,12 +4,14 @@ import json
 
 import pandas as pd
 import pytest
+from PIL import Image
 
 import study
 from paco_grpo.commands.compare import results
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
+from paco_toy.darkness import darkness
 
 RUNS = [(name, run) for name, runs in study.STUDIES.items() for run in runs]
 
@@ -53,6 +55,12 @@ def test_the_results_of_a_run_become_rows(tmp_path, monkeypatch):
     assert last[list(key)].to_dict() == key
     assert last["epochs"] == 2
     assert last["diversity"] == 0.625
+
+
+def test_darkness_is_the_percentage_of_dark_pixels():
+    image = Image.new("RGB", (8, 4), "gray")
+    image.paste("black", (0, 0, 2, 4))
+    assert darkness()([image, Image.new("RGB", (2, 2))], [None, None]).tolist() == [25, 100]
 
 
 def test_errors_are_between_seeds_and_of_one_judge():

@@ -1,11 +1,14 @@
 """The numbers of summary.json."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from paco_toy.summary import judge_measures, policy_measures
+from paco_grpo.report import Pair
+from paco_toy import report
+from paco_toy.summary import judge_id, judge_measures, policy_measures, table
 from paco_toy.world import (
     CHARACTERS,
     VIEWS,
@@ -60,17 +63,43 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
     assert change["reward"]["mean"] == pytest.approx(0.2)
     sizes = [measures[name] for name in ("epochs", "train_resolution", "test_resolution")]
     assert sizes == [2, 64, 128]
+    lines = table({"policy": measures, "minutes": 3.0}).splitlines()
+    (line,) = [line for line in lines if "agreement" in line]
+    assert line.split()[-4:] == ["0.167", "0.667", "+0.500", "±0.167"]
 
 
 def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
     for number, name in enumerate(("judge", "histogram")):
         rows = [{"metrics": {"top1": number + place, name: 1.0}} for place in (0.25, 0.75)]
         write_jsonl(tmp_path / "rank_results" / f"{name}.jsonl", rows)
-    judges = {"base": {"accuracy": 0.5}, "lora": {"accuracy": 0.75}}
-    for name, report in judges.items():
-        (tmp_path / f"judge_{name}.json").write_text(json.dumps(report))
+    judges = {"base": {"accuracy": 0.5, "auc": 0.6}, "lora": {"accuracy": 0.75, "auc": 0.8}}
+    for name, numbers in judges.items():
+        (tmp_path / f"judge_{name}.json").write_text(json.dumps(numbers))
     measures = judge_measures(tmp_path)
     assert measures["judge"] == judges
+    rows = report.judge_accuracy(judges)["rows"]
+    assert rows == [["accuracy", "0.500", "0.750"], ["AUC", "0.600", "0.800"]]
     histogram = measures["rank"].pop("histogram")
     assert measures["rank"] == {"top1": 0.5, "judge": 1.0, "items": 2}
     assert histogram == {"top1": 1.5, "histogram": 1.0, "items": 2}
+    ids = set()
+    for content in (b"c", b"d"):
+        for number, part in enumerate((b"first", content)):
+            (tmp_path / f"{number}.safetensors").write_bytes(part)
+        ids.add(judge_id(tmp_path))
+    assert len(ids) == 2
+
+
+def test_each_image_is_a_point_of_oracle_and_judge(monkeypatch):
+    monkeypatch.setattr(report, "svg_url", lambda figure: figure)
+    points = {"before": (0.25, 0.5), "after": (0.75, 0.125)}
+    rows = []
+    for oracle, judge in points.values():
+        rows.append({"rewards": {"consistency_score": judge, "oracle_consistency": oracle}})
+    names = dict.fromkeys(rows[0]["rewards"])
+    run = SimpleNamespace(train={"consistency_score": None}, test=names, pairs=[Pair(*rows)])
+    (axes,) = report.judge_and_oracle(run)["image"].axes
+    assert "oracle" in axes.get_xlabel() and "oracle" not in axes.get_ylabel()
+    for (when, point), shown in zip(points.items(), axes.collections, strict=True):
+        assert shown.get_label().startswith(when)
+        assert shown.get_offsets().tolist() == [list(point)]

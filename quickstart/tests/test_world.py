@@ -26,8 +26,10 @@ from paco_toy.world import (
     CHARACTERS,
     HELD_OUT,
     OPENINGS,
+    SHAPES,
     VIEWS,
     Character,
+    departed,
     grid_prompt,
     opened,
     read_jsonl,
@@ -43,6 +45,16 @@ def draw(characters, views=(0, 3, 6, 9), side=32, seed=0):
     rng = np.random.default_rng(seed)
     shown = [CHARACTERS[c] for c in characters]
     return to_image(render_grid(shown, [VIEWS[v] for v in views], side, rng))
+
+
+def test_a_departed_character_is_any_other():
+    rng = np.random.default_rng(0)
+    assert {departed(7, rng, 0.0) for _ in range(2000)} == set(range(len(CHARACTERS))) - {7}
+    differences = Counter()
+    for _ in range(400):
+        other = CHARACTERS[departed(7, rng, 1.0)]
+        differences[sum(getattr(other, a) != getattr(CHARACTERS[7], a) for a in ATTRIBUTES)] += 1
+    assert differences == {1: 400}
 
 
 @given(st.sampled_from(CHARACTERS), st.sampled_from([(), *OPENINGS]), FOUR_VIEWS)
@@ -62,7 +74,9 @@ def test_prompts_are_read_back_cut_by_the_real_parser_and_silent_on_what_is_open
 
 def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
     build_prompts(tmp_path, seed=1, train=120, test=96)
+    trained = {row["prompt"] for row in read_jsonl(tmp_path / "train_metadata.jsonl")}
     rows = read_jsonl(tmp_path / "test_metadata.jsonl")
+    assert trained.isdisjoint(row["prompt"] for row in rows)
     openings = [read_prompt(row["prompt"]).left_open for row in rows]
     # Not the shape, which the base cannot draw.
     opened_sets = {(): 48, ("style",): 16, ("colour",): 16, ("style", "colour"): 16}
@@ -171,6 +185,8 @@ def test_choice_is_the_entropy_of_the_value_that_most_panels_have():
     entropy = np.log(4) - 3 / 4 * np.log(3)  # three quarters of the two images are red
     shares = reading_of(tie, reds).choices([STAR] * 2, "colour")
     assert evenness(shares) == pytest.approx(entropy / np.log(7))
+    mixed = [*stars("red"), *stars("blue", "blue", "blue", shape="circle")]  # stars are named
+    assert evenness(reading_of(reds, mixed).choices([STAR] * 2, "colour")) == 0.0
     # An image of a full prompt, and one without an answer, do not count.
     full = Character("striped", "blue", "star")
     assert evenness(reading_of(reds, blues, [-1] * 4).choices([STAR, full, STAR], "colour")) == 0.0
@@ -183,6 +199,8 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     categories = [item.metadata["category"] for item in items]
     assert categories == ["training character", "held-out character"] * 12
     edits = read_edits(items)
+    trained = read_edits(load_prompts(tmp_path, "train", "geneval_image"))
+    assert len(set(trained + edits)) == 3 + 24
     assert [item.prompt for item in items] == [edit.instruction for edit in edits]
     for edit, category in zip(edits, categories, strict=True):
         before = edit.characters[edit.place]
@@ -194,6 +212,7 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
     # Every panel but the edited one shows another character in another view.
     others = []
     moved = []  # the edited panel is right, but in another view
+    reshaped = []  # it has the value, but another shape
     for edit in edits:
         (character,) = [c for c in CHARACTERS[:5] if c.shape == edit.result.shape]
         panels = [character] * 4
@@ -204,9 +223,13 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
         views = list(edit.views)
         views[edit.place] = VIEWS[VIEWS.index(edit.views[edit.place]) - 3]
         moved.append(to_image(render_grid(edit.edited(), views, 32)))
+        panels = list(edit.edited())
+        shape = SHAPES[SHAPES.index(edit.result.shape) - 1]
+        panels[edit.place] = Character(edit.result.style, edit.result.colour, shape)
+        reshaped.append(to_image(render_grid(panels, edit.views, 32)))
     blank = [Image.new("RGB", (64, 64), "white")] * len(edits)
     cases = [(edited, 1, 1), (references, 0, 1), (others, 1, 2 / 8), (blank, 0, 0)]
-    cases.append((moved, 1, 7 / 8))
+    cases += [(moved, 1, 7 / 8), (reshaped, 0, 1)]
     for images, followed, kept in cases:
         assert set(oracle_followed()(images, items)) == {followed}
         assert set(oracle_kept()(images, items)) == {kept}

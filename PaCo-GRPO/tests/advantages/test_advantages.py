@@ -70,6 +70,11 @@ def test_weighted_sum(epoch, global_std, per_prompt, images):
     assert np.isfinite(result.advantages).all() and (result.advantages[~kept] == 0).all()
     assert result.stats["missing_share"] == pytest.approx(np.isnan(total).mean())
     assert result.stats["dropped_share"] == pytest.approx(1 - kept.mean())
+    is_grouped = per_prompt and images > 1
+    num_groups = len(set(items[kept])) if is_grouped else int(kept.any())
+    assert result.stats["group_size_mean"] == pytest.approx(kept.sum() / max(num_groups, 1))
+    mean_abs = np.abs(advantages).sum() / max(kept.sum(), 1)
+    assert result.stats["mean_abs"] == pytest.approx(mean_abs, abs=1e-8)
 
 
 @settings(max_examples=50)
@@ -107,6 +112,8 @@ def test_items_that_share_a_prompt_stay_apart():
         "y": [5, 6],
     }
     np.testing.assert_allclose(result.advantages, [-1, 1] * 3)
+    half = compute_advantages({"a": [1.0, 1, 2, 3]}, [0, 0, 1, 1], "xxyy", WEIGHTED, DEFAULT)
+    assert half.stats["zero_std_share"] == 0.5
     equal = compute_advantages({"a": [0.1] * 7}, [0] * 7, ["x"] * 7, WEIGHTED, DEFAULT)
     assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 

@@ -122,8 +122,9 @@ def test_the_other_side_is_evaluated_as_if_alone(evaluated, name):
             assert (one == other) is is_same
             same = np.array_equal(pixels(alone / one["file"]), pixels(folder / other["file"]))
             assert same is is_same
-    results = json.loads((pair / "results.json").read_text())["results"]
-    first, other, difference = (results[column]["brightness"] for column in results)
+    record = json.loads((pair / "results.json").read_text())
+    assert record["missing"] == {"brightness": 0, "asked": 0}
+    first, other, difference = (of["brightness"] for of in record["results"].values())
     assert first["prompts"] == 5
     assert difference["mean"] == pytest.approx(first["mean"] - other["mean"])
     assert difference["mean"] != 0

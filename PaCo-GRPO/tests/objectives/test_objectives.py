@@ -248,14 +248,20 @@ def test_on_policy_ratio_is_one_and_the_gradient_is_not_clipped(name):
     assert policy.transformer.current.grad.abs().min() > 0
 
 
-def test_ratio_metrics():
+@pytest.mark.parametrize(
+    ("name", "option", "limit"), [("ppo", "clip_range", 0.002), ("awm", "awm_clip_range", 0.025)]
+)
+def test_ratio_metrics(name, option, limit):
+    """On both sides of the range, and inside it."""
     policy = ToyPolicy()
-    train = train_options(clip_range=0.002)
-    _, metrics = evaluate("ppo", sample(policy), policy, train, (1.0, 1.0, 1.0))
-    ratio = metrics["ratio_mean"]
-    assert torch.equal(metrics["clip_share"], ((ratio - 1).abs() > 0.002).float())
+    train = train_options(**{option: limit})
+    _, metrics = evaluate(name, sample(policy), policy, train, (1.0, 1.0, 1.0))
+    ratio = metrics["ratio_mean"].detach()
+    assert ratio.min() < 1 - limit and ratio.max() > 1 + limit
+    assert torch.equal(metrics["clip_share"], ((ratio - 1).abs() > limit).float())
     assert 0 < metrics["clip_share"].mean() < 1
-    torch.testing.assert_close(metrics["approx_kl"], 0.5 * ratio.log().square())
+    if name == "ppo":
+        torch.testing.assert_close(metrics["approx_kl"], 0.5 * ratio.log().square())
     torch.testing.assert_close(metrics["ratio_deviation"], (ratio - 1).abs())
 
 

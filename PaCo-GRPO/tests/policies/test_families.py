@@ -146,14 +146,15 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
 
     add_lora(policy, rank=3, alpha=6)
     disturb(policy)
-    (changed,), _ = sample(policy, chosen[:1], seeds[:1])
+    longer = TEXT_TOKENS + 16  # as evaluations may have
+    (changed,), _ = sample(policy, chosen[:1], seeds[:1], longer)
     save_diffusers(policy, tmp_path)
     ours = pixels(policy, changed, chosen[0])
     weights = load_file(tmp_path / "pytorch_lora_weights.safetensors")
     for adapter in (str(tmp_path), weights):  # with its metadata, and for a reader that ignores it
         load_lora = getattr(pipe, "load_lora_weights", pipe.transformer.load_lora_adapter)
         load_lora(adapter, use_safetensors=True)
-        theirs = stock_image(pipe, policy, chosen[0], seeds[0])
+        theirs = stock_image(pipe, policy, chosen[0], seeds[0], longer)
         assert (ours - theirs).abs().max() <= 1e-5
         getattr(pipe, "unload_lora_weights", pipe.transformer.unload_lora)()
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2

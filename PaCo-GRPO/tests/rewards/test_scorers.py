@@ -66,6 +66,8 @@ def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_ope
     with_panels, with_each_other = subfig_clipT(*tiny_open_clip), subfig_clipI(*tiny_open_clip)
     shared = open_clip_model(*tiny_open_clip, torch.device("cpu"), "float32")
     assert with_panels.check.__self__ is with_each_other.check.__self__ is shared
+    of_half_size = subfig_clipT(*tiny_open_clip, dtype="bfloat16").check.__self__
+    assert of_half_size.dtype == torch.bfloat16
     for image, panels, pairs in zip(
         IMAGES, with_panels(IMAGES, items), with_each_other(IMAGES, items), strict=True
     ):
