@@ -208,6 +208,14 @@ def kohya(weights, prefix):
 def test_kohyas_names_are_converted(tiny_flux_dir, tmp_path):
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=4)
     save_diffusers(policy, tmp_path)
+    weights = load_file(tmp_path / DIFFUSERS_FILE)
+    names = [name for name in weights if ".lora_A." in name]
+    alphas = {name.replace(".lora_A.weight", ".alpha"): torch.tensor(2.0) for name in names}
+    save_file(weights | alphas, tmp_path / "with_alphas.safetensors")
+    again = load("flux", tiny_flux_dir)
+    add_lora(again, lora_path=tmp_path / "with_alphas.safetensors")
+    for layer, update in updates(policy).items():
+        torch.testing.assert_close(updates(again)[layer], 0.5 * update)
     rewrite(tmp_path, save_diffusers, kohya)
     again = load("flux", tiny_flux_dir)
     add_lora(again, lora_path=tmp_path)
