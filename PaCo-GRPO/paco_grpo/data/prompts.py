@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from PIL import Image
 from pyarrow import compute, types
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -44,10 +43,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}: row {number}", row
 
 
-class _Row(pydantic.BaseModel):
+class _Row(BaseModel):
     """What a row states; its other fields are for rewards."""
 
-    model_config = pydantic.ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True)
 
     prompt: str = Field(pattern=r"\S")
     height: int | None = Field(None, ge=1, le=_LARGEST_SIDE)  # pixels
@@ -65,16 +64,15 @@ def make_item(
 ) -> Item:
     """The item of a row (``_Row``). Raises UserError, naming ``where``."""
     try:
-        stated = _Row.model_validate(row)
-    except pydantic.ValidationError as error:
+        fields = _Row.model_validate(row)
+    except ValidationError as error:
         problem = error.errors()[0]
         raise UserError(
             f"{where}: field {problem['loc'][0]!r}: {problem['msg']}, got {problem['input']!r}"
         ) from error
-    if (stated.height is None) != (stated.width is None):
+    if (fields.height is None) != (fields.width is None):
         raise UserError(f"{where}: fields 'height' and 'width' must be given together")
-    size = stated.height, stated.width
-    return Item(number, stated.prompt, *size, dict(row), tuple(references))
+    return Item(number, fields.prompt, fields.height, fields.width, dict(row), tuple(references))
 
 
 def load_prompts(

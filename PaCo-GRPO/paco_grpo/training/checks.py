@@ -265,8 +265,8 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
     listed = subprocess.run(["nvidia-smi", "-L"], check=False, capture_output=True, text=True)
     if "GPU " in listed.stdout:
         raise ConfigError(
-            f"nvidia-smi lists GPUs, but torch {torch.__version__} sees none (in "
-            "CUDA_VISIBLE_DEVICES). Update the driver or install a torch for it. To use the CPU, "
+            f"nvidia-smi lists GPUs, but torch {torch.__version__} sees none. Check "
+            "CUDA_VISIBLE_DEVICES, update the driver, or install a torch for it. To use the CPU, "
             "set ACCELERATE_USE_CPU=true"
         )
 

@@ -79,8 +79,7 @@ def test_nothing_is_compiled_again_after_the_first_epoch(tiny_flux_dir):
 
 def test_a_missing_attention_kernel_is_reported(tiny_flux_dir):
     assert attention_problem("native") is None
-    assert "_native_math" in attention_problem("native_math")
-    assert "cannot train" in attention_problem("_native_cudnn")
+    assert attention_problem("_native_cudnn").startswith("'_native_cudnn'")
     with pytest.raises(ConfigError, match="'flash'"):  # no package
         set_attention(load("flux", tiny_flux_dir), "flash")
 
