@@ -22,9 +22,8 @@ from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
-from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.registry import Reward, watched_rewards
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.types import Item, Stream
@@ -111,7 +110,7 @@ class Evaluation:
                 pictures.clear()
         accelerator.wait_for_everyone()
         sets = prompt_sets(self.options)
-        watched = watched_rewards([prompt_set.test for prompt_set in sets])
+        watched = watched_rewards([prompt_set.test.weights for prompt_set in sets])
         queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             try:

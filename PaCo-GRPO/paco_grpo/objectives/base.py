@@ -11,19 +11,30 @@ The trainer (``training/update.py``) calls ``loss`` for one step of the schedule
 backpropagates at once, so only one step's activations exist at a time.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from paco_grpo.names import find_function
 from paco_grpo.options.schema import RunOptions, TrainOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Transition, transition
 from paco_grpo.types import NoiseStep, Rollout, to_device
+
+OBJECTIVES: dict[str, str] = {
+    "ppo": "paco_grpo.objectives.ppo:Ppo",
+    "guard_grpo": "paco_grpo.objectives.guard:GuardGrpo",
+    "nft": "paco_grpo.objectives.nft:Nft",
+    "flow_dppo": "paco_grpo.objectives.flow_dppo:FlowDppo",
+    "awm": "paco_grpo.objectives.awm:Awm",
+    "dgpo": "paco_grpo.objectives.dgpo:Dgpo",
+}
 
 
 class LossOutput(NamedTuple):
@@ -221,3 +232,47 @@ def reference_kl(step: Step, policy: Policy, trained: Transition) -> torch.Tenso
     with torch.no_grad(), lora.reference_weights(policy):
         reference = transition(policy, step.rollout, step.noise.latents, step.index)
     return mean_square(trained.mean - reference.mean) / (2 * trained.s.square() + 1e-7)
+
+
+def get_objective(name: str) -> type[Objective]:
+    """The class of the objective called ``name``, or of ``package.module:name``.
+
+    That may also be a function (step, policy, ``options.train``, …) → ``LossOutput``, which becomes
+    the ``loss`` of a class with the default attributes.
+
+    Raises:
+        ValueError: The name is unknown, or cannot be imported.
+    """
+    try:
+        imported = find_function(OBJECTIVES.get(name, name), list(OBJECTIVES))
+    except ValueError as error:
+        raise ValueError(f"config.train.loss_type={error}") from error
+    if isinstance(imported, type) and issubclass(imported, Objective):
+        return imported
+    return _objective_of(imported)
+
+
+def create_objective(train: TrainOptions) -> Objective:
+    """The objective ``train.loss_type`` with the arguments ``train.loss_kwargs``.
+
+    Raises:
+        ValueError: There is none of this name, or it takes other arguments.
+    """
+    objective_class = get_objective(train.loss_type)
+    try:
+        return objective_class(train, **train.loss_kwargs)
+    except TypeError as error:
+        raise ValueError(f"config.train.loss_kwargs={train.loss_kwargs}: {error}") from error
+
+
+def _objective_of(function: Callable[..., LossOutput]) -> type[Objective]:
+    class FunctionObjective(Objective):
+        def __init__(self, train: TrainOptions, **arguments: Any) -> None:
+            super().__init__(train)
+            inspect.signature(function).bind("step", "policy", train, **arguments)
+            self.arguments = arguments
+
+        def loss(self, step: Step, policy: Policy) -> LossOutput:
+            return function(step, policy, self.train, **self.arguments)
+
+    return FunctionObjective

@@ -85,10 +85,20 @@ def reward_weights(reward_fn: Mapping[str, float]) -> dict[str, float]:
     return weights
 
 
+def watched_rewards(tables: Sequence[Mapping[str, float]]) -> list[str]:
+    """Short names of the rewards that have no weight in any of the ``reward_fn``."""
+    largest: dict[str, float] = {}
+    for reward_fn in tables:
+        for name, weight in reward_fn.items():
+            largest[name] = max(abs(weight), largest.get(name, 0.0))
+    return [short_name(name) for name, weight in largest.items() if weight == 0]
+
+
 def build_rewards(
     reward_fn: Mapping[str, float],
     reward_fn_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     device: Any = "cpu",
+    built: dict[str, "CheckedReward"] | None = None,
 ) -> dict[str, "CheckedReward"]:
     """The rewards of a configuration, by short name. Raises UserError.
 
@@ -96,13 +106,18 @@ def build_rewards(
         reward_fn: Reward name or ``package.module:factory`` → weight.
         reward_fn_kwargs: Keyword arguments of the factories, by the same names.
         device: For factories that take one.
+        built: Of earlier calls: what is in it is not built again, and the others are added.
     """
     reward_fn_kwargs = reward_fn_kwargs or {}
+    built = {} if built is None else built
     reward_weights(reward_fn)  # no two of one name
     rewards = {}
     for name in reward_fn:
         kwargs = reward_fn_kwargs.get(name, {})
-        rewards[short_name(name)] = CheckedReward(name, kwargs, device)
+        identity = f"{name} {json.dumps(kwargs, sort_keys=True, default=str)}"
+        if identity not in built:
+            built[identity] = CheckedReward(name, kwargs, device)
+        rewards[short_name(name)] = built[identity]
     return rewards
 
 

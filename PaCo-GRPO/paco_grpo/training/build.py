@@ -5,8 +5,9 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from paco_grpo.advantages.aggregation import describe
-from paco_grpo.advantages.groups import SetRewards
+from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.advantages.groups import SetRewards, weighted_sum
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.monitoring.health import ReferenceProbe
@@ -27,7 +28,15 @@ from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
 from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.rewards.by_set import RunRewards, build_run_rewards, training_rewards
+from paco_grpo.rewards.by_set import merge_sets, require_distinct_names
+from paco_grpo.rewards.registry import (
+    CheckedReward,
+    Reward,
+    build_rewards,
+    find_problems,
+    reward_weights,
+    write_records,
+)
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.resume import Earlier, find_earlier
@@ -38,6 +47,22 @@ from paco_grpo.types import Item, Stream
 from paco_judge.files import locked, write_atomically
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRewards:
+    """The rewards of a run by short name, of all its prompt sets."""
+
+    train: Mapping[str, Reward]
+    test: Mapping[str, Reward]
+
+    def write_records(self, folder: Path) -> None:
+        """Write ``questions.json``."""
+        records = dict(self.train)
+        for name, reward in self.test.items():
+            if reward is not self.train.get(name):
+                records[f"test {name}"] = reward
+        write_records(records, folder)
 
 
 @dataclass
@@ -214,6 +239,69 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=tracker,
     )
+
+
+def build_run_rewards(
+    options: RunOptions,
+    device: torch.device | str,
+    items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],
+) -> RunRewards:
+    """Build all rewards and check each: does the judge answer, can every item be scored?
+
+    ``items_of_sets``: training and test items of each prompt set. Raises ConfigError.
+    """
+    sets = prompt_sets(options)
+    require_distinct_names(sets)
+    built: dict[str, CheckedReward] = {}  # the same one for several uses is loaded once
+    trained = []
+    tested = []
+    problems = []
+    for prompt_set, (train_items, test_items) in zip(sets, items_of_sets, strict=True):
+        train = prompt_set.train
+        test = prompt_set.test
+        trained.append(build_rewards(train.weights, train.kwargs, device, built))
+        tested.append(build_rewards(test.weights, test.kwargs, device, built))
+        where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
+        for rewards, items in ((trained[-1], train_items), (tested[-1], test_items)):
+            for problem in find_problems(rewards.values(), items):
+                problems.append(f"{where}{problem}")
+        has_open = any(item.metadata.get("open") for item in train_items)
+        if train.weights.get("between_images") and not has_open:
+            problems.append(
+                f"{where or 'config.train.'}reward_fn has between_images, but no training prompt "
+                f"of {prompt_set.folder} is open; `python dataset/fetch.py t2is --open_twins` "
+                "makes open prompts"
+            )
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    names = [prompt_set.name for prompt_set in sets]
+    return RunRewards(merge_sets(trained, names), merge_sets(tested, names))
+
+
+def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
+    """What a prompt set is trained on. Raises ConfigError: The aggregation cannot be used."""
+    weights = {}
+    for name, weight in reward_weights(prompt_set.train.weights).items():
+        if weight:
+            weights[name] = weight
+    if options.train.aggregate_fn is None:
+        return SetRewards(prompt_set.name, weights, partial(weighted_sum, weights))
+    try:
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    weights_of_function = getattr(aggregate_fn, "reward_weights", None)
+    if prompt_set.name and weights_of_function is not None:
+        others = [name for name in weights if weights_of_function[name] != weights[name]]
+        if others:
+            raise ConfigError(
+                f"config.train.aggregate_fn has another weight of {', '.join(others)} than "
+                f"config.datasets.{prompt_set.name}; give it no reward_weights, such as "
+                "'product_aggregate_fn'"
+            )
+    return SetRewards(prompt_set.name, weights, aggregate_fn)
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,8 +18,8 @@ from paco_grpo.monitoring import health
 from paco_grpo.monitoring.health import SampleObserver
 from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
 from paco_grpo.policies import lora
-from paco_grpo.rewards.by_set import watched_rewards
 from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.rewards.registry import watched_rewards
 from paco_grpo.training.build import Run, record_start
 from paco_grpo.training.evaluations import Evaluations, verify_run
 from paco_grpo.training.resume import (
@@ -59,7 +59,7 @@ class Trainer:
         self._begin()
         run = self.run
         rewards = run.rewards
-        watched = watched_rewards([prompt_set.train for prompt_set in run.prompt_sets])
+        watched = watched_rewards([prompt_set.train.weights for prompt_set in run.prompt_sets])
         queue = ScoreQueue(rewards.train, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)

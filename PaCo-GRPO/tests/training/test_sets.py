@@ -35,10 +35,10 @@ from paco_grpo.data.sets import (
 )
 from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
-from paco_grpo.rewards.by_set import merge_sets, training_rewards, watched_rewards
+from paco_grpo.rewards.by_set import merge_sets
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import build_rewards
-from paco_grpo.training.build import build_run
+from paco_grpo.rewards.registry import build_rewards, watched_rewards
+from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.sample import GroupSampler
@@ -146,7 +146,7 @@ def test_what_a_set_is_trained_on_and_what_is_only_watched():
     trained = training_rewards(prompt_set, options)
     assert trained.weights == trained.aggregate_fn.reward_weights == {"of_set": -2.0}
     assert trained.aggregate_fn.global_std
-    assert watched_rewards([prompt_set.train]) == ["spread_of_set"]
+    assert watched_rewards([prompt_set.train.weights]) == ["spread_of_set"]
 
 
 def test_scores_of_other_arguments_in_one_set_are_other_scores():
