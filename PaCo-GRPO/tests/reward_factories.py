@@ -7,6 +7,11 @@ import numpy as np
 from paco_grpo.rewards.registry import CheckedReward
 
 
+def grays(images):
+    """The mean gray of each image."""
+    return np.array([np.asarray(image.convert("L")).mean() for image in images])
+
+
 def factory(scale: float = 1.0, device="nowhere"):
     def score(images, items):
         return np.full(len(images), scale)
@@ -33,8 +38,7 @@ def of_set(begins: str, factor: float):
 
     def score(images, items):
         assert all(item.prompt.startswith(begins) for item in items)
-        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
-        return factor * (gray + [len(item.prompt) for item in items])
+        return factor * (grays(images) + [len(item.prompt) for item in items])
 
     return score
 
@@ -45,7 +49,7 @@ def spread_of_set(begins: str):
     def score(images, items):
         assert all(item.prompt.startswith(begins) for item in items)
         assert len(images) == 3 and len({item.item_id for item in items}) == 1
-        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        gray = grays(images)
         return 1 + abs(gray - gray.mean())
 
     score.compares_images = True
@@ -67,7 +71,7 @@ def gaps(**anything):
     def score(images, items):
         if any(item.prompt == "fail" for item in items):
             raise ValueError("cannot score 'fail'")
-        means = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        means = grays(images)
         means[[item.item_id % 2 == 1 for item in items]] = np.nan
         return means
 
@@ -105,7 +109,7 @@ def unlike_others(unscored=""):
     def score(images, items):
         if unscored in [item.prompt for item in items]:
             raise ValueError(unscored)
-        gray = np.array([np.asarray(image.convert("L")).mean() for image in images])
+        gray = grays(images)
         ids = [i.item_id for i in items]
         same = np.equal.outer(ids, ids) & ~np.eye(len(ids), dtype=bool)
         others = (same @ gray) / np.maximum(same.sum(axis=1), 1)

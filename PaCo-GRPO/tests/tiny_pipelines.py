@@ -542,34 +542,21 @@ def save_clip(folder: Path) -> str:
     ``clipscore``.
     """
     torch.manual_seed(0)
-    sizes = {
+    text = clip_config(16).to_dict() | {"max_position_embeddings": 77}
+    vision = {
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
     }
-    text = sizes | {
-        "vocab_size": 32,
-        "max_position_embeddings": 77,
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    vision = sizes | {"image_size": 16, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     transformers.CLIPModel(config).save_pretrained(folder)
-    words = ["<pad>", "<s>", "</s>", "<unk>", "grid", "of", "a", "cat", "dog"]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
     processor = transformers.CLIPImageProcessor(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
     )
-    transformers.CLIPProcessor(processor, fast).save_pretrained(folder)
+    transformers.CLIPProcessor(processor, clip_tokenizer()).save_pretrained(folder)
     return str(folder)
 
 

@@ -51,36 +51,35 @@ def test_results_of_something_else_are_not_mixed(change, edits):
     assert edits.file.read_text() == before
 
 
-@pytest.mark.parametrize("file", ["consistency_full_rank", "prompt_data"])
-def test_results_of_other_items_are_not_continued(rank, file):
-    """The rankings or the themes were corrected."""
-    question = rank.data / "mine.txt"
-    question.write_text("Same {theme}?")
-    rank.file = rank.file.with_name("judge-vmine.jsonl")
-    options = ["--question", question]
-    assert rank(ContentJudge(), *options) == 0
-    assert rank(ContentJudge(stop_after=0), *options) == 0
-    changes = {"rank_images": ["a1.png", "b1.png"], "prompt": "A 1x2 grid. [LEFT]: a. [RIGHT]: b."}
-    edit_lines(rank.data / f"{file}.jsonl", {1: changes})
-    before = rank.file.read_bytes()
-    assert rank(ContentJudge(), *options) == 1
-    assert rank.file.read_bytes() == before
+BENCH = "data/ConsistencyRank-Bench"
 
 
-@pytest.mark.parametrize("changed", ["judge", "adapter"])
-def test_other_weights_at_the_same_path_do_not_take_over_results(rank, tmp_path, changed):
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("judge/model.safetensors", "judge", "other"),
+        ("adapter/model.safetensors", "adapter", "other"),
+        (f"{BENCH}/consistency_full_rank.jsonl", '"b1.png", "a1.png"', '"a1.png", "b1.png"'),
+        (f"{BENCH}/prompt_data.jsonl", "of 12 cats", "of 13 cats"),
+    ],
+)
+def test_results_of_other_weights_or_items_are_not_continued(rank, tmp_path, file, old, new):
+    """Of other files at the same path."""
     for name in ("judge", "adapter"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
+    (tmp_path / "mine.txt").write_text("Same {theme}?")
     options = ["--model", tmp_path / "judge", "--adapter", tmp_path / "adapter"]
-    rank.file = rank.file.with_name("judge+adapter-v3.jsonl")
-    assert rank(ContentJudge(stop_after=1), *options) == STOPPED
+    options += ["--question", tmp_path / "mine.txt"]
+    rank.file = rank.file.with_name("judge+adapter-vmine.jsonl")
+    assert rank(ContentJudge(), *options) == 0
     before = rank.file.read_bytes()
-    weights = tmp_path / changed / "model.safetensors"
-    for content, status in (("other", 1), (changed, 0)):
-        weights.write_text(content)
-        assert rank(ContentJudge(), *options) == status
-        assert (rank.file.read_bytes() == before) == (status == 1)
+    content = (tmp_path / file).read_text()
+    assert old in content
+    for text, status in ((content.replace(old, new), 1), (content, 0)):
+        (tmp_path / file).write_text(text)
+        assert rank(ContentJudge(stop_after=0), *options) == status
+        assert rank.file.read_bytes() == before
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):

@@ -69,25 +69,9 @@ def options_of(name: str, folder: Path) -> RunOptions:
     return read_options([*words, *(f"--config.{key}={changes[key]}" for key in changes)])[0]
 
 
-@contextlib.contextmanager
-def few_blocks(model: str, count: int | None) -> Iterator[None]:
-    """The real width with ``count`` blocks (None: all), also in encoders whose last layer counts."""
-    if count is None:
-        yield
-        return
-    modules = architectures.KNOWN[model].modules
-    few = {"num_layers": count, "num_hidden_layers": count}
-    shallow = {}
-    for part, (class_name, config) in modules.items():
-        if class_name.startswith(("CLIPText", "T5")):
-            shallow[part] = (class_name, config | few)
-        elif class_name.startswith("Qwen2_5_VL"):
-            vision = config["vision_config"] | {"depth": count, "fullatt_block_indexes": [0]}
-            text = config["text_config"] | few
-            config = config | {"vision_config": vision, "text_config": text}
-            shallow[part] = (class_name, config)
-    with mock.patch.dict(modules, shallow), architectures.with_blocks(model, count):
-        yield
+def few_blocks(model: str, count: int | None) -> contextlib.AbstractContextManager[None]:
+    """The real width with ``count`` blocks (None: all)."""
+    return architectures.with_blocks(model, count) if count else contextlib.nullcontext()
 
 
 class Unpack(torch.autograd.Function):

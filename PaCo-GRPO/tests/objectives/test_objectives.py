@@ -54,9 +54,15 @@ def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     return losses, metrics
 
 
+def mean_square(difference):
+    """(B,), of each sample alone."""
+    return np.mean(difference**2, axis=(1, 2))
+
+
 class NumpyLoss:
-    """docs/method.md §6 per sample and step in float64, with transitions recomputed from plain
-    velocities. ``b`` is the number of a sample.
+    """docs/method.md §6 in float64, with transitions recomputed from plain velocities.
+
+    ``x``, velocities and noise are (B, N, C).
     """
 
     def __init__(self, name, policy, result, train):
@@ -64,120 +70,117 @@ class NumpyLoss:
         self.weights = policy.transformer
         self.result = result
         self.train = train
+        self.clean = result.clean_latents.numpy()
+        self.direction = result.conditioning.direction.numpy()
+        self.sigmas = result.sigmas.tolist()
+        self.advantages = np.array(ADVANTAGES)
 
     def losses(self):
         """(B, steps)"""
         term = {"nft": self.nft, "awm": self.awm, "dgpo": self.dgpo}.get(self.name, self.ratio)
-        steps = self.result.noise_steps
-        losses = [term(step, b) for b in range(len(ADVANTAGES)) for step in steps]
-        return np.reshape(losses, (len(ADVANTAGES), len(steps)))
+        return np.stack([term(step) for step in self.result.noise_steps], axis=1)
 
-    def velocity(self, weights, x, sigma, b):
+    def velocity(self, weights, x, sigma):
         scale, shift = weights.detach().numpy()
-        return scale * x + shift * sigma * self.result.conditioning.direction[b].numpy()
+        return scale * x + shift * sigma * self.direction
 
-    def noised(self, step, b, seed):
-        """Clean latents, noise, and their mixture at the step's σ."""
-        sigma = float(self.result.sigmas[step.index])
-        latents = self.result.clean_latents[b : b + 1]
-        noise = step_noise([seed], (1 << 20) + step.index, latents)[0].double().numpy()
-        clean = latents[0].numpy()
-        return clean, noise, (1 - sigma) * clean + sigma * noise
+    def noised(self, index, seeds):
+        """σ of a step, noise, and the clean latents' mixture with it."""
+        sigma = self.sigmas[index]
+        place = (1 << 20) + index
+        noise = step_noise(seeds, place, self.result.clean_latents).double().numpy()
+        return sigma, noise, (1 - sigma) * self.clean + sigma * noise
 
-    def error(self, weights, step, b, seed):
-        clean, noise, x = self.noised(step, b, seed)
-        velocity = self.velocity(weights, x, float(self.result.sigmas[step.index]), b)
-        return np.mean((velocity - (noise - clean)) ** 2)
+    def error(self, weights, index, seeds):
+        sigma, noise, x = self.noised(index, seeds)
+        return mean_square(self.velocity(weights, x, sigma) - (noise - self.clean))
 
-    def distance(self, weights, step, b, seed):
+    def distance(self, weights, index, seeds):
         """Of the current velocity from another."""
-        sigma = float(self.result.sigmas[step.index])
-        _, _, x = self.noised(step, b, seed)
-        current = self.velocity(self.weights.current, x, sigma, b)
-        return np.mean((current - self.velocity(weights, x, sigma, b)) ** 2)
+        sigma, _, x = self.noised(index, seeds)
+        current = self.velocity(self.weights.current, x, sigma)
+        return mean_square(current - self.velocity(weights, x, sigma))
 
-    def awm(self, step, b):
-        seed = int(self.result.seeds[b])
-        sigma = float(self.result.sigmas[step.index])
+    def kl(self, index, seeds):
+        return self.train.beta * self.distance(self.weights.base, index, seeds)
+
+    def awm(self, step):
+        index = step.index
+        seeds = self.result.seeds.tolist()
 
         def log_likelihood(weights):
-            error = self.error(weights, step, b, seed)
-            return -sigma * 4 * ((error + 1e-10) ** 0.25 - 1e-10**0.25)
+            error = self.error(weights, index, seeds)
+            return -self.sigmas[index] * 4 * ((error + 1e-10) ** 0.25 - 1e-10**0.25)
 
         ratio = np.exp(log_likelihood(self.weights.current) - log_likelihood(self.weights.old))
         clip_range = self.train.awm_clip_range
         clipped = np.clip(ratio, 1 - clip_range, 1 + clip_range)
-        advantage = ADVANTAGES[b] / self.train.adv_clip_max
-        loss = max(-advantage * ratio, -advantage * clipped)
-        loss += self.train.awm_slow_beta * self.distance(self.weights.slow, step, b, seed)
-        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
+        advantages = self.advantages / self.train.adv_clip_max
+        loss = np.maximum(-advantages * ratio, -advantages * clipped)
+        slow = self.distance(self.weights.slow, index, seeds)
+        return loss + self.train.awm_slow_beta * slow + self.kl(index, seeds)
 
-    def dgpo(self, step, b):
+    def dgpo(self, step):
         items = self.result.item_ids.numpy()
-        members = np.flatnonzero(items == items[b])
-        seed = (5 << 32) + int(items[b])  # of the whole group
-        advantages = np.array(ADVANTAGES)
-        advantages -= advantages[members].mean()
-        slow = self.train.dgpo_reference == "slow"
-        reference = self.weights.slow if slow else self.weights.base
-        total = 0.0
-        for member in members:
-            error = self.error(self.weights.current, step, member, seed)
-            change = error - self.error(reference, step, member, seed)
-            total += self.train.dgpo_beta * advantages[member] * change / len(members)
-        weight = advantages[b] / (1 + np.exp(-total))
-        loss = weight * self.error(self.weights.current, step, b, seed)
-        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
+        seeds = [(5 << 32) + int(item) for item in items]  # of whole groups
+        is_slow = self.train.dgpo_reference == "slow"
+        reference = self.weights.slow if is_slow else self.weights.base
+        error = self.error(self.weights.current, step.index, seeds)
+        change = error - self.error(reference, step.index, seeds)
+        weights = np.empty(len(items))
+        for item in items:
+            group = items == item
+            advantages = self.advantages[group] - self.advantages[group].mean()
+            total = self.train.dgpo_beta * np.mean(advantages * change[group])
+            weights[group] = advantages / (1 + np.exp(-total))
+        return weights * error + self.kl(step.index, seeds)
 
-    def nft(self, step, b):
-        seed = int(self.result.seeds[b])
-        sigma = float(self.result.sigmas[step.index])
-        clean, _, x = self.noised(step, b, seed)
-        current = self.velocity(self.weights.current, x, sigma, b)
-        old = self.velocity(self.weights.old, x, sigma, b)
+    def nft(self, step):
+        seeds = self.result.seeds.tolist()
+        sigma, _, x = self.noised(step.index, seeds)
+        current = self.velocity(self.weights.current, x, sigma)
+        old = self.velocity(self.weights.old, x, sigma)
         beta = self.train.nft_beta
         positive = beta * current + (1 - beta) * old
         negative = (1 + beta) * old - beta * current
-        share = np.clip(ADVANTAGES[b] / self.train.adv_clip_max / 2 + 0.5, 0, 1)
+        share = np.clip(self.advantages / self.train.adv_clip_max / 2 + 0.5, 0, 1)
         total = 0.0
         for part, velocity in ((share, positive), (1 - share, negative)):
-            error = x - sigma * velocity - clean
-            total += part * np.mean(error**2) / max(np.mean(np.abs(error)), 1e-5)
-        loss = self.train.adv_clip_max / beta * total
-        return loss + self.train.beta * self.distance(self.weights.base, step, b, seed)
+            error = x - sigma * velocity - self.clean
+            normalizer = np.maximum(np.abs(error).mean(axis=(1, 2)), 1e-5)
+            total += part * mean_square(error) / normalizer
+        return self.train.adv_clip_max / beta * total + self.kl(step.index, seeds)
 
-    def ratio(self, step, b):
+    def ratio(self, step):
         """ppo, guard_grpo and flow_dppo."""
-        advantage = ADVANTAGES[b]
-        sigmas = [float(sigma) for sigma in self.result.sigmas]
-        sigma = sigmas[step.index]
-        following = sigmas[step.index + 1]
-        x = step.latents[b].numpy()
+        advantages = self.advantages
+        sigma, following = self.sigmas[step.index : step.index + 2]
+        x = step.latents.numpy()
 
         def transition(weights):
             """Mean, scale of the noise, and standard deviation."""
-            velocity = self.velocity(weights, x, sigma, b)
-            return numpy_step(x, velocity, sigma, following, sigmas[1], self.result.noise_level)
+            velocity = self.velocity(weights, x, sigma)
+            level = self.result.noise_level
+            return numpy_step(x, velocity, sigma, following, self.sigmas[1], level)
 
         mean, noise_scale, std = transition(self.weights.current)
         base_mean, _, _ = transition(self.weights.base)
         var = std**2
-        kl = np.mean((mean - base_mean) ** 2) / (2 * noise_scale**2 + 1e-7)
-        squares = (step.next_latents[b].numpy() - mean) ** 2
-        log_prob = np.mean(-squares / (2 * var) - 0.5 * np.log(2 * np.pi * var))
-        divergence = np.mean((mean - step.mean[b].numpy()) ** 2) / (2 * var)
-        exponent = log_prob - float(step.log_prob[b])
+        kl = self.train.beta * mean_square(mean - base_mean) / (2 * noise_scale**2 + 1e-7)
+        squares = mean_square(step.next_latents.numpy() - mean)
+        log_prob = -squares / (2 * var) - 0.5 * np.log(2 * np.pi * var)
+        divergence = mean_square(mean - step.mean.numpy()) / (2 * var)
+        exponent = log_prob - step.log_prob.numpy()
         weight = 1.0
         if self.name == "guard_grpo":
             exponent = (exponent + divergence) * std
             weight = 1 / (sigma - following)
         ratio = np.exp(exponent)
         if self.name == "flow_dppo":
-            moved = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
-            masked = moved and divergence >= self.train.dppo_divergence
-            return (0 if masked else -advantage * ratio) + self.train.beta * kl
+            masked = ((ratio - 1) * advantages > 0) & (divergence >= self.train.dppo_divergence)
+            return np.where(masked, 0, -advantages * ratio) + kl
         clipped = np.clip(ratio, 1 - self.train.clip_range, 1 + self.train.clip_range)
-        return weight * max(-advantage * ratio, -advantage * clipped) + self.train.beta * kl
+        return weight * np.maximum(-advantages * ratio, -advantages * clipped) + kl
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])

@@ -7,8 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fakes import fake_judge
 from tiny_pipelines import save_clip, save_open_clip
-from wired import share_of
+from wired import MODELS, respond, share_of
+
+
+@pytest.fixture
+def judge():
+    """It answers each question otherwise."""
+    with fake_judge.FakeJudge(respond, models=MODELS) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -32,12 +32,6 @@ IMAGE = IMAGES[GROUP[0]]
 ITEM = ITEMS[GROUP[0]]
 
 
-@pytest.fixture
-def judge():
-    with fake_judge.FakeJudge(respond, models=MODELS) as server:
-        yield server
-
-
 def judge_without(silent, about="", answer=UNSURE):
     """The judge, with this ``answer`` to questions ``about`` something with the images ``silent``,
     in this order.

@@ -5,17 +5,15 @@ import multiprocessing
 import numpy as np
 import pytest
 from accelerate import Accelerator
-from fakes import fake_judge, free_port
+from fakes import free_port
 from wired import (
     IMAGES,
     ITEM_IDS,
     ITEMS,
     LEFT_OUT,
-    MODELS,
     OCR_SCORES,
     edit_scores,
     read_text,
-    respond,
     scores_on,
     share_of,
     shown_to_judge,
@@ -27,12 +25,6 @@ from paco_grpo.rewards.registry import REWARDS, build_rewards
 
 ORDER = [4, 9, 0, 12, 7, 2, 10, 5, 1, 8, 3, 11, 6]  # in which images are decoded
 OF_JUDGE = ("consistency_score", "between_images", "win_rate", "consistency_for_editing")
-
-
-@pytest.fixture
-def judge():
-    with fake_judge.FakeJudge(respond, models=MODELS) as server:
-        yield server
 
 
 @pytest.fixture

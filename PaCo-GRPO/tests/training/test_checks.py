@@ -12,7 +12,7 @@ from tiny_policies import load
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.objectives import create_objective
-from paco_grpo.policies import fewest_steps, size_multiple
+from paco_grpo.policies import fewest_steps
 from paco_grpo.policies.loading import is_step_distilled
 from paco_grpo.training.checks import check_items, questionable
 from paco_grpo.types import Item
@@ -80,5 +80,4 @@ def test_limits_of_a_model_are_known_without_its_weights(tiny_folder, name):
     folder = tiny_folder(name)
     policy = load(name, folder)
     fewest = fewest_steps(folder)
-    assert size_multiple(folder) == policy.size_multiple
     assert len(policy.sigmas(fewest, 32, 32)) == fewest + 1

@@ -97,10 +97,3 @@ def test_a_reward_that_raises_in_the_middle_of_an_epoch(tiny_flux_dir, tmp_path)
     with pytest.raises(TrainingStopped, match="the reward broke at 2 images"):
         train(tiny_options(tiny_flux_dir, tmp_path, **changes))
     assert saved(tmp_path) == ["epoch_0001"]
-
-
-def test_a_reward_that_lacks_scores_stops_the_run_though_another_has_them(tiny_flux_dir, tmp_path):
-    rewards = {"tiny_run:brightness": 1.0, "reward_factories:no_scores": 1.0}
-    options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards, **LATE)
-    with pytest.raises(TrainingStopped, match="epoch 1 .*no_scores"):
-        train(options)

@@ -328,11 +328,13 @@ def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path):
 
 
 def test_missing_scores_are_counted_in_their_set(tiny_flux_dir, tmp_path):
-    """A dead judge of a small set ends the run, however few of all images are its."""
+    """A dead judge of a small set ends the run, however few of all images are its.
+
+    Though its other rewards have their scores.
+    """
     changes = set_changes(tmp_path)
     sets = sets_in(tmp_path)
-    sets["small"] |= {"reward_fn": {"reward_factories:no_scores": 1.0}, "reward_fn_kwargs": {}}
-    sets["small"]["test_reward_fn"] = {"tiny_run:redness": 1.0}
+    sets["small"]["reward_fn"]["reward_factories:no_scores"] = 1.0
     changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.3}
     with pytest.raises(TrainingStopped, match="small .*no_scores"):
         train(tiny_options(tiny_flux_dir, tmp_path, **changes))

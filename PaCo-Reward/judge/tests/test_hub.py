@@ -1,11 +1,11 @@
 """Missing weights: one message, whichever library asked for them."""
 
-import http.server
-import threading
 from functools import partial
 
+import httpx
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from transformers import AutoModelForImageTextToText
 
 from paco_judge.errors import UserError
@@ -15,37 +15,22 @@ from paco_judge.weights import from_pretrained_strict, local_folder
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub on loopback that has nothing, and an empty cache. ``code``: why it has nothing."""
+    """A hub that has nothing, and an empty cache; ``hub.code`` says why it has nothing."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Hub(httpx.BaseTransport):
         code = "RepoNotFound"
 
-        def answer(self):
-            self.send_response(403 if self.code == "GatedRepo" else 404)
-            self.send_header("x-error-code", self.code)
-            self.send_header("content-length", "0")
-            self.end_headers()
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            status = 403 if self.code == "GatedRepo" else 404
+            headers = {"x-error-code": self.code}
+            return httpx.Response(status, headers=headers, request=request)
 
-        do_HEAD = do_GET = answer
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    set_endpoint(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    hub = Hub()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield Handler
-    server.shutdown()
-    server.server_close()
-
-
-def set_endpoint(monkeypatch, url):
-    """What HF_ENDPOINT does when huggingface_hub is imported."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    set_client_factory(lambda: httpx.Client(transport=hub))
+    yield hub
+    set_client_factory(default_client_factory)
 
 
 LOADERS = [
