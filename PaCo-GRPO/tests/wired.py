@@ -89,13 +89,11 @@ def respond(number: int, request: dict) -> tuple:
     """P(Yes), two scores for EditScore, whose passes differ by their seed, or UnifiedReward's."""
     if request["model"] == "UnifiedReward-2.0-qwen-7b":
         grade = 1 + 4 * share_of(shown_to_judge(request))
-        message = {"role": "assistant", "content": f"Final Score: {grade:.12f}"}
-        return 200, {"choices": [{"index": 0, "message": message}]}, {}
+        return 200, fake_judge.written(f"Final Score: {grade:.12f}"), {}
     if request["model"] != "EditScore-7B":
         return 200, fake_judge.answer(share_of(shown_to_judge(request))), {}
     scores = edit_scores(shown_to_judge(request), request["seed"])
-    message = {"role": "assistant", "content": json.dumps({"score": scores})}
-    return 200, {"choices": [{"index": 0, "message": message}]}, {}
+    return 200, fake_judge.written(json.dumps({"score": scores})), {}
 
 
 def edit_scores(shown: tuple, seed: int) -> list[float]:

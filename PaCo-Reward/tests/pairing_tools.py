@@ -91,7 +91,7 @@ def judge_model(number: int, request: dict):
     other = {"Yes": "No", "No": "Yes"}[verdict]
     words = " ".join(["colour", "differs"] * (int(images[0][:2], 16) % 4))
     answer = f"**{verdict}**, the shape {words} of {images[1][:6]} is why, and not {other}."
-    return 200, {"choices": [{"message": {"role": "assistant", "content": answer}}]}, {}
+    return 200, fake_judge.written(answer), {}
 
 
 def rows(output: Path, name: str) -> list[dict]:

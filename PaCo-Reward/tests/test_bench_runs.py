@@ -117,15 +117,16 @@ def test_vllm_is_asked_in_the_stated_form_and_answers_in_order(tiny):
     """Here stands an object with its interface; the real one: test_bench_engines.py."""
     asked = []
 
+    def token(text, share):
+        return SimpleNamespace(decoded_token=text, logprob=math.log(share))
+
     def chat(chats, sampling, **options):
         asked.extend(chats)
         outputs = []
         for number in range(len(chats)):
-            shares = {"yes": 0.2 + number / 10, "no": 0.8 - number / 10}
-            tokens = []
-            for token, share in shares.items():
-                tokens.append(SimpleNamespace(decoded_token=token, logprob=math.log(share)))
-            first = SimpleNamespace(logprobs=[dict(enumerate(tokens))])
+            share = 0.2 + number / 10
+            tokens = {7: token("yes", share), 8: token("no", 1 - share)}
+            first = SimpleNamespace(logprobs=[tokens])
             outputs.append(SimpleNamespace(outputs=[first]))
         return outputs
 

@@ -22,11 +22,7 @@ from paco_judge.errors import UserError
 from paco_judge.grid import parse_layout, split_image, split_prompt
 from paco_judge.questions import EDITING, RequestForm, load_question
 
-UNSURE = {
-    "choices": [
-        {"logprobs": {"content": [{"top_logprobs": [{"token": "Maybe", "logprob": -0.1}]}]}}
-    ]
-}
+UNSURE = fake_judge.first_token(("Maybe", 0.9))
 GROUP = [position for position, number in enumerate(ITEM_IDS) if number == 2]  # 2x2, four images
 IMAGE = IMAGES[GROUP[0]]
 ITEM = ITEMS[GROUP[0]]

@@ -1,8 +1,11 @@
 """Rewards by name and import path; a mistake names the nearest known name."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from PIL import Image
+from reward_factories import checked
 
 from paco_grpo.rewards.registry import (
     REWARDS,
@@ -86,31 +89,10 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
 
 
-def returning(result=None, error_of_check=None):
-    """A factory whose reward returns ``result``; named below by its import path."""
-
-    def score(images, items):
-        return result
-
-    def check():
-        if error_of_check:
-            raise error_of_check
-
-    score.check = check
-    return score
-
-
-PLACE = f"{__name__}:returning"
-
-
-def build(**kwargs):
-    return build_rewards({PLACE: 1.0}, {PLACE: kwargs})["returning"]
-
-
 @pytest.mark.parametrize("result", [[0.5], [[0.5], [0.7]]])
 def test_what_is_not_one_number_for_each_image_is_refused(result):
-    with pytest.raises(UserError, match="'returning'"):
-        build(result=result)(IMAGES, ITEMS)
+    with pytest.raises(UserError, match="'wrong'"):
+        checked(lambda images, items: result)(IMAGES, ITEMS)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +103,13 @@ def test_what_is_not_one_number_for_each_image_is_refused(result):
     ],
 )
 def test_numbers_of_any_kind_are_scores_and_none_is_missing(result, scores):
-    np.testing.assert_array_equal(build(result=result)(IMAGES, ITEMS), scores)
+    np.testing.assert_array_equal(checked(lambda *_: result)(IMAGES, ITEMS), scores)
 
 
 def test_all_rewards_that_cannot_be_used_are_named():
-    names = {PLACE: 1.0, "jpeg_compressibility": 1.0, "ocr": 1.0}
-    rewards = build_rewards(names, {PLACE: {"error_of_check": OSError("no file")}})
-    unusable, quoted = find_problems(rewards.values(), ITEMS)
-    assert "no file" in unusable and f"reward_fn_kwargs.{PLACE}" in unusable
+    broken = Mock()
+    broken.check.side_effect = OSError("no file")
+    rewards = build_rewards({"jpeg_compressibility": 1.0, "ocr": 1.0}).values()
+    unusable, quoted = find_problems([checked(broken), *rewards], ITEMS)
+    assert "no file" in unusable and "reward_fn_kwargs.reward_factories:wrong" in unusable
     assert "item 0 " in quoted and "'ocr'" in quoted

@@ -42,12 +42,7 @@ def test_a_package_that_prefers_noise_is_refused(packages, monkeypatch):
         built("hpsv3").check()
 
 
-def first_token(*entries):
-    """A choice whose first token has these log-probabilities."""
-    top = [{"token": token, "logprob": float(np.log(p))} for token, p in entries]
-    return {"choices": [{"logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]}
-
-
+first_token = fake_judge.first_token
 GENEVAL2 = {
     "How many circles are in the image? Answer in one word.": first_token(
         ("two", 0.3), (" Two", 0.2), ("2", 0.1), ("three", 0.25), ("twofold", 0.05)
@@ -98,7 +93,7 @@ def test_unified_reward_reads_its_grades(tmp_path):
         images, text = fake_judge.request_content(request)
         assert len(images) == 1 and "logprobs" not in request
         answer = ANSWERS[text.removeprefix("Caption: [").removesuffix("]")]
-        return 200, {"choices": [{"message": {"content": answer}}]}, {}
+        return 200, fake_judge.written(answer), {}
 
     with fake_judge.FakeJudge(respond, models=MODELS) as server:
         reward = built("unified_reward", base_url=server.url, question=str(question))

@@ -165,8 +165,7 @@ def test_edit_score_runs_in_its_own_environment(tmp_path):
         """Nonsense about the quality of the second image."""
         if shown_to_judge(request)[1] != IMAGES[1].tobytes():
             return respond(number, request)
-        message = {"role": "assistant", "content": "I cannot say."}
-        return 200, {"choices": [{"index": 0, "message": message}]}, {}
+        return 200, fake_judge.written("I cannot say."), {}
 
     with fake_judge.FakeJudge(respond_unless_second, models=MODELS) as judge:
         command = ["bash", str(ROOT / "scripts" / "reward_service.sh"), "edit_score"]

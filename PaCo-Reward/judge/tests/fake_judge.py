@@ -14,16 +14,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from PIL import Image
 
 
+def written(text: str) -> dict:
+    """A server's answer, without probabilities."""
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+
+
+def first_token(*entries: tuple[str, float]) -> dict:
+    """An answer whose first token has these alternatives, with their probabilities."""
+    top = [{"token": token, "logprob": math.log(share)} for token, share in entries]
+    body = written(entries[0][0])
+    body["choices"][0]["logprobs"] = {"content": [top[0] | {"top_logprobs": top}]}
+    return body
+
+
 def answer(p_yes: float, count: int = 2) -> dict:
     """``count``: how many log-probabilities there are."""
-    top = [
-        {"token": "Yes", "logprob": math.log(p_yes)},
-        {"token": "No", "logprob": math.log1p(-p_yes)},
-    ][:count]
-    message = {"role": "assistant", "content": "Yes"}
-    return {
-        "choices": [{"message": message, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}]
-    }
+    return first_token(*[("Yes", p_yes), ("No", 1 - p_yes)][:count])
 
 
 def request_content(request: dict) -> tuple[list[Image.Image], str]:

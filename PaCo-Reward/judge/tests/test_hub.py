@@ -1,6 +1,7 @@
 """Missing weights: one message, whichever library asked for them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,18 +18,15 @@ from paco_judge.weights import from_pretrained_strict, local_folder
 def hub(monkeypatch, tmp_path):
     """A hub that has nothing, and an empty cache; ``hub.code`` says why it has nothing."""
 
-    class Hub(httpx.BaseTransport):
-        code = "RepoNotFound"
+    hub = SimpleNamespace(code="RepoNotFound")
 
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            status = 403 if self.code == "GatedRepo" else 404
-            headers = {"x-error-code": self.code}
-            return httpx.Response(status, headers=headers, request=request)
+    def answer(request: httpx.Request) -> httpx.Response:
+        status = 403 if hub.code == "GatedRepo" else 404
+        return httpx.Response(status, headers={"x-error-code": hub.code})
 
-    hub = Hub()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    set_client_factory(lambda: httpx.Client(transport=hub))
+    set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(answer)))
     yield hub
     set_client_factory(default_client_factory)
 
