@@ -181,8 +181,8 @@ def state(folder: Path, epoch: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files if path.suffix != ".json"}
 
 
-def weights(folder: Path, name: str = "trainable", epoch: int = 2) -> dict[str, torch.Tensor]:
-    return load_file(_state_folder(folder, epoch) / f"{name}.safetensors")
+def weights(folder: Path, name: str = "trainable") -> dict[str, torch.Tensor]:
+    return load_file(_state_folder(folder, 2) / f"{name}.safetensors")
 
 
 def rows(folder: Path) -> list[dict]:

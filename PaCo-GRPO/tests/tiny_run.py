@@ -73,18 +73,17 @@ def write_prompts(folder: Path, train: int = 4, test: int = 3, first_open: int =
     return folder
 
 
-def write_edits(folder: Path, train: int = 4, test: int = 3, references: int = 1) -> Path:
+def write_edits(folder: Path, references: int = 1) -> Path:
     """A geneval_image prompt set; the pictures have two shapes.
 
     Several to a row: the first's picture is the last.
     """
-    for split, count in (("train", train), ("test", test)):
+    for split, count in (("train", 4), ("test", 3)):
         files = [f"{split}{i}.png" for i in range(count)]
-        rows = [{"prompt": f"{i}{split} make it red", "image": files[i]} for i in range(count)]
-        if references > 1:
-            for i, row in enumerate(rows):
-                del row["image"]
-                row["images"] = [files[(i + k) % count] for k in reversed(range(references))]
+        rows = []
+        for i in range(count):
+            images = [files[(i + k) % count] for k in reversed(range(references))]
+            rows.append({"prompt": f"{i}{split} make it red", "images": images})
         write_rows(folder, split, rows)
         for i, file in enumerate(files):
             picture(i, 32, 64 if i % 2 else 32).save(folder / file)

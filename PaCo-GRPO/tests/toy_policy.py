@@ -91,12 +91,11 @@ class ToyPolicy(Policy):
         )
 
 
-def sample(policy, noise_steps=(0, 2), cps=False, moved=True):
+def sample(policy, moved=True):
     """A toy rollout; the weights then move a little, so that ratios differ from 1."""
     conditioning = policy.encode([Item(i, str(i)) for i in range(3)])
-    steps = {"num_steps": 4, "noise_steps": noise_steps, "noise_level": 0.8, "cps": cps}
     draws = Draws([0, 1, 0], [21, 22, 23], 8, 12)
-    result = rollout(policy, conditioning, draws, Sampling(**steps))
+    result = rollout(policy, conditioning, draws, Sampling(4, (0, 2), noise_level=0.8))
     policy.calls.clear()
     if moved:
         with torch.no_grad():

@@ -6,10 +6,10 @@ import json
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.stats import rankdata
 
 from paco_grpo.advantages.aggregation import (
     describe,
@@ -40,20 +40,13 @@ def epochs(draw, missing=0.2):
 
 
 def expected(total, items, global_std, per_prompt=True):
-    advantages = np.zeros(len(total))
-    kept = np.zeros(len(total), bool)
-    members_of = []
-    for i in range(len(items)):
-        group = items == items[i] if per_prompt else np.ones(len(items), bool)
-        members_of.append(np.flatnonzero(group & ~np.isnan(total)))
-        kept[i] = not np.isnan(total[i]) and len(members_of[i]) >= 2
-    everything = np.sqrt(np.mean((total[kept] - np.mean(total[kept])) ** 2)) if kept.any() else 0
-    for i, members in enumerate(members_of):
-        if kept[i]:
-            group = total[members]
-            std = everything if global_std else np.sqrt(np.mean((group - group.mean()) ** 2))
-            advantages[i] = (total[i] - group.mean()) / max(std, 1e-6)
-    return advantages, kept
+    """Advantages, and which samples are kept."""
+    totals = pd.Series(total)
+    groups = totals.groupby(items if per_prompt else np.zeros(len(items)))
+    kept = totals.notna() & (groups.transform("count") >= 2)
+    spread = totals[kept].std(ddof=0) if global_std else groups.transform("std", ddof=0)
+    advantages = (totals - groups.transform("mean")) / np.maximum(spread, 1e-6)
+    return advantages.where(kept, 0).to_numpy(), kept.to_numpy()
 
 
 @given(epochs(), st.booleans(), st.booleans(), st.integers(1, 2))
@@ -82,11 +75,9 @@ def test_weighted_sum(epoch, global_std, per_prompt, images):
 def test_rank(epoch):
     rewards, items, prompts = epoch
     assume(min(np.unique(items, return_counts=True)[1]) >= 2)
-    total = np.zeros(len(items))
-    for item in set(items):
-        group = np.flatnonzero(items == item)
-        for name, weight in WEIGHTS.items():
-            total[group] += weight * (rankdata(rewards[name][group]) - 1) / (len(group) - 1)
+    groups = pd.DataFrame(rewards).groupby(items)
+    ranks = (groups.rank() - 1) / (groups.transform("count") - 1)
+    total = (ranks * WEIGHTS).sum(axis=1)
     options = RunOptions(train=TrainOptions(rank_grpo=True))
     result = compute_advantages(rewards, items, prompts, WEIGHTED, options)
     np.testing.assert_allclose(result.advantages, expected(total, items, False)[0], atol=1e-8)

@@ -16,9 +16,9 @@ from paco_grpo.options import TrainOptions
 f64 = torch.float64
 
 
-def step_of(policy, advantages, index=2, cps=False, moved=False):
-    result = sample(policy, cps=cps, moved=moved)
-    return Step(result, index, torch.tensor(advantages, dtype=policy.dtype), epoch_seed=7)
+def step_of(policy, advantages):
+    values = torch.tensor(advantages, dtype=policy.dtype)
+    return Step(sample(policy, moved=False), 2, values, epoch_seed=7)
 
 
 # --- σ

@@ -26,12 +26,12 @@ def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), shared=None, *
     return rollout(policy, conditioning, draws, Sampling(**options))
 
 
-def numpy_rollout(policy, direction, seed, noise_steps, a, cps, steps=5):
+def numpy_rollout(policy, direction, seed, noise_steps, a, cps):
     """docs/method.md §4 for one sample in float64."""
     p = policy.transformer.current.detach().double().numpy()
     x = policy.initial_latents([seed], 8, 12)[0].double().numpy()
-    sigmas = policy.sigmas(steps, 8, 12).double().numpy()
-    for i in range(steps):
+    sigmas = policy.sigmas(5, 8, 12).double().numpy()
+    for i in range(5):
         sigma, following = sigmas[i], sigmas[i + 1]
         v = p[0] * x + p[1] * sigma * direction
         if i not in noise_steps:
