@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import log_softmax
 
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 
@@ -17,17 +18,16 @@ def first_token_loss(logits, labels, weight, scheme="sequence", num_items=None):
 
 def numpy_answers(logits, labels):
     """Cross-entropies of each answer, as a list of float64 arrays; deliberately in plain loops."""
+    log_probs = log_softmax(logits, axis=-1)
     answers = []
-    for row_logits, row_labels in zip(np.asarray(logits, np.float64), np.asarray(labels)):
+    for row, row_labels in enumerate(labels):
         for position in range(1, len(row_labels)):
             label = row_labels[position]
             if label == -100:
                 continue
             if row_labels[position - 1] == -100 or position == 1:
                 answers.append([])
-            scores = row_logits[position - 1]
-            peak = scores.max()
-            answers[-1].append(peak + np.log(np.exp(scores - peak).sum()) - scores[label])
+            answers[-1].append(-log_probs[row, position - 1, label])
     return [np.array(answer) for answer in answers]
 
 

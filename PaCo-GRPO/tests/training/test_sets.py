@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from forked_runs import (
@@ -276,11 +277,9 @@ def test_advantages_are_of_each_sets_rewards_in_its_own_spread(finished):
         is_small = np.array([finished.train_items[i].dataset for i in item_ids]) == 1
         assert (np.isnan(scores["spread_of_set"]) == ~is_small).all()
         small = scores["of_set"] ** 2 * scores["spread_of_set"] ** 3
-        expected = np.empty(12)
-        for rows, total in ((is_small, small), (~is_small, scores["of_set"])):
-            for item_id in np.unique(item_ids[rows]):
-                group = item_ids == item_id
-                expected[group] = (total[group] - total[group].mean()) / total[rows].std()
+        totals = pd.Series(np.where(is_small, small, scores["of_set"]))
+        spreads = totals.groupby(is_small).transform("std", ddof=0)
+        expected = (totals - totals.groupby(item_ids).transform("mean")) / spreads
         np.testing.assert_allclose(advantages, expected)
 
 
