@@ -122,10 +122,10 @@ class Evaluation:
             raise EvaluationError(
                 f"none of the {len(images)} evaluation images is finite: the generator is damaged"
             )
+        scores, missing = measured(scores, self.rewards, images)
         if accelerator.is_main_process:
             _write_rows(pictures, images, scores, self.rewards, [s.name for s in sets])
         accelerator.wait_for_everyone()
-        missing = missing_scores(scores, self.rewards, images)
         if missing.any():
             logger.warning(
                 "%d of %d evaluation images lack a score and are left out of its mean",
@@ -218,23 +218,21 @@ def _sized(item: Item, batch: Batch) -> Item:
     return dataclasses.replace(item, height=batch.height, width=batch.width)
 
 
-def missing_scores(
+def measured(
     scores: np.ndarray, rewards: Mapping[str, Reward], images: Sequence[EvaluationImage]
-) -> np.ndarray:
-    """Which of ``scores`` (images, rewards) are missing.
+) -> tuple[np.ndarray, np.ndarray]:
+    """``scores`` (images, rewards) without those that mean nothing, and which are missing.
 
     A reward that compares the images of a prompt has no score for a prompt's only image, and one
-    that is not of the image's prompt set has none.
+    that is not of the image's prompt set has none. Neither is missing.
     """
-    missing = np.isnan(scores)
+    expected = np.empty(scores.shape, bool)
     counts = Counter(image.item.item_id for image in images)
-    is_alone = np.array([counts[image.item.item_id] == 1 for image in images])
     for column, reward in enumerate(rewards.values()):
-        if reward.compares_images:
-            missing[is_alone, column] = False
-        is_absent = [not reward.applies_to(image.item) for image in images]
-        missing[is_absent, column] = False
-    return missing
+        for row, image in enumerate(images):
+            is_alone = reward.compares_images and counts[image.item.item_id] == 1
+            expected[row, column] = reward.applies_to(image.item) and not is_alone
+    return np.where(expected, scores, np.nan), expected & np.isnan(scores)
 
 
 def _write_rows(

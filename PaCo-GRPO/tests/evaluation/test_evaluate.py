@@ -179,7 +179,7 @@ def test_summary_against_numpy():
     )
 
 
-def test_a_reward_that_compares_images_owes_a_single_one_nothing():
+def test_a_reward_that_compares_images_says_nothing_of_a_single_one():
     images = [SimpleNamespace(item=Item(number, "x")) for number in (0, 1, 1)]
 
     def comparing(images, items):
@@ -187,8 +187,10 @@ def test_a_reward_that_compares_images_owes_a_single_one_nothing():
 
     comparing.compares_images = True
     rewards = {"a": checked(brightness()), "b": checked(comparing)}
-    missing = evaluate.missing_scores(np.full((3, 2), np.nan), rewards, images)
-    assert missing.tolist() == [[True, False], [True, True], [True, True]]
+    given = np.array([[np.nan, 1.0], [0.5, np.nan], [np.nan, 0.25]])
+    scores, missing = evaluate.measured(given, rewards, images)
+    np.testing.assert_array_equal(scores, [[np.nan, np.nan], [0.5, np.nan], [np.nan, 0.25]])
+    assert missing.tolist() == [[True, False], [False, True], [True, False]]
 
 
 @pytest.mark.parametrize("place", ["", "diffusers"])
