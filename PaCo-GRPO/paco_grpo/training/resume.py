@@ -82,14 +82,18 @@ def find_earlier(options: RunOptions, folder: Path) -> Earlier:
         "dataset": fingerprint_sets(options),
         "pretrained.model": fingerprint(options.pretrained.model),
     }
+    checkpoint = None
+    is_another = (folder / "metrics.jsonl").exists()
+    if options.resume_from:
+        checkpoint = checkpoints.find_checkpoint(options.resume_from, folder)
+        own = checkpoints.list_checkpoints(folder / "checkpoints")
+        is_another = bool(checkpoint and own) and not checkpoint.parent.samefile(own[0].parent)
+    if is_another:
+        raise ConfigError(
+            f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
+        )
     if not options.resume_from:
-        if (folder / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{folder} already holds a run: give --config.resume_from=latest or another "
-                "run_name"
-            )
         return Earlier(fingerprints)
-    checkpoint = checkpoints.find_checkpoint(options.resume_from, folder)
     if checkpoint is None:
         logger.warning("%s has no checkpoint, starting from the beginning", folder)
     else:
