@@ -126,6 +126,8 @@ def contradictions(options: RunOptions) -> list[str]:
             "train.reward_fn gives no reward a weight, such as "
             "--config.train.reward_fn.jpeg_compressibility=1"
         )
+    if options.resume_from == "latest" and not options.run_name:
+        problems.append("resume_from=latest needs run_name, the run's folder in config.save_dir")
     group = sample.num_images_per_prompt
     if group % sample.latents_per_prompt:
         problems.append(

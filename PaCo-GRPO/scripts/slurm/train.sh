@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Judge and training as one Slurm job, on one node or several; from PaCo-GRPO:
 #   sbatch scripts/slurm/train.sh t2is --config.run_name=first
-#   sbatch --nodes=2 scripts/slurm/train.sh t2is_80gb --config.save_dir=/shared/runs
+#   sbatch --nodes=2 scripts/slurm/train.sh t2is --config.run_name=two --config.save_dir=/shared/runs
 #
 # The judge runs on the first node's GPU 0, and the training on all other GPUs of all nodes. The
 # judge ends with the job. Slurm asks the training to stop 15 minutes before the time limit: it

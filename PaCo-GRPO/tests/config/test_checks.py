@@ -42,6 +42,8 @@ def test_named_configurations_pass():
         ({"use_lora": "0", "pretrained.quantize": "nf4"}, "pretrained.quantize"),
         ({"train.timesteps": "()"}, "train.timesteps"),
         ({"dataset": ""}, "dataset"),
+        ({"resume_from": "latest"}, "resume_from"),
+        ({"resume_from": "latest", "run_name": "first"}, None),
         ({"train.reward_fn": ""}, "train.reward_fn"),
         # Arguments of a reward that is replaced, or of a misspelt one.
         ({"train.reward_fn_kwargs.ocr.server": "x"}, None),
