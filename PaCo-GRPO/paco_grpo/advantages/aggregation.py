@@ -166,8 +166,8 @@ def get_aggregate_fn(
         name = spec.get("name")
         arguments = spec.get("arguments", {})
     try:
-        if name is None or callable(name):
-            function = name
+        if spec is None or callable(spec):
+            function = spec
         elif name in FACTORIES:
             parameters = _arguments(FACTORIES[name])
             defaults = {key: value for key, value in of_run.items() if key in parameters}
@@ -177,7 +177,7 @@ def get_aggregate_fn(
         else:
             function = MEANS.get(name) or find_function(str(name), [*MEANS, *FACTORIES])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config.train.aggregate_fn={name!r} cannot be used: {error}") from error
+        raise ValueError(f"config.train.aggregate_fn={spec!r} cannot be used: {error}") from error
     # Checked here, because the function is called only after an epoch's sampling.
     function_weights = getattr(function, "reward_weights", None)
     if function_weights is not None:

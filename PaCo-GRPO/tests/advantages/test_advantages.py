@@ -121,6 +121,7 @@ def test_an_aggregation_returns_a_finite_number_for_each_image(totals):
         ("harmonic_mean", {}, "harmonic_mean_aggregate_fn"),
         ("log_tame_aggregate_fn", {"global_std": True}, "'global_std'"),
         ("product_aggregate_fn", {"reward_weights": {"a": 1.0, "bb": 2.0}}, "lack b"),
+        (None, {"threshold": 0.5}, "threshold.*only log_tame_aggregate_fn"),
     ],
 )
 def test_what_is_wrong_is_named_before_an_epoch(name, arguments, named):
