@@ -78,20 +78,16 @@ def test_other_architectures_keep_their_names(tiny, tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
-def test_an_adapter_that_changes_nothing_is_a_warning(judge_dir, adapter_dir, tmp_path, caplog):
+def test_what_is_odd_about_an_adapter_is_a_warning(judge_dir, adapter_dir, tmp_path, caplog):
+    """On a merged judge with its own adapter, each change counts twice."""
     zero = changed(
         adapter_dir, tmp_path / "zero", lambda name, value: {name: value * (".lora_B" not in name)}
     )
-    for adapter in (adapter_dir, zero):
-        load_adapter(base(judge_dir), adapter)
-        assert ("changes nothing" in caplog.text) == (adapter is zero)
-
-
-def test_an_adapter_on_another_base_is_a_warning(judge_dir, adapter_dir, tmp_path, caplog):
-    """A merged judge with its own adapter: each change counts twice."""
     merged = shutil.copytree(judge_dir, tmp_path / "merged")
-    for folder in (judge_dir, merged):
-        load_adapter(base(folder), adapter_dir)
+    for folder, adapter in ((judge_dir, adapter_dir), (judge_dir, zero), (merged, adapter_dir)):
+        caplog.clear()
+        load_adapter(base(folder), adapter)
+        assert ("changes nothing" in caplog.text) == (adapter is zero)
         assert ("was trained on" in caplog.text) == (folder is merged)
 
 

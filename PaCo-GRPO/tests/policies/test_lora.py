@@ -135,13 +135,25 @@ def test_a_target_without_a_layer_is_an_error(tiny_folder, target):
         add_lora(policy, targets=targets)
 
 
-def test_bad_loras_are_refused(tiny_flux_dir, tmp_path):
+@pytest.fixture
+def with_adapter(tiny_flux_dir):
+    """Loads the tiny FLUX with the adapter at a place."""
+
+    def load_both(place):
+        policy = load("flux", tiny_flux_dir)
+        add_lora(policy, lora_path=place)
+        return policy
+
+    return load_both
+
+
+def test_bad_loras_are_refused(tiny_flux_dir, with_adapter, tmp_path):
     save_diffusers(trained("flux", tiny_flux_dir), tmp_path / "pickle")
     file = next((tmp_path / "pickle").glob("*.safetensors"))
     file.rename(file.with_suffix(".bin"))
     for name in ("nowhere", "pickle"):
         with pytest.raises(PolicyLoadError, match=r"config\.train\.lora_path"):
-            add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path / name)
+            with_adapter(tmp_path / name)
 
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
@@ -185,12 +197,12 @@ def half_a_pair(weights, prefix):
     ],
 )
 def test_tensors_without_a_layer_are_an_error_that_names_them(
-    tiny_flux_dir, tmp_path, save, change, named
+    tiny_flux_dir, with_adapter, tmp_path, save, change, named
 ):
     save(trained("flux", tiny_flux_dir), tmp_path)
     rewrite(tmp_path, save, change)
     with pytest.raises(PolicyLoadError, match=named):
-        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+        with_adapter(tmp_path)
 
 
 def kohya(weights, prefix):
@@ -205,20 +217,18 @@ def kohya(weights, prefix):
     return renamed
 
 
-def test_kohyas_names_are_converted(tiny_flux_dir, tmp_path):
+def test_kohyas_names_are_converted(tiny_flux_dir, with_adapter, tmp_path):
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=4)
     save_diffusers(policy, tmp_path)
     weights = load_file(tmp_path / DIFFUSERS_FILE)
     names = [name for name in weights if ".lora_A." in name]
     alphas = {name.replace(".lora_A.weight", ".alpha"): torch.tensor(2.0) for name in names}
     save_file(weights | alphas, tmp_path / "with_alphas.safetensors")
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path / "with_alphas.safetensors")
+    again = with_adapter(tmp_path / "with_alphas.safetensors")
     for layer, update in updates(policy).items():
         torch.testing.assert_close(updates(again)[layer], 0.5 * update)
     rewrite(tmp_path, save_diffusers, kohya)
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path)
+    again = with_adapter(tmp_path)
     name = "transformer_blocks.1.attn.to_out.0"
     # alpha / rank is multiplied into the factors
     torch.testing.assert_close(updates(again)[name], 0.5 * updates(policy)[name])
@@ -227,7 +237,7 @@ def test_kohyas_names_are_converted(tiny_flux_dir, tmp_path):
     name = "lora_unet_double_blocks_57_img_attn_proj.lora_down.weight"
     rewrite(tmp_path, save_diffusers, lambda weights, prefix: weights | {name: torch.ones(4, 32)})
     with pytest.raises(PolicyLoadError, match="double_blocks_57"):
-        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+        with_adapter(tmp_path)
 
 
 def updates(policy) -> dict[str, torch.Tensor]:
@@ -245,12 +255,12 @@ def assert_same_updates(policy, expected) -> None:
         torch.testing.assert_close(actual[layer], update)
 
 
-def test_an_adapter_that_changes_nothing_is_named(tiny_flux_dir, tmp_path, caplog):
+def test_an_adapter_that_changes_nothing_is_named(tiny_flux_dir, with_adapter, tmp_path, caplog):
     save_diffusers(trained("flux", tiny_flux_dir, rank=4, alpha=10), tmp_path)
-    add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+    with_adapter(tmp_path)
     assert "changes nothing" not in caplog.text
     rewrite(tmp_path, save_diffusers, zero_b)
-    add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+    with_adapter(tmp_path)
     assert "changes nothing" in caplog.text
 
 
@@ -258,23 +268,22 @@ def zero_b(weights, prefix):
     return {name: tensor * ("lora_A" in name) for name, tensor in weights.items()}
 
 
-def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, tmp_path):
+def test_an_adapter_of_a_changed_base_is_refused(tiny_flux_dir, with_adapter, tmp_path):
     save_peft(trained("flux", tiny_flux_dir, rank=4, alpha=10), tmp_path)
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text()) | {"init_lora_weights": "pissa_niter_4"}
     file.write_text(json.dumps(config))
     with pytest.raises(PolicyLoadError, match="pissa_niter_4"):
-        add_lora(load("flux", tiny_flux_dir), lora_path=tmp_path)
+        with_adapter(tmp_path)
 
 
-def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, tmp_path):
+def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, with_adapter, tmp_path):
     """As other trainers write it; two files in a folder are a question to the user."""
     policy = trained("flux", tiny_flux_dir, rank=4, alpha=10)
     save_diffusers(policy, tmp_path)
     file = (tmp_path / DIFFUSERS_FILE).rename(tmp_path / "my_style_000002500.safetensors")
     for place in (file, tmp_path):
-        again = load("flux", tiny_flux_dir)
-        add_lora(again, lora_path=place)
+        again = with_adapter(place)
         assert_same_updates(again, policy)
     shutil.copy(file, tmp_path / "my_style_000003000.safetensors")
     with pytest.raises(PolicyLoadError, match="my_style_000003000"):
@@ -283,7 +292,9 @@ def test_one_file_of_any_name_is_an_adapter(tiny_flux_dir, tmp_path):
     assert find_lora(tmp_path / "epoch_0001") == tmp_path / "epoch_0001" / "adapter"
 
 
-def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_dir, tmp_path):
+def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(
+    tiny_flux_dir, with_adapter, tmp_path
+):
     """As this project wrote it before: B as trained, and alpha / rank = 2.5 for the reader to
     apply.
     """
@@ -294,12 +305,13 @@ def test_a_file_whose_alpha_is_only_in_its_metadata_keeps_its_scale(tiny_flux_di
     policy.pipeline.save_lora_weights(
         tmp_path, transformer_lora_layers=weights, transformer_lora_adapter_metadata=config
     )
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path)
+    again = with_adapter(tmp_path)
     assert_same_updates(again, policy)
 
 
-def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, tmp_path):
+def test_different_ranks_and_scales_are_multiplied_into_the_file(
+    tiny_flux_dir, with_adapter, tmp_path
+):
     """An adapter of someone else may have a rank and an alpha for each layer, and rsLoRA's
     scale.
     """
@@ -319,9 +331,7 @@ def test_different_ranks_and_scales_are_multiplied_into_the_file(tiny_flux_dir, 
     file = tmp_path / "peft" / "adapter_config.json"
     patterns = {"rank_pattern": {f"^{small}": 2}, "alpha_pattern": {f"^{small}": 3}}
     file.write_text(json.dumps(json.loads(file.read_text()) | patterns | {"use_rslora": True}))
-    policy = load("flux", tiny_flux_dir)
-    add_lora(policy, lora_path=tmp_path / "peft")
+    policy = with_adapter(tmp_path / "peft")
     save_diffusers(policy, tmp_path / "diffusers")
-    again = load("flux", tiny_flux_dir)
-    add_lora(again, lora_path=tmp_path / "diffusers")
+    again = with_adapter(tmp_path / "diffusers")
     assert_same_updates(again, policy)
