@@ -221,20 +221,21 @@ def _read_pairs(evaluations: Path) -> list[Pair]:
             by_epoch[int(number)] = rows.parent
     if len(by_epoch) < 2:
         return []
-    # Evaluations use the same items and seeds in the same order, so the file name identifies the
-    # image.
     first = _saved_rows(by_epoch[min(by_epoch)])
     last = _saved_rows(by_epoch[max(by_epoch)])
-    return [Pair(before, last[name]) for name, before in first.items() if name in last]
+    return [Pair(before, last[key]) for key, before in first.items() if key in last]
 
 
-def _saved_rows(folder: Path) -> dict[str, Row]:
-    """Rows of an evaluation whose images were saved, by file name, with whole paths."""
+def _saved_rows(folder: Path) -> dict[tuple[str, int], Row]:
+    """Rows of an evaluation whose images were saved, by prompt and seed, with whole paths.
+
+    Not by file name: a run may be resumed with other test options.
+    """
     rows = {}
     for row in read_json_lines(folder / "eval_data.jsonl"):
         if row["file"]:
             paths = {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
-            rows[row["file"]] = row | paths
+            rows[row["prompt"], row["seed"]] = row | paths
     return rows
 
 

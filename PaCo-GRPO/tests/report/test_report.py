@@ -13,15 +13,20 @@ from paco_grpo.report import Name, Page, main, read_run, write_report
 
 
 def test_a_whole_page(trained_run, tmp_path):
-    """The first of three evaluations, in which each score is lower by another number."""
+    """The first of three evaluations, with lower scores and its images in another order."""
     folder = shutil.copytree(trained_run.folder, tmp_path / "run")
-    shutil.copytree(folder / "eval" / "epoch_0002", folder / "eval" / "epoch_0001")
-    first = shutil.copytree(folder / "eval" / "epoch_0002", folder / "eval" / "epoch_0000")
-    rows = read_rows(first)
-    for number, row in enumerate(rows):
-        row["prompt"] = f"<b> {number}"
-        row["rewards"]["brightness"] -= number
-    (first / "eval_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last = folder / "eval" / "epoch_0002"
+    shutil.copytree(last, folder / "eval" / "epoch_0001")
+    first = shutil.copytree(last, folder / "eval" / "epoch_0000")
+    rows = read_rows(last)
+    files = [row["file"] for row in rows]
+    for evaluation, lower in ((last, 0), (first, 1)):
+        for number, row in enumerate(rows):
+            row["prompt"] = f"<b> {number}"
+            row["rewards"]["brightness"] -= lower * number
+            row["file"] = files[number - lower]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (evaluation / "eval_data.jsonl").write_text("".join(lines))
     shutil.copytree(first, folder / "eval" / "epoch_0003_mine")
     (folder / "eval" / "epoch_0004").mkdir()  # an evaluation that is going on
     page = Page(
