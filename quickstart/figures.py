@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import study
+from paco_judge.files import read_json_lines
 from paco_judge.images import load_image
-from paco_toy.world import read_jsonl
 
 ASSETS = study.HERE.parent / "assets"
 GRAY = "#6b7280"
@@ -99,7 +99,7 @@ def draw_front_page(results: pd.DataFrame) -> Figure:
     for cells, (run, (label, *_)) in zip(grid, REWARDS.items(), strict=True):
         cells[0].set_ylabel(label.replace(" ", "\n", 1), rotation=0, ha="right", va="center")
         evaluation = study.OUT / f"{run}-seed{SHOWN_SEED}" / "agreement"
-        rows = read_jsonl(evaluation / "eval_data.jsonl")
+        rows = read_json_lines(evaluation / "eval_data.jsonl")
         files = [evaluation / row["file"] for row in rows if SHOWN_PROMPT in row["prompt"]]
         for axes, file in zip(cells, files):  # the first ones
             axes.imshow(load_image(file))

@@ -28,7 +28,7 @@ from huggingface_hub import snapshot_download
 from paco_grpo.data.prompts import load_prompts, text_of
 from paco_grpo.rewards.ocr import quoted_texts
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json_lines, write_json_lines
 from paco_judge.grid import split_prompt
 from paco_judge.images import read_image
 
@@ -60,7 +60,7 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
     if open_twins:
         splits = {split: _with_open_twins(rows) for split, rows in splits.items()}
     for split, rows in splits.items():
-        _write_rows(out / f"{split}_metadata.jsonl", rows[:limit])
+        write_json_lines(out / f"{split}_metadata.jsonl", rows[:limit])
 
 
 def _with_open_twins(rows: Iterable[dict]) -> list[dict]:
@@ -119,7 +119,7 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
                 "category": row["task_type"],
             }
         )
-    _write_rows(out / "test_metadata.jsonl", rows)
+    write_json_lines(out / "test_metadata.jsonl", rows)
 
 
 def sharegpt_4o_image(source: Path, out: Path, *, limit: int | None, **_) -> None:
@@ -216,10 +216,6 @@ def _json_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     for file in files:
         rows += read_json_lines(file)
     return rows
-
-
-def _write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    _write_lines(file, (json.dumps(row, ensure_ascii=False) for row in rows))
 
 
 def _write_lines(file: Path, lines: Iterable[str], limit: int | None = None) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from paco_judge.files import read_json_lines, write_json_lines
 from paco_judge.questions import DEFAULT_FORM, load_question, theme_question
 from paco_reward.datasets import pair_prefix
 from paco_toy import world
@@ -91,7 +92,7 @@ def build_prompts(
                 "category": f"{prompt_kind}, {world.KINDS[is_held_out]}",
             }
             rows.append(row)
-        world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
+        write_json_lines(out / f"{split}_metadata.jsonl", rows)
 
 
 def _random_panel(character: world.Character, side: int, rng: np.random.Generator) -> np.ndarray:
@@ -132,8 +133,8 @@ def build_rank_benchmark(out: Path, seed: int, items: int = 160) -> None:
         }
         prompts.append(prompt)
         ranks.append(rank)
-    world.write_jsonl(out / "prompt_data.jsonl", prompts)
-    world.write_jsonl(out / "consistency_full_rank.jsonl", ranks)
+    write_json_lines(out / "prompt_data.jsonl", prompts)
+    write_json_lines(out / "consistency_full_rank.jsonl", ranks)
 
 
 def _another(character: int, pool: Container[int], rng: np.random.Generator) -> int:
@@ -182,7 +183,7 @@ def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
                 characters_drawn[idx].append(panels)
             prompt = world.grid_prompt(world.CHARACTERS[named], views)
             lines.append({"idx": idx, "prompt": prompt, "split": split})
-    world.write_jsonl(out / "metadata.jsonl", lines)
+    write_json_lines(out / "metadata.jsonl", lines)
     (out / "drawn.json").write_text(json.dumps(characters_drawn), encoding="utf-8")
 
 
@@ -210,7 +211,7 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
     """
     characters_drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
     rng = np.random.default_rng(len(characters_drawn))
-    rows = world.read_jsonl(sets)
+    rows = read_json_lines(sets)
     rankings = []
     reasons = {}  # a pair that is in several sets keeps the reason that was written last
     for row in rows:
@@ -230,8 +231,8 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
             reason = verdict(shown[images[0]], shown[images[1]])
             key = (folder, *sorted(images))
             reasons[key] = {"folder": folder, "images": images, "reason": reason}
-    world.write_jsonl(out / "rankings.jsonl", rankings)
-    world.write_jsonl(out / "reasons.jsonl", reasons.values())
+    write_json_lines(out / "rankings.jsonl", rankings)
+    write_json_lines(out / "reasons.jsonl", reasons.values())
     return len(rankings), len(rows)
 
 
@@ -314,7 +315,7 @@ def finish(out: Path, data: Path, seed: int) -> None:
         name = f"images/broken/{number:04d}.png"
         panel.save(data / name, compress_level=1)
         broken.append(name)
-    prompts = world.read_jsonl(out / "metadata.jsonl")
+    prompts = read_json_lines(out / "metadata.jsonl")
     characters = {prompt["idx"]: read_prompt(prompt["prompt"]) for prompt in prompts}
 
     sets: dict[str, list[dict]] = {name: [] for name in (TRAIN, *TESTS)}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from paco_judge.files import write_json_lines
 from paco_toy import world
 from paco_toy.oracle import Scorer, read_grids
 
@@ -136,7 +137,7 @@ def build_edits(out: Path, seed: int, train: int = 1000, test: int = 256) -> Non
                 "task_name": edit.attribute,
             }
             rows.append(row | edit.row())
-        world.write_jsonl(out / f"{split}_metadata.jsonl", rows)
+        write_json_lines(out / f"{split}_metadata.jsonl", rows)
 
 
 def judge_edits(

@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from paco_judge.files import read_json_lines
 from paco_judge.images import read_image
 from paco_toy.oracle import evenness, read_grids, read_prompt
-from paco_toy.world import ATTRIBUTES, read_jsonl
+from paco_toy.world import ATTRIBUTES
 
 REPO = Path(__file__).resolve().parents[2]
 # What an evaluation measures -> its label. Consistency is of full prompts only: open ones have
@@ -45,7 +46,7 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
 
     Also ``Reading.choices`` of each attribute.
     """
-    rows = read_jsonl(folder / "eval_data.jsonl")
+    rows = read_json_lines(folder / "eval_data.jsonl")
     rewards = pd.DataFrame([row["rewards"] for row in rows], dtype=np.float64)
     if "oracle_edit" in rewards:
         return rewards.reindex(columns=list(EDIT_MEASURES)), []
@@ -122,7 +123,7 @@ def policy_measures(run: Path) -> dict[str, Any]:
 
 def rank_measures(path: Path) -> dict[str, float]:
     """Means over items (`accuracy`, `kendalltau`, …)."""
-    rows = [row["metrics"] for row in read_jsonl(path) if not row.get("error")]
+    rows = [row["metrics"] for row in read_json_lines(path)]
     metrics = pd.DataFrame(rows, dtype=np.float64)
     return metrics.mean().to_dict() | {"items": len(metrics)}
 

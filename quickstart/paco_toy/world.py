@@ -11,11 +11,9 @@ S is a panel's side in pixels. The last axis is RGB. Pixels are float32 in [0, 1
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -208,17 +206,6 @@ def to_image(image: np.ndarray, rng: np.random.Generator | None = None) -> Image
         scale = rng.uniform(0, MAX_NOISE)
         image = image + rng.normal(scale=scale, size=image.shape)
     return Image.fromarray(to_uint8(image))
-
-
-def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
-    """Writes one JSON object a line, in a folder that may not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a file with one JSON object a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def with_article(thing: object) -> str:

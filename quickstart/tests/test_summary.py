@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paco_grpo.report import Pair
+from paco_judge.files import write_json_lines
 from paco_toy import report
 from paco_toy.summary import judge_id, judge_measures, policy_measures, table
 from paco_toy.world import (
@@ -16,7 +17,6 @@ from paco_toy.world import (
     opened,
     render_grid,
     to_image,
-    write_jsonl,
 )
 
 NAMED = [
@@ -47,7 +47,7 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
             prompt = grid_prompt(NAMED[number], VIEWS[:4])
             rewards = {"consistency_score": 0.4 + epoch / 10}
             rows.append({"prompt": prompt, "rewards": rewards, "file": f"{number}.png"})
-        write_jsonl(folder / "eval_data.jsonl", rows)
+        write_json_lines(folder / "eval_data.jsonl", rows)
     measures = policy_measures(tmp_path)
     before = measures["before"]
     after = measures["after"]
@@ -71,7 +71,7 @@ def test_measures_are_of_the_prompts_that_they_apply_to(tmp_path):
 def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
     for number, name in enumerate(("judge", "histogram")):
         rows = [{"metrics": {"top1": number + place, name: 1.0}} for place in (0.25, 0.75)]
-        write_jsonl(tmp_path / "rank_results" / f"{name}.jsonl", rows)
+        write_json_lines(tmp_path / "rank_results" / f"{name}.jsonl", rows)
     judges = {"base": {"accuracy": 0.5, "auc": 0.6}, "lora": {"accuracy": 0.75, "auc": 0.8}}
     for name, numbers in judges.items():
         (tmp_path / f"judge_{name}.json").write_text(json.dumps(numbers))

@@ -10,6 +10,7 @@ from PIL import Image
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.types import Item
+from paco_judge.files import read_json_lines
 from paco_judge.grid import split_prompt
 from paco_toy.build_world import build_prompts, build_rank_benchmark
 from paco_toy.edits import (
@@ -32,7 +33,6 @@ from paco_toy.world import (
     departed,
     grid_prompt,
     opened,
-    read_jsonl,
     render_grid,
     to_image,
     with_article,
@@ -74,8 +74,8 @@ def test_prompts_are_read_back_cut_by_the_real_parser_and_silent_on_what_is_open
 
 def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
     build_prompts(tmp_path, seed=1, train=120, test=96)
-    trained = {row["prompt"] for row in read_jsonl(tmp_path / "train_metadata.jsonl")}
-    rows = read_jsonl(tmp_path / "test_metadata.jsonl")
+    trained = {row["prompt"] for row in read_json_lines(tmp_path / "train_metadata.jsonl")}
+    rows = read_json_lines(tmp_path / "test_metadata.jsonl")
     assert trained.isdisjoint(row["prompt"] for row in rows)
     openings = [read_prompt(row["prompt"]).left_open for row in rows]
     # Not the shape, which the base cannot draw.
@@ -88,8 +88,8 @@ def test_prompt_sets_open_color_and_style_equally_often_and_mix_kinds(tmp_path):
 def test_each_candidate_of_the_benchmark_differs_in_one_more_attribute(tmp_path):
     """They are listed in another order, so that a tie does not name the right one."""
     build_rank_benchmark(tmp_path, seed=2, items=6)
-    prompts = read_jsonl(tmp_path / "prompt_data.jsonl")
-    rankings = read_jsonl(tmp_path / "consistency_full_rank.jsonl")
+    prompts = read_json_lines(tmp_path / "prompt_data.jsonl")
+    rankings = read_json_lines(tmp_path / "consistency_full_rank.jsonl")
     for prompt, row in zip(prompts, rankings, strict=True):
         grids = []
         for name in (row["ref_image"], *row["rank_images"]):

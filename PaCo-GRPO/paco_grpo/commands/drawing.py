@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import logging
 import math
 from collections import Counter
@@ -31,6 +30,7 @@ from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
 from paco_grpo.training.checks import check_items, with_text_length
 from paco_grpo.types import Item
+from paco_judge.files import write_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         rows = _score(judge, images, pictures)
         if command.best is not None:
             num_kept = _keep_best(rows, command.best, folder)
-        with (folder / "scores.jsonl").open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        write_json_lines(folder / "scores.jsonl", rows)
         captions = list(map(_caption, rows))
     references = []
     for item, _ in images:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections import Counter
@@ -28,7 +27,7 @@ from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.types import Item, Stream
 from paco_judge.errors import UserError
-from paco_judge.files import write_atomically
+from paco_judge.files import write_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +242,7 @@ def _write_rows(
     sets: Sequence[str],
 ) -> None:
     """Write ``eval_data.jsonl``, a line for each image; ``sets`` are names of prompt sets."""
-    lines = []
+    rows = []
     for number, (image, values) in enumerate(zip(images, scores.tolist(), strict=True)):
         item = image.item
         category = item.metadata.get("category")
@@ -267,5 +266,5 @@ def _write_rows(
         for (name, reward), score in zip(rewards.items(), values, strict=True):
             if reward.applies_to(item):
                 row["rewards"][name] = None if math.isnan(score) else score
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomically(pictures.path / "eval_data.jsonl", "".join(lines))
+        rows.append(row)
+    write_json_lines(pictures.path / "eval_data.jsonl", rows)

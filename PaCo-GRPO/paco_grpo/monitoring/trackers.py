@@ -14,7 +14,7 @@ from accelerate.tracking import SwanLabTracker, TensorBoardTracker, WandBTracker
 from PIL import Image
 
 from paco_grpo.options import ConfigError
-from paco_judge.files import write_atomically
+from paco_judge.files import write_json_lines
 
 
 class MetricsFile:
@@ -48,11 +48,7 @@ class MetricsFile:
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
-        lines = ""
-        for row in self.rows():
-            if row["epoch"] <= epoch:
-                lines += json.dumps(row) + "\n"
-        write_atomically(self.path, lines)
+        write_json_lines(self.path, [row for row in self.rows() if row["epoch"] <= epoch])
 
     def set_aside(self) -> None:
         """Rename the file where a run starts over: no checkpoint belongs to its rows."""

@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -133,6 +133,13 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
             raise UserError(f"{file} line {number} is not a JSON object")
         rows.append(row)
     return rows
+
+
+def write_json_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """``write_atomically`` with a line for each row, in a folder that may not exist yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_atomically(file, "".join(lines))
 
 
 def read_json(file: Path) -> Any:

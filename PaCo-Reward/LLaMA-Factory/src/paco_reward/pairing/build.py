@@ -21,7 +21,7 @@ from typing import Any
 
 from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
-from paco_judge.files import fingerprint
+from paco_judge.files import fingerprint, write_json_lines
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -139,7 +139,7 @@ def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Label
     counts["prompts"] = len(read.items)
     counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]
-    files.write_lines(options.output / "prompt_data.jsonl", prompts)
+    write_json_lines(options.output / "prompt_data.jsonl", prompts)
     questions = {}  # by prompt
     for item in read.items:
         questions[item.folder] = read.question.text(theme=item.grid.theme)
@@ -152,7 +152,7 @@ def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Label
     counts["rankings"] = len(rankings)
     fields = {"folder", "ref_image", "comp_images", "rank_images"}
     rows = [ranking.model_dump(include=fields) for ranking in rankings]
-    files.write_lines(options.output / "consistency_full_rank.jsonl", rows)
+    write_json_lines(options.output / "consistency_full_rank.jsonl", rows)
     labeled = []
     for ranking in rankings:
         labels = select.labels_of_ranking(
@@ -177,7 +177,7 @@ def _candidate_sets(
         sets += of_prompt
     counts["sets"] = len(sets)
     rows = [candidates.model_dump(exclude={"place"}) for candidates in sets]
-    files.write_lines(options.output / "sets.jsonl", rows)
+    write_json_lines(options.output / "sets.jsonl", rows)
     return sets
 
 

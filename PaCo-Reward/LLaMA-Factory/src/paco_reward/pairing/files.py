@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +146,6 @@ def write_datasets(
         }
     write_json(index, info)
     return numbers
-
-
-def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write JSON lines."""
-    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_json(file: Path, content: Any) -> None:
