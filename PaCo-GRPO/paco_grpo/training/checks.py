@@ -2,8 +2,8 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import logging
-import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,6 @@ import torch
 
 from paco_grpo.advantages.aggregation import describe, uses_weights
 from paco_grpo.data.sets import divide, load_items, prompt_sets
-from paco_grpo.item import Reference
 from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -276,7 +275,7 @@ def require_promised_gpu(environment: Mapping[str, str]) -> None:
 def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     """Raise a ``UserError`` for items that the generator cannot take.
 
-    An editor's items have reference images, others' have none, and sizes hold a token.
+    An editor's items have reference images, others' have none.
     """
     model = options.pretrained.model
     policy = policy_class(model)
@@ -292,38 +291,26 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             problem = f"edits one image, but {where} have several"
         if problem:
             raise UserError(f"config.pretrained.model={model} {problem}")
-        sized = [item for item in items if item.height is not None]
-        multiple = size_multiple(model) if sized else 0
-        small = [item for item in sized if min(item.height, item.width) < multiple]
-        if small and options.item_size == "exact":
-            raise UserError(
-                f"item {small[0].item_id} of {where} is {small[0].height}x{small[0].width}: "
-                f"with config.item_size='exact', both sides need at least {multiple} pixels"
-            )
 
 
 def check_references(splits: Mapping[str, Sequence[Item]]) -> None:
     """Read every reference image once: a bad one would end the run in the epoch that draws it.
 
-    Raises a ``UserError`` that names all of them.
+    Raises a ``UserError`` that names the first bad one of each item.
     """
 
-    def problem_of(reference: Reference) -> str | None:
+    def problem_of(item: Item) -> str | None:
         try:
-            if callable(reference):
-                reference()
+            item.load()
         except UserError as error:
             return str(error)
         return None
 
-    references: list[Reference] = []
-    for items in splits.values():
-        for item in items:
-            references += item.references
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
-        problems = [problem for problem in threads.map(problem_of, references) if problem]
+    items = itertools.chain.from_iterable(splits.values())
+    with ThreadPoolExecutor() as threads:
+        problems = dict.fromkeys(filter(None, threads.map(problem_of, items)))
     if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(problems))
 
 
 def with_text_length(options: RunOptions) -> RunOptions:
