@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 
-from paco_grpo.data.prompts import load_prompts, text_of
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.ocr import quoted_texts
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines, write_json_lines
@@ -190,7 +190,8 @@ def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         quoted = {}  # each once, in order
-        for line in text_of(source / f"{split}.txt").split("\n"):
+        text = (source / f"{split}.txt").read_text(encoding="utf-8")
+        for line in text.split("\n"):
             line = " ".join(line.split())
             if quoted_texts(line):
                 quoted[line] = None

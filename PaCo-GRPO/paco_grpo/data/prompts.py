@@ -29,14 +29,6 @@ _PLAIN = (
 )
 
 
-def text_of(path: Path) -> str:
-    """The text without a byte order mark. Raises UserError."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from error
-
-
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(``file: row 1``, JSON object) of every line that is not blank. Raises UserError."""
     for number, row in enumerate(read_json_lines(path), start=1):
@@ -127,7 +119,8 @@ def read_items(file: Path, with_images: bool) -> list[Item]:
             references = _references(file.parent, row, where) if with_images else ()
             items.append(make_item(len(items), row, where, references))
         return items
-    for number, line in enumerate(text_of(file).split("\n"), start=1):
+    text = file.read_text(encoding="utf-8-sig")
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             items.append(make_item(len(items), {"prompt": line.strip()}, f"{file}:{number}"))
     return items

@@ -194,9 +194,6 @@ class CheckedReward:
                 "run the reward in a separate environment (`bash scripts/reward_service.sh "
                 f"{name}`) and give its address as server="
             ) from error
-        if not callable(self.function):
-            kind = type(self.function).__name__
-            raise UserError(f"the factory of reward {name!r} returned {kind}, not a callable")
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
