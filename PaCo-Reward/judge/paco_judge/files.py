@@ -18,27 +18,22 @@ _END = 2**16  # bytes of the beginning and of the end of larger ones
 
 
 @contextmanager
-def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of ``folder`` until the block or this process ends.
+def locked(place: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Keep other processes out of ``place`` until the block or this process ends.
 
     Args:
-        folder: It exists.
+        place: A folder that exists, or a file in one.
         wait_s: Seconds for another process to leave it.
 
     Raises:
         UserError: Another process uses it.
     """
-    with _locked(folder / ".lock", folder, wait_s):
-        yield
-
-
-@contextmanager
-def _locked(lock_file: Path, what: Path, wait_s: float = 0.0) -> Iterator[None]:
+    lock_file = place / ".lock" if place.is_dir() else place.with_name(f".{place.name}.lock")
     lock = FileLock(lock_file)
     try:
         lock.acquire(timeout=wait_s)
     except Timeout:
-        raise UserError(f"another process uses {what}; wait for it, or name another") from None
+        raise UserError(f"another process uses {place}; wait for it, or name another") from None
     try:
         yield
     finally:
@@ -94,8 +89,7 @@ class Journal:
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            lock_file = self.path.with_name(f".{self.path.name}.lock")
-            stack.enter_context(_locked(lock_file, self.path))
+            stack.enter_context(locked(self.path))
             self._file = stack.enter_context(self.path.open("a+b"))
             whole, line_feed, _ = self.path.read_bytes().rpartition(b"\n")
             self._file.truncate(len(whole) + len(line_feed))
