@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from paco_grpo.data.sets import fingerprint_sets, load_items, reward_arguments
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.evaluation.intervals import Row, intervals, markdown
 from paco_grpo.monitoring.metrics import pairs_of
 from paco_grpo.names import did_you_mean
@@ -28,7 +27,7 @@ from paco_grpo.rewards.registry import Reward, short_name, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
-from paco_judge.files import fingerprint, write_atomically
+from paco_judge.files import fingerprint, read_json_lines, write_atomically
 
 BASE = "base"
 # Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
@@ -229,15 +228,13 @@ def _identity(
 
 def results(folder: Path, adapter: str | None, against: str | None) -> str:
     """The table of one test set, also as ``results.md`` and ``results.json`` in ``folder``."""
-    rows = read_rows(folder)
-    other_rows = read_rows(folder / "against") if against is not None else []
+    by_set = _by_dataset(folder)
+    others_by_set = _by_dataset(folder / "against") if against is not None else {}
     record: dict[str, Any] = {"adapter": adapter or BASE, "against": against}
     tables = f"adapter: {adapter or BASE}"
     if against is not None:
         tables += f"; against: {against}"
     tables += "\n"
-    by_set = _by_dataset(rows)
-    others_by_set = _by_dataset(other_rows)
     for name, rows_of_set in by_set.items():
         columns = {"adapter": intervals(rows_of_set)}
         if against is not None:
@@ -260,10 +257,10 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
     return tables
 
 
-def _by_dataset(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by the name of their prompt set, "" in a run with one."""
+def _by_dataset(folder: Path) -> dict[str, list[Row]]:
+    """The rows of an evaluation by the name of their prompt set, "" in a run with one."""
     rows_of: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in read_json_lines(folder / "eval_data.jsonl"):
         rows_of.setdefault(row.get("dataset", ""), []).append(row)
     return rows_of
 

@@ -5,13 +5,13 @@ import math
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw
 
 from paco_grpo.types import Item
-from paco_judge.files import read_json_lines, write_atomically
+from paco_judge.files import write_atomically
 from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
@@ -97,11 +97,6 @@ class EvaluationFolder:
         else:
             sheet = contact_sheet(images, prompts, references)
         sheet.save(self.path / "sheet.png")
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation's ``eval_data.jsonl``."""
-    return read_json_lines(folder / "eval_data.jsonl")
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

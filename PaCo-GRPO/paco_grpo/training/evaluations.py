@@ -15,7 +15,6 @@ from PIL import Image
 
 from paco_grpo.distributed import Stopped, main_decides
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.metrics import rewards_line
 from paco_grpo.monitoring.trackers import Tracker
@@ -31,6 +30,7 @@ from paco_grpo.training.model_card import add_check
 from paco_grpo.training.resume import require_scores
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
+from paco_judge.files import read_json_lines
 from paco_judge.images import read_image
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:
         sheet = read_image(folder / "sheet.png")
         tracker.log_images("eval/sheet", [(sheet, f"first test items after epoch {epoch}")], epoch)
     tracked = []
-    for row in read_rows(folder)[:_TRACKED_IMAGES]:
+    for row in read_json_lines(folder / "eval_data.jsonl")[:_TRACKED_IMAGES]:
         if row["file"] is None:  # not saved, or not finite
             continue
         scores = []

@@ -7,10 +7,10 @@ import pytest
 from tiny_run import load_script, tiny_options, write_prompts
 
 from paco_grpo.commands.compare import measuring
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.evaluation.intervals import intervals
 from paco_grpo.monitoring.metrics import of_epoch, pairs_of
 from paco_grpo.options import ConfigError
+from paco_judge.files import read_json_lines
 
 NAMES = ("consistency_score", "between_images")
 
@@ -87,7 +87,7 @@ def test_evaluate_with_images_per_prompt(trained_run, tmp_path):
     command += [f"--config.dataset={prompts}", f"--config.test.reward_fn={rewards}"]
     assert load_script("evaluate").main(command) == 0
     measured = json.loads((tmp_path / "results.json").read_text())["results"]["adapter"]
-    images = read_rows(tmp_path)
+    images = read_json_lines(tmp_path / "eval_data.jsonl")
     assert [row["item_id"] for row in images] == [0, 1, 2] * 4
     assert len({row["seed"] for row in images}) == 12
     difference = measured["oracle_within_minus_between"]

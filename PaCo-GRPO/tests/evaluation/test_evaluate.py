@@ -15,12 +15,12 @@ from tiny_run import brightness, load_script, rows_of, tiny_options, train, writ
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation import evaluate
 from paco_grpo.evaluation.evaluate import evaluation_set
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.types import Item
+from paco_judge.files import read_json_lines
 
 SIZES = ((16, 32), (32, 16), (16, 32), (48, 16), (32, 16))  # of the items; two pairs share a batch
 
@@ -87,7 +87,7 @@ def evaluated(tiny_flux_dir, tmp_path_factory) -> Evaluated:
 
 
 def test_each_image_is_of_its_prompt_seed_size_and_steps(evaluated):
-    rows = read_rows(evaluated.folder / "pair")
+    rows = read_json_lines(evaluated.folder / "pair" / "eval_data.jsonl")
     items = load_prompts(evaluated.options.dataset, "test")
     expected = evaluation_set(items, 7, seed=11)
     assert [row["item_id"] for row in rows] == [0, 1, 2, 3, 4, 0, 1]
@@ -118,7 +118,11 @@ def test_the_other_side_is_evaluated_as_if_alone(evaluated, name):
         assert main(evaluated.command(pair.name, adapter="first", against="base")) == 0
     alone = evaluated.folder / f"alone {name}"
     for folder, is_same in ((pair / "against", True), (pair, False)):
-        for one, other in zip(read_rows(alone), read_rows(folder), strict=True):
+        for one, other in zip(
+            read_json_lines(alone / "eval_data.jsonl"),
+            read_json_lines(folder / "eval_data.jsonl"),
+            strict=True,
+        ):
             assert (one == other) is is_same
             same = np.array_equal(pixels(alone / one["file"]), pixels(folder / other["file"]))
             assert same is is_same
@@ -134,14 +138,14 @@ def test_the_same_command_continues_where_it_stopped(evaluated, capsys):
     command = evaluated.command("pair", adapter="first", against="second")
     main = load_script("evaluate").main
     folder = evaluated.folder / "pair"
-    rows = read_rows(folder)
+    rows = read_json_lines(folder / "eval_data.jsonl")
     times = {file: file.stat().st_mtime_ns for file in folder.glob("0*.png")}
     lost = folder / "00003.png"
     content = lost.read_bytes()
     lost.unlink()
     (folder / "metrics.json").unlink()
     assert main(command) == 0
-    assert read_rows(folder) == rows
+    assert read_json_lines(folder / "eval_data.jsonl") == rows
     assert lost.read_bytes() == content
     assert [file for file in times if file.stat().st_mtime_ns != times[file]] == [lost]
     assert main([*command, "--config.test.num_steps=3"]) == 1  # another command is not mixed in
@@ -201,8 +205,8 @@ def test_evaluating_an_adapter_repeats_the_run(trained_run, tmp_path, place):
     assert load_script("evaluate").main([*arguments, "--output", str(tmp_path)]) == 0
     train_rows = rows_of(trained_run.options, "train")
     assert train_rows[-1]["health/velocity_change"] > 0.01  # the adapter matters
-    rows = read_rows(evaluation)
-    for one, two in zip(rows, read_rows(tmp_path), strict=True):
+    rows = read_json_lines(evaluation / "eval_data.jsonl")
+    for one, two in zip(rows, read_json_lines(tmp_path / "eval_data.jsonl"), strict=True):
         assert (one["seed"], one["prompt"]) == (two["seed"], two["prompt"])
         assert np.abs(pixels(evaluation / one["file"]) - pixels(tmp_path / two["file"])).max() <= 1
     logged = rows_of(trained_run.options, "eval")[-1]

@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 from tiny_run import rows_of
 
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.report import Name, Page, main, read_run, write_report
+from paco_judge.files import read_json_lines
 
 
 def test_a_whole_page(trained_run, tmp_path):
@@ -18,7 +18,7 @@ def test_a_whole_page(trained_run, tmp_path):
     last = folder / "eval" / "epoch_0002"
     shutil.copytree(last, folder / "eval" / "epoch_0001")
     first = shutil.copytree(last, folder / "eval" / "epoch_0000")
-    rows = read_rows(last)
+    rows = read_json_lines(last / "eval_data.jsonl")
     files = [row["file"] for row in rows]
     for evaluation, lower in ((last, 0), (first, 1)):
         for number, row in enumerate(rows):

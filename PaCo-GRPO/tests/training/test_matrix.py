@@ -8,10 +8,10 @@ import torch
 from tiny_policies import FAMILIES
 from tiny_run import family_options, rows_of
 
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.objectives import OBJECTIVES, get_objective
 from paco_grpo.training.build import build_run
 from paco_grpo.training.trainer import Trainer
+from paco_judge.files import read_json_lines
 
 # The two σ of two steps.
 BOTH = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction": 1}
@@ -35,7 +35,7 @@ def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
     run = build_run(config)
     before = {n: p.detach().clone() for n, p in run.state.parameters.items()}
     Trainer(run).fit()
-    (image,) = read_rows(run.folder / "eval" / "epoch_0001")
+    (image,) = read_json_lines(run.folder / "eval" / "epoch_0001" / "eval_data.jsonl")
     assert (image["reference"] is not None) == bool(FAMILIES[name].references)
     (row,) = rows_of(config, "train")
     assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0

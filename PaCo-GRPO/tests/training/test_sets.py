@@ -32,7 +32,6 @@ from paco_grpo.data.sets import (
     prompt_sets,
     reward_arguments,
 )
-from paco_grpo.evaluation.folder import read_rows
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
 from paco_grpo.rewards.by_set import merge_sets
 from paco_grpo.rewards.queue import ScoreQueue
@@ -42,6 +41,7 @@ from paco_grpo.training.checks import contradictions
 from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.sample import GroupSampler
 from paco_grpo.training.trainer import Trainer
+from paco_judge.files import read_json_lines
 
 ASKED = "reward_factories:of_set"
 OTHERS = "reward_factories:spread_of_set"
@@ -285,7 +285,7 @@ def test_metrics_are_those_of_each_set(finished):
         assert row["reward/spread_of_set_mean"] == row["set/small/spread_of_set_mean"]
     (_, last) = rows_of(finished.options, "eval")
     folder = finished.folder / "eval" / "epoch_0002"
-    rows = read_rows(folder)
+    rows = read_json_lines(folder / "eval_data.jsonl")
     assert [row["idx"] for row in rows] == ["large0", "small0", "large1", "small0", "large0"]
     assert len({row["seed"] for row in rows}) == 5
     for row in rows:
