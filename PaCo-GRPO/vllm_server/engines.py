@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from paco_judge.errors import UserError
-from paco_judge.weights import PROCESSOR_FILES, local_folder
+from paco_judge.weights import PROCESSOR_FILES, image_limits, local_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")  # only this machine reaches servers there
@@ -114,21 +114,8 @@ def read_model(name: str, path: str) -> Model:
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config") or config
     longest = text.get("max_position_embeddings")
-    return Model(name, path, config["model_type"], longest, _processor_max_pixels(folder))
-
-
-def _processor_max_pixels(folder: Path) -> int | None:
-    for name in PROCESSOR_FILES:
-        if not (folder / name).is_file():
-            continue
-        settings = json.loads((folder / name).read_text())
-        settings = settings.get("image_processor") or settings
-        size = settings.get("size") or {}
-        # Of another kind of processor, longest_edge is along a side.
-        if "shortest_edge" in size or "min_pixels" in settings:
-            # The name before transformers 5 wins, as in transformers.
-            return settings.get("max_pixels") or size.get("longest_edge")
-    return None
+    limits = image_limits(folder)
+    return Model(name, path, config["model_type"], longest, limits and limits["longest_edge"])
 
 
 # Ours: vLLM uses VLLM_PORT and VLLM_HOST for another purpose and warns of names that it does not

@@ -11,7 +11,7 @@ from training_tools import adapter, train_config
 
 from paco_judge.errors import UserError
 from paco_judge.scorer import JudgeScorer
-from paco_judge.weights import trained_limits
+from paco_judge.weights import image_limits
 from paco_reward import launch, overlay
 from paco_reward.datasets import labeled_pairs
 from paco_reward.export import export
@@ -58,7 +58,7 @@ def test_labels_begin_with_yes_or_no_and_inputs_are_the_servers(judge, data, tmp
     rows = get_dataset(template, *options, stage="sft", **loaded)["train_dataset"]
     loaded["processor"].save_pretrained(tmp_path / "adapter")
     served = shutil.copytree(judge, tmp_path / "served")
-    write_limits(served, trained_limits(tmp_path / "adapter"))
+    write_limits(served, image_limits(tmp_path / "adapter"))
     scorer = JudgeScorer.from_pretrained(served)
     pairs, labels = labeled_pairs(data, "pairs")
     inputs = scorer.inputs([scorer.chat(pair) for pair in pairs])

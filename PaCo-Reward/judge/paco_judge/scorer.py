@@ -23,9 +23,9 @@ from paco_judge.verdict import ANSWER_TOKENS, Answer, Verdict, p_yes_from_logits
 from paco_judge.weights import (
     explain_missing,
     from_pretrained_strict,
+    image_limits,
     load_adapter,
     set_limits,
-    trained_limits,
 )
 
 
@@ -94,7 +94,7 @@ class JudgeScorer:
         loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
-            if limits := trained_limits(adapter):
+            if limits := image_limits(adapter):
                 set_limits(processor, limits)
         return cls(loaded, processor, batch_size, form)
 

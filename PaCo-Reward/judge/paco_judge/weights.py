@@ -189,23 +189,27 @@ def _warn_of_another_base(folder: Path, model: str) -> None:
         )
 
 
-def trained_limits(adapter: str | Path) -> dict[str, int] | None:
-    """Fewest and most pixels of an image in an adapter's training.
+def image_limits(name: str | Path) -> dict[str, int] | None:
+    """Fewest and most pixels of an image that the processor of a model or adapter lets through.
 
-    None if its folder does not say.
+    None if its folder does not say: other kinds of processors limit the longest side.
     """
-    folder = local_folder(adapter, PROCESSOR_FILES)
-    for name in PROCESSOR_FILES:
-        if (folder / name).is_file():
-            settings = json.loads((folder / name).read_bytes())
-            size = settings.get("image_processor", settings).get("size", {})
-            if size.keys() >= set(EDGES):
-                return {edge: size[edge] for edge in EDGES}
+    folder = local_folder(name, PROCESSOR_FILES)
+    for file in PROCESSOR_FILES:
+        if (folder / file).is_file():
+            settings = json.loads((folder / file).read_bytes())
+            settings = settings.get("image_processor", settings)
+            limits = dict(settings.get("size") or {})
+            # The names before transformers 5 win, as in transformers.
+            for edge, old_name in zip(EDGES, ("min_pixels", "max_pixels"), strict=True):
+                limits[edge] = settings.get(old_name) or limits.get(edge)
+            if all(map(limits.get, EDGES)):
+                return {edge: limits[edge] for edge in EDGES}
     return None
 
 
 def set_limits(processor: Any, limits: dict[str, int]) -> None:
-    """Give the processor the limits of ``trained_limits``."""
+    """Give the processor the limits of ``image_limits``."""
     # A new object, because processors without a size of their own share their class's.
     processor.image_processor.size = type(processor.image_processor.size)(**limits)
 

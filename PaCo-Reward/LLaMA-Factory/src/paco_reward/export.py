@@ -11,10 +11,10 @@ from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_judge.weights import (
     from_pretrained_strict,
+    image_limits,
     load_adapter,
     local_folder,
     save_model,
-    trained_limits,
 )
 from paco_reward.families import write_limits
 
@@ -68,7 +68,7 @@ def save_merged(base: str, adapter: str, folder: Path) -> None:
     for file in local_folder(base, patterns).iterdir():
         if file.suffix in PROCESSOR_SUFFIXES and file.name not in MODEL_FILES:
             shutil.copyfile(file, folder / file.name)
-    if limits := trained_limits(adapter):
+    if limits := image_limits(adapter):
         write_limits(folder, limits)
 
 
