@@ -26,33 +26,23 @@ class UnreadableImage(ValueError):
     """An image that cannot be decoded."""
 
 
-def open_image(source: str | Path | bytes) -> Image.Image:
-    """An image of ``FORMATS`` from a file or a file's content; only its header is read.
+def read_image(source: str | Path | bytes) -> Image.Image:
+    """An image of ``FORMATS`` from a file or a file's content, as ``to_rgb`` makes it.
 
     Raises UnreadableImage.
     """
+    content = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        image = Image.open(
-            io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS
-        )
+        with Image.open(content, formats=FORMATS) as image:  # only the header is read
+            if image.width * image.height <= MAX_PIXELS:
+                return to_rgb(image)
     except Image.UnidentifiedImageError as error:
         raise UnreadableImage(f"is none of {', '.join(FORMATS)}; convert it to PNG") from error
-    except Exception as error:  # decoders raise many types on damaged headers
+    except Exception as error:  # decoders raise many types on damaged files
         raise UnreadableImage(f"cannot be read: {error}") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise UnreadableImage(
-            f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller"
-        )
-    return image
-
-
-def read_image(source: str | Path | bytes) -> Image.Image:
-    """``open_image``, decoded as ``to_rgb`` does. Raises UnreadableImage."""
-    with open_image(source) as image:
-        try:
-            return to_rgb(image)
-        except Exception as error:  # decoders raise many types on damaged data
-            raise UnreadableImage(f"cannot be read: {error}") from error
+    raise UnreadableImage(
+        f"has {image.width}x{image.height} pixels, more than {MAX_PIXELS}; make it smaller"
+    )
 
 
 def load_image(source: str | Path | Image.Image) -> Image.Image:
@@ -80,7 +70,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     All images pass through here, from files as from memory, so that the judge, rewards and training
     see the same. An image that has passed is not changed again.
     """
-    image = _upright(image)
+    image.load()
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:  # else it would be a copy
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16-bit gray, of which Pillow would make nearly all white
         pixels = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
         image = Image.fromarray((pixels >> 8).astype(np.uint8))
@@ -89,14 +81,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", colors.size, "white")
         return Image.alpha_composite(white, colors).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """The decoded image, turned as its EXIF or XMP data say."""
-    image.load()
-    if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
-        return image  # without the copy that ``exif_transpose`` would make
-    return ImageOps.exif_transpose(image)
 
 
 def encode(image: Image.Image, image_format: str = "png") -> bytes:

@@ -12,7 +12,6 @@ from paco_judge.images import (
     content_digest,
     encode,
     load_image,
-    open_image,
     read_image,
     to_rgb,
 )
@@ -46,7 +45,7 @@ def test_pictures_are_read_and_cut_off_ones_are_not(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["EPS", "GIF", "TIFF"])
 def test_no_other_format_is_opened(kind):
     with pytest.raises(UnreadableImage, match="PNG"):
-        open_image(encoded(NOISE, kind))
+        read_image(encoded(NOISE, kind))
 
 
 TURNED = Image.Exif()
