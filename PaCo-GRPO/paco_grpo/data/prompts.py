@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from pyarrow import compute, types
+from pyarrow import compute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paco_grpo.types import Item
@@ -19,14 +19,7 @@ from paco_judge.images import UnreadableImage, read_image
 
 _LARGEST_SIDE = 1 << 16  # pixels
 # Columns of a table that an item's metadata have: texts and numbers. Polars writes large ones.
-_PLAIN = (
-    types.is_string,
-    types.is_large_string,
-    types.is_dictionary,
-    types.is_boolean,
-    types.is_integer,
-    types.is_floating,
-)
+_PLAIN = ("string", "large_string", "bool", "int", "uint", "float")
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -164,20 +157,25 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
         path = folder / f"{split}.parquet"
     if not path.is_file():
         raise FileNotFoundError(f"neither {split}.arrow nor {split}.parquet is in {folder}")
-    table = _open_table(path)
+    from datasets import Dataset, Value  # seconds; only these sets need it
+
+    # Of a Parquet file, a copy is kept in the cache of ``datasets``.
+    read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
+    table = read(str(path))
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"
     missing = {"prompt", column} - set(names)
     if missing:
         raise UserError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(names)}")
     plain = []
-    for field in table.schema:
-        if any(is_kind(field.type) for is_kind in _PLAIN):
-            plain.append(field.name)
-    rows = table.select(plain).to_pylist()
+    for name, kind in table.features.items():
+        if isinstance(kind, Value) and kind.dtype.startswith(_PLAIN):
+            plain.append(name)
+    rows = table.select_columns(plain).to_list()
+    images = table.data.column(column)
     counts = [1] * len(rows)
     if column == "images":
-        counts = compute.list_value_length(table.column(column)).to_pylist()
+        counts = compute.list_value_length(images).to_pylist()
     items = []
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         where = f"{path}: row {number + 1}"
@@ -186,20 +184,9 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
             raise UserError(f"{what} has no image")
         references = []
         for place in range(count):
-            references.append(partial(_image_of_row, table.column(column), number, place, what))
+            references.append(partial(_image_of_row, images, number, place, what))
         items.append(make_item(number, row, where, references))
     return items
-
-
-def _open_table(path: Path) -> Any:
-    """A table on the disk, in Arrow's stream format or Parquet, as ``datasets`` writes them.
-
-    Of a Parquet file, ``datasets`` keeps a copy in its cache.
-    """
-    from datasets import Dataset  # seconds; only these sets need it
-
-    read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
-    return read(str(path)).data
 
 
 def _image_of_row(images: Any, row: int, place: int, what: str) -> Image.Image:
