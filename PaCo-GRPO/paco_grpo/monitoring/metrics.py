@@ -97,11 +97,8 @@ def evaluation_metrics(
         "eval/num_images": len(scores),
         "eval/missing_share": float(missing.any(axis=1).mean()),
     }
-    for key, value in summarize(scores, names).items():
+    for key, value in summarize(scores, names, missing).items():
         metrics[f"eval/{key}"] = value
-    for name, share in zip(names, missing.mean(axis=0).tolist(), strict=True):
-        if share:
-            metrics[f"eval/{name}_missing"] = share
     for category in sorted({*categories} - {None}, key=str):
         in_category = np.array(categories, object) == category
         for key, value in summarize(scores[in_category], names).items():
@@ -129,20 +126,25 @@ def set_metrics(
     metrics = {}
     for number, group in enumerate(groups):
         members = datasets == number
-        for key, value in summarize(scores[members], names).items():
+        missing_here = None if missing is None else missing[members]
+        for key, value in summarize(scores[members], names, missing_here).items():
             metrics[f"{group}{key}"] = value
-        if missing is not None:
-            for name, share in zip(names, missing[members].mean(axis=0).tolist(), strict=True):
-                if share:
-                    metrics[f"{group}{name}_missing"] = share
     return metrics
 
 
-def summarize(scores: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), without those missing."""
+def summarize(
+    scores: np.ndarray, names: Sequence[str], missing: np.ndarray | None = None
+) -> dict[str, float]:
+    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), without NaN.
+
+    Also ``NAME_missing``, the share of the images, where some of ``missing`` (images, names) are.
+    """
     summary = {}
-    for name, column in zip(names, scores.T, strict=True):
-        values = column[~np.isnan(column)]
+    for column, name in enumerate(names):
+        if missing is not None and missing[:, column].any():
+            summary[f"{name}_missing"] = float(missing[:, column].mean())
+        values = scores[:, column]
+        values = values[~np.isnan(values)]
         if len(values):
             summary[f"{name}_mean"] = float(values.mean())
         if len(values) > 1:
