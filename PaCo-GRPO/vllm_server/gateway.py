@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import uvicorn
@@ -45,9 +44,9 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal http
-        options: dict[str, Any] = {"transport": transport} if transport else {"limits": LIMITS}
         # trust_env: a proxy of the environment is not for servers of this machine.
-        async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, **options) as http:
+        options = {"timeout": _TIMEOUT, "limits": LIMITS, "trust_env": False}
+        async with httpx.AsyncClient(transport=transport, **options) as http:
             yield
 
     async def get(url: str, request: Request) -> httpx.Response | None:

@@ -136,9 +136,8 @@ def runtime_root(environment: Mapping[str, str]) -> Path:
 
     That is paco-rl/HOST under XDG_STATE_HOME or ~/.local/state.
     """
-    home = Path(environment.get("HOME") or Path.home())
-    state_home = Path(environment.get("XDG_STATE_HOME") or home / ".local" / "state")
-    default = state_home / "paco-rl" / (platform.node() or "localhost")
+    state_home = Path(environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    default = state_home / "paco-rl" / platform.node()
     root = Path(environment.get("PACO_RUNTIME_DIR") or default).absolute()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return root
