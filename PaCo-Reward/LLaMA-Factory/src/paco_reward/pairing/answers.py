@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from paco_judge.errors import UserError
 from paco_judge.files import Journal
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
-from paco_judge.verdict import Answer, Verdict
 from paco_reward.datasets import TAG
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
@@ -39,48 +38,31 @@ logger = logging.getLogger(__name__)
 PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 
 
-def scores(
-    questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
-) -> dict[PairQuestion, float]:
-    """P(Yes) to each question that was answered.
-
-    Raises UserError: The server answers nothing.
-    """
-    model = judge.check()
-    form = astuple(judge.form)
-    keys = {question: json.dumps([model, *question, *form]) for question in questions}
-    return _ask(keys, output / "work" / "scores.jsonl", output, judge.score, what)
-
-
-def texts(
-    questions: Sequence[PairQuestion], output: Path, judge: JudgeClient, what: str
-) -> dict[PairQuestion, str]:
-    """The whole answer to each question that was answered.
-
-    Raises UserError: The server answers nothing.
-    """
-    model = judge.check()
-    keys = {question: json.dumps([model, *question]) for question in questions}
-    write = partial(judge.generate, max_tokens=REASON_TOKENS)
-    return _ask(keys, output / "work" / "reasons.jsonl", output, write, what)
-
-
-def _ask(
-    keys: Mapping[PairQuestion, str],
-    file: Path,
+def ask(
+    questions: Sequence[PairQuestion],
     output: Path,
-    ask: Callable[[list[Pair]], list[Verdict] | list[Answer]],
+    judge: JudgeClient,
     what: str,
+    writes: bool = False,
 ) -> dict[PairQuestion, Any]:
-    """Ask what the journal ``file`` does not hold; returns what it holds then.
+    """P(Yes) to each question that was answered; the whole answer if the judge ``writes``.
+
+    A journal in OUTPUT/work keeps the answers, so that a killed run repeats no question.
 
     Args:
-        keys: The name of each question in the journal, which tells its answer from all others.
-        file: Where answers are kept, so that a killed run repeats no question.
+        questions: What is asked; only what the journal lacks is asked again.
         output: The folder of the images.
-        ask: Returns an answer or an error for each pair.
+        judge: Its name and the form of the request tell its answers from all others.
         what: The questions, for messages.
+        writes: Whether reasons are wanted.
+
+    Raises:
+        UserError: The server answers nothing.
     """
+    form = () if writes else astuple(judge.form)
+    keys = {question: json.dumps([judge.check(), *question, *form]) for question in questions}
+    answers_to = partial(judge.generate, max_tokens=REASON_TOKENS) if writes else judge.score
+    file = output / "work" / ("reasons.jsonl" if writes else "scores.jsonl")
     with Journal(file) as journal:
         values = {row["key"]: row["value"] for row in journal.rows}
         open_questions = [question for question, key in keys.items() if key not in values]
@@ -92,7 +74,7 @@ def _ask(
             for first, second, text in batch:
                 pairs.append(Pair(load_image(output / first), load_image(output / second), text))
             batch_errors = []
-            for question, answer in zip(batch, ask(pairs), strict=True):
+            for question, answer in zip(batch, answers_to(pairs), strict=True):
                 value, error = astuple(answer)
                 if error is None:
                     values[keys[question]] = value
@@ -138,7 +120,7 @@ def rank_by_scores(
     pair_questions = []
     for candidates in sets:
         pair_questions += [question_about(candidates, name) for name in candidates.comp_images]
-    known = scores(pair_questions, output, judge, "rankings")
+    known = ask(pair_questions, output, judge, "rankings")
     rankings = []
     for candidates in sets:
         p_yes = {}
@@ -161,7 +143,7 @@ def label_edits(
     Yes from P(Yes) ≥ ½ + min_gap/2, No up to ½ − min_gap/2, none in between.
     """
     keys = [(pair.first, pair.second, pair.question) for pair in pairs]
-    known = scores(keys, output, judge, "editing labels")
+    known = ask(keys, output, judge, "editing labels")
     labeled = []
     for pair, p_yes in zip(pairs, map(known.get, keys), strict=True):
         if p_yes is None:
@@ -182,7 +164,7 @@ def write_reasons(
     for pair in pairs:
         request = template.text(question=pair.question, verdict=pair.verdict)
         keys[pair] = (pair.first, pair.second, request)
-    known = texts(list(keys.values()), output, judge, "reasons")
+    known = ask(list(keys.values()), output, judge, "reasons", writes=True)
     answered = [(pair, known[key]) for pair, key in keys.items() if key in known]
     counts["reasons_without_answer"] += len(keys) - len(answered)
     return _agreeing(answered, counts)
