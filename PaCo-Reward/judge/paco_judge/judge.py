@@ -177,32 +177,24 @@ def _asked(
     ask: Callable[[list[Pair]], list], rows: Sequence[Row], kind: type, is_list: bool
 ) -> list:
     """What ``ask`` answers about each row, or in a list ``kind(None, why)`` for a bad image."""
-    answers = []
-    for start in range(0, len(rows), PAIRS_AT_ONCE):
-        answers += _asked_at_once(ask, rows[start : start + PAIRS_AT_ONCE], kind, is_list)
-    return answers
-
-
-def _asked_at_once(
-    ask: Callable[[list[Pair]], list], rows: Sequence[Row], kind: type, is_list: bool
-) -> list:
-    images: dict[str | int, Image.Image] = {}  # each is loaded once
-    pairs = {}
     answers = {}
-    for index, (*sources, question) in enumerate(rows):
-        shown = []
-        try:
-            for image in sources:
-                key = id(image) if isinstance(image, Image.Image) else str(image)
-                if key not in images:
-                    images[key] = load_image(image)
-                shown.append(images[key])
-            pairs[index] = Pair(*shown, question)
-        except UnreadableImage as error:
-            if not is_list:
-                raise
-            answers[index] = kind(None, str(error))
-    answers |= zip(pairs, ask(list(pairs.values())), strict=True)
+    for start in range(0, len(rows), PAIRS_AT_ONCE):
+        images: dict[str | int, Image.Image] = {}  # each is loaded once
+        pairs = {}
+        for index, (*sources, question) in enumerate(rows[start : start + PAIRS_AT_ONCE], start):
+            shown = []
+            try:
+                for image in sources:
+                    key = id(image) if isinstance(image, Image.Image) else str(image)
+                    if key not in images:
+                        images[key] = load_image(image)
+                    shown.append(images[key])
+                pairs[index] = Pair(*shown, question)
+            except UnreadableImage as error:
+                if not is_list:
+                    raise
+                answers[index] = kind(None, str(error))
+        answers |= zip(pairs, ask(list(pairs.values())), strict=True)
     return [answers[index] for index in range(len(rows))]
 
 

@@ -16,7 +16,6 @@ from paco_judge.questions import EDITING, add_form_arguments, form_of
 from paco_reward import demo, score
 from paco_reward.options import (
     add_judge_options,
-    add_server_options,
     load_scorer,
     positive,
     silence_transformers,
@@ -167,7 +166,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--reasons", action="store_true", help="the server's model writes a reason for every pair"
     )
 
-    add_server_options(parser, "an OpenAI-compatible server: http://127.0.0.1:8000")
+    text = "an OpenAI-compatible server: http://127.0.0.1:8000"
+    add("--server", metavar="URL", help=text)
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
     template = "shipped template or text file (default "
     add(

@@ -67,8 +67,9 @@ def train(config: dict[str, Any]) -> int:
     # padded batches (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    config = {name: value for name, value in config.items() if name != DATA}
-    run_exp(with_accumulation(with_template(config), num_processes))
+    config = with_template(config)
+    config.pop(DATA, None)
+    run_exp(with_accumulation(config, num_processes))
     return 0
 
 

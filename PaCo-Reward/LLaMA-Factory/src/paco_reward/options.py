@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError
 from paco_judge.judge import LONGEST_ANSWER, Judge
-from paco_judge.questions import RequestForm, add_form_arguments, form_of
+from paco_judge.questions import add_form_arguments, form_of
 
 MAX_CONCURRENCY = 16  # requests in flight at a server that others may use too
 
@@ -47,12 +47,8 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
         help="longest answer (default %(default)s)",
     )
     add_judge_options(parser, "model folder or hub name; served name with --server")
-    add_server_options(parser, "ask an OpenAI-compatible server instead of loading a model")
-
-
-def add_server_options(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """Add the options that ``client_of`` reads."""
-    parser.add_argument("--server", metavar="URL", help=help_text)
+    text = "ask an OpenAI-compatible server instead of loading a model"
+    parser.add_argument("--server", metavar="URL", help=text)
 
 
 def load_scorer(args: argparse.Namespace) -> Any:
@@ -81,16 +77,6 @@ def judge_of(args: argparse.Namespace) -> Judge:
     return Judge(
         args.server,
         args.model or DEFAULT_MODEL,
-        max_concurrency=MAX_CONCURRENCY,
-        form=form,
-    )
-
-
-def client_of(args: argparse.Namespace, form: RequestForm) -> JudgeClient:
-    """The client of --server and --model."""
-    return JudgeClient(
-        args.server,
-        args.model,
         max_concurrency=MAX_CONCURRENCY,
         form=form,
     )

@@ -14,7 +14,7 @@ import json
 import logging
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from paco_judge.questions import (
     record,
 )
 from paco_reward.datasets import pair_prefix
-from paco_reward.options import client_of
+from paco_reward.options import MAX_CONCURRENCY
 from paco_reward.pairing import answers, files, inputs, own_pairs, select
 from paco_reward.pairing.files import COT, PARTS, TEST, TRAIN
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
@@ -82,7 +82,7 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
         stats[name] = {
             "seed": options.seed,
             "asked": record(asked, read.form),
-            "counts": {reason: count for reason, count in counts.items() if count},
+            "counts": dict(+counts),  # without zeros
             "datasets": numbers,
         }
 
@@ -112,7 +112,9 @@ def read_inputs(options: Namespace) -> Inputs:
     if options.reasons_file:
         read.reasons = inputs.read_reasons(options.reasons_file, by_folder)
     if options.server:
-        read.judge = client_of(options, read.form)
+        read.judge = JudgeClient(
+            options.server, options.model, max_concurrency=MAX_CONCURRENCY, form=read.form
+        )
         read.judge.check()
     if options.pairs:
         read.user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap)
@@ -222,7 +224,8 @@ def _edit_labels(edit: EditRow, questions: Sequence[Question]) -> list[tuple[str
 def user_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[LabeledPair]:
     """A user's own pairs, all of them that have a usable label."""
     counts.update(read.user_pairs.counts)
-    files.write_images(read.user_pairs.images, options.output)
+    for name, file in read.user_pairs.images.items():
+        files.write_image(options.output / name, file.read_bytes())
     return read.user_pairs.pairs
 
 
@@ -312,6 +315,6 @@ def with_reasons(parts: Parts, options: Namespace, read: Inputs, counts: Counter
     return split(explained, testing, options.seed, counts)
 
 
-def _nothing_left(what: str, counts: Mapping[str, int]) -> str:
-    lost = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+def _nothing_left(what: str, counts: Counter) -> str:
+    lost = ", ".join(f"{name} {count}" for name, count in (+counts).items())
     return f"no {what} are left ({lost}); add images or labels, or loosen the options"

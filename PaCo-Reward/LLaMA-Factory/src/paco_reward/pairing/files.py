@@ -32,15 +32,8 @@ def stored(file: Path, output: Path) -> str:
     content = file.read_bytes()
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
     name = f"editing_images/{digest}{file.suffix.lower()}"
-    _write_image(output / name, content)
+    write_image(output / name, content)
     return name
-
-
-def write_images(images: Mapping[str, Path], output: Path) -> None:
-    """Copy images, by their names in OUTPUT, that are not there yet. The names tell the content."""
-    for name, file in images.items():
-        if not (output / name).exists():
-            _write_image(output / name, file.read_bytes())
 
 
 def claim(output: Path, inputs: Mapping[str, Any]) -> None:
@@ -89,11 +82,11 @@ def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
             except ValueError as error:
                 raise UserError(f"{item.place}: {file}: {error}") from error
             for target, panel in zip(targets, panels, strict=True):
-                _write_image(target, encode(panel))
+                write_image(target, encode(panel))
     return total
 
 
-def _write_image(file: Path, content: bytes) -> None:
+def write_image(file: Path, content: bytes) -> None:
     """Write a file that is complete or absent, without waiting for the disk for each of many."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
