@@ -74,7 +74,7 @@ def measure(options: Any, repeats: int, with_random_weights: bool) -> dict[str, 
         trainer = Trainer(run)
         for _ in range(1 + repeats):
             trainer.epoch()
-        rows = run.metrics.rows("train")[1:] if run.accelerator.is_main_process else []
+        rows = run.metrics.rows("train")[1:]  # none on other processes
         run.close()
     figures = {}
     for key in rows[0] if rows else ():

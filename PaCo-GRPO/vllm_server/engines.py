@@ -180,7 +180,7 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
 
 def _find_vllm(python: str) -> tuple[str | None, str]:
     """The package of an interpreter's vLLM (None: it has none), and its folder of headers."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = os.environ | {"PYTHONPATH": ""}
     command = [python, "-c", _FIND_VLLM]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": variables}
     try:

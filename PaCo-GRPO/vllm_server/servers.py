@@ -52,13 +52,12 @@ class Server:
         if self._pid_was_reused():
             return []
         members = []
-        for pid in psutil.pids():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getpgid(pid) != self.pid:
-                    continue
+        for process in psutil.process_iter(["status"]):
+            with contextlib.suppress(ProcessLookupError):
                 # A zombie has ended; in containers without an init process it stays.
-                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    members.append(pid)
+                runs = process.info["status"] != psutil.STATUS_ZOMBIE
+                if runs and os.getpgid(process.pid) == self.pid:
+                    members.append(process.pid)
         return members
 
     def _pid_was_reused(self) -> bool:

@@ -10,8 +10,11 @@ from bench_tools import EVALUATION, ContentJudge, edit_lines
 from paco_eval import vc as vc_reward
 from paco_eval.benchmark import as_text
 from paco_eval.edit import (
+    COLUMNS,
     GROUPS,
+    HUB_NAME,
     EditReward,
+    EditRows,
     group_table,
     parse_row,
     task_table,
@@ -68,7 +71,8 @@ def test_one_question_decides_every_dimension(edits):
 
 def contents(dataset):
     """(question, pixels, pixels) of every pair."""
-    bench = EditReward.load(str(dataset), load_editing_questions())
+    rows = EditRows(str(dataset), HUB_NAME, COLUMNS, "input_image", "output_images")
+    bench = EditReward(rows, load_editing_questions(), resize_edits=False)
     pairs = [pair for item in bench.items() for pair in bench.pairs(item)]
     return [(pair.question, *(image.tobytes() for image in pair.images)) for pair in pairs]
 

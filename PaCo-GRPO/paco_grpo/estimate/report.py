@@ -42,7 +42,14 @@ GPUS = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    arguments, rest = parser().parse_known_args(words)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
+    cards = ", ".join(GPUS)
+    parser.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
+    parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
+    share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
+    parser.add_argument("--share", type=float, help=share)
+    arguments, rest = parser.parse_known_args(words)
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
 
 
@@ -78,17 +85,3 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options that are not the run's own."""
-    style = argparse.RawDescriptionHelpFormatter
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=style, allow_abbrev=False
-    )
-    cards = ", ".join(GPUS)
-    options.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
-    options.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
-    share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
-    options.add_argument("--share", type=float, help=share)
-    return options

@@ -261,8 +261,7 @@ class Checkpoints:
         # Weights that never had a gradient have no state.
         options = StateDictOptions(full_state_dict=True, strict=False)
         (group,) = optimizer.param_groups
-        settings = {name: value for name, value in group.items() if name != "params"}
-        groups = [settings | {"params": list(moments)}]
+        groups = [group | {"params": list(moments)}]
         set_optimizer_state_dict(
             transformer, optimizer, {"state": moments, "param_groups": groups}, options=options
         )

@@ -187,15 +187,7 @@ class EditReward:
 
     source: EditRows
     questions: Sequence[Question]
-    resize_edits: bool = False  # to the size of their input image, with Pillow's default resampling
-
-    @classmethod
-    def load(
-        cls, dataset: str | None, questions: Sequence[Question], resize_edits: bool = False
-    ) -> "EditReward":
-        """The benchmark in a file, in a folder or on the hub (see ``EditRows``)."""
-        source = EditRows(dataset, HUB_NAME, COLUMNS, "input_image", "output_images")
-        return cls(source, questions, resize_edits)
+    resize_edits: bool  # to the size of their input image, with Pillow's default resampling
 
     def items(self) -> list[Item]:
         """One for each row."""
@@ -266,9 +258,10 @@ def evaluate(args: argparse.Namespace) -> int:
     version = ""
     if args.question:
         version = "-v" + "+".join(question.name for question in questions)
-    benchmark = EditReward.load(args.dataset, questions, args.resize_edits)
+    source = EditRows(args.dataset, HUB_NAME, COLUMNS, "input_image", "output_images")
+    benchmark = EditReward(source, questions, args.resize_edits)
     num_failed = run_judge(args, benchmark, questions, version, resize_edits=args.resize_edits)
-    if num_failed < len(benchmark.source.rows):
+    if num_failed < len(source.rows):
         save_tables(Path(args.results_dir), args.output)
     return num_failed
 

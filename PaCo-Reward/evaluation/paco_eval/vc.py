@@ -48,13 +48,6 @@ class VCReward:
     compares: bool  # the question is about both edits
     from_one: bool  # winners are 1 and 2, not 0 and 1
 
-    @classmethod
-    def load(cls, dataset: str | None, question: Question, compares: bool) -> "VCReward":
-        """The benchmark in a file, in a folder or on the hub (see ``EditRows``)."""
-        source = EditRows(dataset, HUB_NAME, COLUMNS, "source_image", "edited_images")
-        from_one = any(str(row.get("winner")) == "2" for row in source.rows)
-        return cls(source, question, compares, from_one)
-
     def items(self) -> list[Item]:
         """One for each row."""
         items = []
@@ -112,10 +105,12 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score and print the table; returns the number of rows without a result."""
     question = load_question(args.compare or args.question, ("instruction", "prompt"))
     compares = bool(args.compare)
-    benchmark = VCReward.load(args.dataset, question, compares)
+    source = EditRows(args.dataset, HUB_NAME, COLUMNS, "source_image", "edited_images")
+    from_one = any(str(row.get("winner")) == "2" for row in source.rows)
+    benchmark = VCReward(source, question, compares, from_one)
     version = "" if question.name == QUESTION else f"-v{question.name}"
     num_failed = run_judge(args, benchmark, (question,), version, compares=compares)
-    if num_failed < len(benchmark.source.rows):
+    if num_failed < len(source.rows):
         save_tables(Path(args.results_dir), args.output)
     return num_failed
 
