@@ -214,27 +214,25 @@ def _reward_curves(rows: Sequence[Row], prefix: str, error: str, divisor: float 
 
 def _read_pairs(evaluations: Path) -> list[Pair]:
     """The images that both the first and the last evaluation saved."""
-    by_epoch = {}
-    for rows in evaluations.glob("epoch_*/eval_data.jsonl"):  # written when all images are there
-        number = rows.parent.name.removeprefix("epoch_")
-        if number.isdecimal():  # not epoch_0010_keep, which is the user's own
-            by_epoch[int(number)] = rows.parent
-    if len(by_epoch) < 2:
+    # Written when all images are there; epoch_0010_keep is the user's own.
+    files = evaluations.glob("epoch_*[0-9]/eval_data.jsonl")
+    files = sorted(files, key=lambda file: (len(file.parent.name), file))
+    if len(files) < 2:
         return []
-    first = _saved_rows(by_epoch[min(by_epoch)])
-    last = _saved_rows(by_epoch[max(by_epoch)])
+    first = _saved_rows(files[0])
+    last = _saved_rows(files[-1])
     return [Pair(before, last[key]) for key, before in first.items() if key in last]
 
 
-def _saved_rows(folder: Path) -> dict[tuple[str, int], Row]:
+def _saved_rows(file: Path) -> dict[tuple[str, int], Row]:
     """Rows of an evaluation whose images were saved, by prompt and seed, with whole paths.
 
     Not by file name: a run may be resumed with other test options.
     """
     rows = {}
-    for row in read_json_lines(folder / "eval_data.jsonl"):
+    for row in read_json_lines(file):
         if row["file"]:
-            paths = {key: folder / row[key] for key in ("file", "reference") if row.get(key)}
+            paths = {key: file.parent / row[key] for key in ("file", "reference") if row.get(key)}
             rows[row["prompt"], row["seed"]] = row | paths
     return rows
 

@@ -30,7 +30,9 @@ OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 class Clip:
     """Unit features of images and texts; features of texts are kept. Safe for several threads.
 
-    Subclasses define ``open``, ``encode_images``, ``encode_texts`` and ``num_read``.
+    Subclasses define ``open()``, which returns the model, ``encode_images(images)`` and
+    ``encode_texts(texts)`` for features (n, C), which need not be unit vectors, and
+    ``num_read(text)``: how many tokens the model reads of a text that is longer, else None.
     """
 
     command = ""  # which downloads the weights
@@ -41,22 +43,6 @@ class Clip:
         self._model: torch.nn.Module | None = None
         self._texts: dict[str, torch.Tensor] = {}
         self._lock = threading.RLock()
-
-    def open(self) -> torch.nn.Module:
-        """The model."""
-        raise NotImplementedError
-
-    def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
-        """Features (n, C) of RGB images, which need not be unit vectors."""
-        raise NotImplementedError
-
-    def encode_texts(self, texts: list[str]) -> torch.Tensor:
-        """Features (n, C) of texts, which need not be unit vectors."""
-        raise NotImplementedError
-
-    def num_read(self, text: str) -> int | None:
-        """The number of tokens that the model reads of a ``text`` that is longer; else None."""
-        raise NotImplementedError
 
     def remark_on(self, texts: Sequence[str]) -> str | None:
         """A remark on a prompt whose ``texts`` the model does not read whole, or None."""
