@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,14 +64,14 @@ def verdict_of(answer: str) -> bool | None:
 
 
 def p_yes_from_top_logprobs(
-    top: Mapping[str, float] | Iterable[Mapping[str, object]],
+    top: Iterable[Mapping[str, Any]],
     answer_tokens: str = "exact",
     asked: int = TOP_LOGPROBS,
 ) -> float | None:
     """The score from the top log-probabilities of the first answer token.
 
     Args:
-        top: ``{token: logprob}``, or OpenAI's list of ``{"token": …, "logprob": …}``.
+        top: OpenAI's list of ``{"token": …, "logprob": …}``.
         answer_tokens: A key of ``ANSWER_TOKENS``; the probabilities of its tokens are summed.
         asked: The number of log-probabilities that were asked for. A word that is not among so
             many has probability 0.
@@ -81,10 +82,7 @@ def p_yes_from_top_logprobs(
     Raises:
         ValueError: Yes or No is missing from fewer than ``asked``.
     """
-    if isinstance(top, Mapping):
-        entries = list(top.items())
-    else:
-        entries = [(entry["token"], entry["logprob"]) for entry in top]
+    entries = [(entry["token"], entry["logprob"]) for entry in top]
     yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
     yes = _log_sum(entries, yes_tokens)
     no = _log_sum(entries, no_tokens)

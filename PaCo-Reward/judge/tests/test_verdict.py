@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge import verdict
-from paco_judge.verdict import (
-    Verdict,
-    p_yes_from_logits,
-    p_yes_from_top_logprobs,
-    verdict_of,
-)
+from paco_judge.verdict import Verdict, p_yes_from_logits, verdict_of
+
+
+def p_yes_from_top_logprobs(top: dict[str, float], *options: str, **asked: int) -> float | None:
+    entries = [{"token": token, "logprob": logprob} for token, logprob in top.items()]
+    return verdict.p_yes_from_top_logprobs(entries, *options, **asked)
+
 
 logprobs = st.floats(-700, -0.7)  # two of them add up to less than 1
 
