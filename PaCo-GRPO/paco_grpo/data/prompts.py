@@ -12,7 +12,7 @@ from pyarrow import compute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paco_grpo.types import Item
-from paco_judge.errors import UserError
+from paco_judge.errors import UserError, first_problem
 from paco_judge.files import read_json_lines
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import UnreadableImage, read_image
@@ -51,10 +51,7 @@ def make_item(
     try:
         fields = _Row.model_validate(row)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise UserError(
-            f"{where}: field {problem['loc'][0]!r}: {problem['msg']}, got {problem['input']!r}"
-        ) from error
+        raise UserError(f"{where}: field {first_problem(error)}") from error
     if (fields.height is None) != (fields.width is None):
         raise UserError(f"{where}: fields 'height' and 'width' must be given together")
     return Item(number, fields.prompt, fields.height, fields.width, dict(row), tuple(references))

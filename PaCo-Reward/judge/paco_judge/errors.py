@@ -4,6 +4,7 @@ import ctypes
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -13,6 +14,13 @@ class UserError(ValueError):
 
     The message says what is wrong, where, and what to do; commands show it without a traceback.
     """
+
+
+def first_problem(error: Any) -> str:
+    """What is wrong first in a ``ValidationError`` of pydantic: the field, why, and its value."""
+    problem = error.errors()[0]
+    field = ".".join(map(str, problem["loc"]))
+    return f"{field}: {problem['msg']}, got {problem['input']!r}"
 
 
 def run_command(command: Callable[[], int | None], *others: type[Exception]) -> int:

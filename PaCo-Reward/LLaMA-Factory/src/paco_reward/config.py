@@ -10,7 +10,7 @@ import pydantic
 import torch
 from pydantic import Field, PositiveInt
 
-from paco_judge.errors import UserError
+from paco_judge.errors import UserError, first_problem
 
 OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
 BASE = "base"  # key of a file whose other keys replace those of the file that it names
@@ -105,8 +105,7 @@ def check_options(config: dict[str, Any]) -> None:
     try:
         _Options(**config)
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        raise UserError(f"option {problem['loc'][0]}: {problem['msg']}") from error
+        raise UserError(f"option {first_problem(error)}") from error
 
     class WithoutDevice(parser.TrainingArguments):
         """Takes no GPU and waits for no other process: only the training processes do."""

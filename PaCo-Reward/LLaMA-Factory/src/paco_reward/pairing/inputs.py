@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 
-from paco_judge.errors import UserError
+from paco_judge.errors import UserError, first_problem
 from paco_judge.files import read_json_rows
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
@@ -152,9 +152,7 @@ def row_of(values: Mapping[str, Any], kind: type[AnyModel]) -> AnyModel:
     try:
         return kind.model_validate(stated)
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{field} {problem['msg']}, of {problem['input']!r}") from error
+        raise UserError(first_problem(error)) from error
 
 
 def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
