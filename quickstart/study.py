@@ -28,7 +28,6 @@ of a toy world whose prompts also left the shape open. Commit c7f64444 has ``nam
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from typing import Any
 
 import pandas as pd
 
+from paco_judge.files import read_json
 from paco_toy.summary import commit, judge_id, scores_of
 
 HERE = Path(__file__).resolve().parent
@@ -171,7 +171,7 @@ def evaluations_of(folder: Path) -> list[dict[str, Any]]:
 
 def agreement_of(folder: Path) -> dict[str, float]:
     """Columns of the evaluation that ``agreement_arguments`` asks for."""
-    results = json.loads((folder / "agreement" / "results.json").read_text())["results"]["adapter"]
+    results = read_json(folder / "agreement" / "results.json")["results"]["adapter"]
     columns = {"w": "within", "b": "between", "w_minus_b": "within_minus_between"}
     return {f"oracle_{name}": results[f"oracle_{key}"]["mean"] for name, key in columns.items()}
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paco_judge.files import read_json_lines, write_json_lines
+from paco_judge.files import read_json, read_json_lines, write_json_lines
 from paco_judge.questions import DEFAULT_FORM, load_question, theme_question
 from paco_reward.datasets import pair_prefix
 from paco_toy import world
@@ -209,7 +209,7 @@ def annotate(out: Path, sets: Path) -> tuple[int, int]:
     Returns:
         The numbers of rankings and of sets.
     """
-    characters_drawn = json.loads((out / "drawn.json").read_text(encoding="utf-8"))
+    characters_drawn = read_json(out / "drawn.json")
     rng = np.random.default_rng(len(characters_drawn))
     rows = read_json_lines(sets)
     rankings = []
@@ -325,7 +325,7 @@ def finish(out: Path, data: Path, seed: int) -> None:
         # Every fourth block of 16 broken panels is for the tests.
         panels = [name for i, name in enumerate(broken) if (i // 16 % 4 == 0) == is_test]
         file = data / f"toy_pairs_cot_{split}.json"
-        pairs = json.loads(file.read_text(encoding="utf-8"))
+        pairs = read_json(file)
         file.unlink()
         for label in ("Yes", "No"):
             labeled = [pair for pair in pairs if pair["messages"][1]["content"].startswith(label)]
@@ -343,7 +343,7 @@ def finish(out: Path, data: Path, seed: int) -> None:
     for name, pairs in sets.items():
         (data / f"{name}.json").write_text(json.dumps(pairs), encoding="utf-8")
     file = data / "dataset_info.json"
-    entry = json.loads(file.read_text(encoding="utf-8"))[TRAIN]
+    entry = read_json(file)[TRAIN]
     info = {name: entry | {"file_name": f"{name}.json"} for name in sets}
     file.write_text(json.dumps(info, indent=2), encoding="utf-8")
 

@@ -5,7 +5,6 @@ OUT, and OUT/summary.json.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from paco_grpo.report import (
     svg_url,
     write_report,
 )
+from paco_judge.files import read_json
 
 NAMES = {
     "oracle_consistency": Name(
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("title", help="heading of the page")
     arguments = parser.parse_args()
     out = arguments.out
-    summary = json.loads((out / "summary.json").read_bytes())
+    summary = read_json(out / "summary.json")
     run = read_run(out / arguments.run)
     evidence = []
     introduction = ORACLE

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json, read_json_lines
 from paco_judge.images import read_image
 from paco_toy.oracle import evenness, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES
@@ -50,10 +50,6 @@ def scores_of(folder: Path) -> tuple[pd.DataFrame, list[np.ndarray]]:
     rewards = pd.DataFrame([row["rewards"] for row in rows], dtype=np.float64)
     if "oracle_edit" in rewards:
         return rewards.reindex(columns=list(EDIT_MEASURES)), []
-    if any(row["file"] is None for row in rows):
-        raise SystemExit(
-            f"{folder} has no images for the oracle to read: leave test.save_eval_images=True"
-        )
     named = [read_prompt(row["prompt"]) for row in rows]
     is_open = [bool(character.left_open) for character in named]
     reading = read_grids([read_image(folder / row["file"]) for row in rows])
@@ -132,7 +128,7 @@ def judge_measures(out: Path) -> dict[str, Any]:
     """Accuracy of the judge before and after its training, and the benchmark's measures."""
     judges = {}
     for name in ("base", "lora"):
-        judges[name] = json.loads((out / f"judge_{name}.json").read_text())
+        judges[name] = read_json(out / f"judge_{name}.json")
     rank = {}
     for path in (out / "rank_results").glob("*.jsonl"):
         if path.stem != "histogram":
