@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import epoch
+from paco_judge.files import write_json
 
-CONFIG = f"{ROOT}/config/grpo.py"
+CONFIG = f"--config={ROOT}/config/grpo.py:"
 # One model of each family; editors have the transformers of these.
 FAMILIES = (
     "black-forest-labs/FLUX.1-dev",
@@ -65,14 +66,6 @@ Check = tuple[str, float, Callable[[], dict[str, Any]]]  # name, seconds at most
 
 class Deviates(Exception):
     """A check ran, and its numbers are not those that they should be."""
-
-
-def read(name: str, changes: dict[str, Any]) -> Any:
-    """Options of the configuration ``name`` for a run that only trains."""
-    from paco_grpo.options import read_options
-
-    texts = [f"--config.{key}={value}" for key, value in (epoch.CHANGES | changes).items()]
-    return read_options(["--config", f"{CONFIG}:{name}", *texts])[0]
 
 
 def gradients(model: str, device: str, dtype: str) -> Any:
@@ -144,7 +137,7 @@ def toy_update(folder: Path, device: str, changes: dict[str, Any]) -> Any:
         "train.learning_rate": 1e-2,
         "allow_tf32": False,
     }
-    run = build_run(read("toy_t2is", options | changes))
+    run = build_run(epoch.read([CONFIG + "toy_t2is"], options | changes))
     parameters = run.state.parameters.values()
     before = flat(parameters)
     Trainer(run).epoch()
@@ -178,7 +171,7 @@ def full_size(name: str) -> dict[str, Any]:
         "sample.num_images_per_prompt": 8,
         "train.gradient_step_per_epoch": 1,  # so that all ratios are first ratios
     }
-    options = read(name, changes)
+    options = epoch.read([CONFIG + name], changes)
     torch.cuda.reset_peak_memory_stats()
     figures = epoch.measure(options, 1, True)
     estimated = estimate(options, name, 1, torch.cuda.get_device_properties(0).total_memory)
@@ -199,7 +192,7 @@ def full_size(name: str) -> dict[str, Any]:
 def two_gpus(sharding: str) -> dict[str, Any]:
     """benchmarks/epoch.py on the quickstart's FLUX, under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    config = ["--config", f"{CONFIG}:toy_t2is", f"--config.dataset={ROOT}/dataset/T2IS"]
+    config = [CONFIG + "toy_t2is", f"--config.dataset={ROOT}/dataset/T2IS"]
     config += [f"--config.train.sharding={sharding}", "--repeats", "1"]
     command = [sys.executable, *launcher, epoch.__file__, *config]
     environment = os.environ | {"ACCELERATE_USE_CPU": "false"}
@@ -303,9 +296,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if arguments.only in check[0]:
                 rows.append(run_check(check, deadline))
                 print(line(rows[-1]), flush=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine, "results": rows}
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.output, {"machine": machine, "results": rows})
     print("\n".join(map(line, rows)))
     print(arguments.output)
     return 1 if "failed" in [row["status"] for row in rows] else 0

@@ -18,14 +18,14 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import run_command
 
 # Options of a run that only trains.
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "logging_platform": "none",
     "eval_freq": 0,
     "health.probe_images": 0,
@@ -45,14 +45,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--random_weights", action="store_true", help="at the real size")
     parser.add_argument("--repeats", type=int, default=3, help="measured epochs")
     arguments, rest = parser.parse_known_args(words)
-    from paco_grpo.options import read_options
 
     def command() -> None:
-        texts = [f"--config.{name}={value}" for name, value in CHANGES.items()]
-        options, _ = read_options([*rest, *texts])
-        print(json.dumps(measure(options, arguments.repeats, arguments.random_weights)))
+        print(json.dumps(measure(read(rest), arguments.repeats, arguments.random_weights)))
 
     return run_command(command)
+
+
+def read(words: Sequence[str], changes: Mapping[str, Any] = {}) -> Any:
+    """Options of a command line for a run that only trains, with ``changes``."""
+    from paco_grpo.options import read_options
+
+    texts = [f"--config.{name}={value}" for name, value in (CHANGES | changes).items()]
+    return read_options([*words, *texts])[0]
 
 
 def measure(options: Any, repeats: int, with_random_weights: bool) -> dict[str, Any]:

@@ -20,7 +20,6 @@ the theme names. In a quarter of the No pairs one or both panels are broken and 
 
 import argparse
 import itertools
-import json
 import re
 from collections.abc import Container
 from pathlib import Path
@@ -28,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paco_judge.files import read_json, read_json_lines, write_json_lines
+from paco_judge.files import read_json, read_json_lines, write_json, write_json_lines
 from paco_judge.questions import DEFAULT_FORM, load_question, theme_question
 from paco_reward.datasets import pair_prefix
 from paco_toy import world
@@ -184,7 +183,7 @@ def draw(out: Path, seed: int, prompts: dict[str, int] = PROMPTS) -> None:
             prompt = world.grid_prompt(world.CHARACTERS[named], views)
             lines.append({"idx": idx, "prompt": prompt, "split": split})
     write_json_lines(out / "metadata.jsonl", lines)
-    (out / "drawn.json").write_text(json.dumps(characters_drawn), encoding="utf-8")
+    write_json(out / "drawn.json", characters_drawn)
 
 
 def verdict(first: world.Character | None, second: world.Character | None) -> str:
@@ -323,7 +322,10 @@ def finish(out: Path, data: Path, seed: int) -> None:
         is_test = split == "test"
         rng = np.random.default_rng([seed, 50, int(is_test)])
         # Every fourth block of 16 broken panels is for the tests.
-        panels = [name for i, name in enumerate(broken) if (i // 16 % 4 == 0) == is_test]
+        panels = []
+        for number, name in enumerate(broken):
+            if (number // 16 % 4 == 0) == is_test:
+                panels.append(name)
         file = data / f"toy_pairs_cot_{split}.json"
         pairs = read_json(file)
         file.unlink()
@@ -341,11 +343,11 @@ def finish(out: Path, data: Path, seed: int) -> None:
                 sets[target].append(pair)
 
     for name, pairs in sets.items():
-        (data / f"{name}.json").write_text(json.dumps(pairs), encoding="utf-8")
+        write_json(data / f"{name}.json", pairs)
     file = data / "dataset_info.json"
     entry = read_json(file)[TRAIN]
     info = {name: entry | {"file_name": f"{name}.json"} for name in sets}
-    file.write_text(json.dumps(info, indent=2), encoding="utf-8")
+    write_json(file, info)
 
 
 def _set_question(

@@ -5,7 +5,6 @@
 
 import argparse
 import hashlib
-import json
 import math
 import subprocess
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from paco_judge.files import read_json, read_json_lines
+from paco_judge.files import read_json, read_json_lines, write_json
 from paco_judge.images import read_image
 from paco_toy.oracle import evenness, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES
@@ -207,7 +206,7 @@ def main() -> None:
     }
     if "judge" in seconds:
         summary |= judge_measures(out) | {"judge_id": judge_id(out / "judge")}
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "summary.json", summary)
     (out / "summary.txt").write_text(table(summary) + "\n", encoding="utf-8")
 
 

@@ -27,7 +27,13 @@ from paco_grpo.rewards.registry import Reward, short_name, write_records
 from paco_grpo.training import checks
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
-from paco_judge.files import fingerprint, read_json_lines, write_atomically
+from paco_judge.files import (
+    fingerprint,
+    read_json,
+    read_json_lines,
+    write_atomically,
+    write_json,
+)
 
 BASE = "base"
 # Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
@@ -169,7 +175,7 @@ def sample_adapters(
         evaluation = Evaluation(policy, items, rewards, options, strategy, merge_lora)
         metrics = evaluation.run(folder, keep_images=True)
         if strategy.accelerator.is_main_process:
-            write_atomically(folder / "metrics.json", json.dumps(metrics, indent=1))
+            write_json(folder / "metrics.json", metrics)
         # The memory is needed for the next one.
         del policy, evaluation
         gc.collect()
@@ -190,7 +196,7 @@ def is_complete(
     record = folder / "evaluation.json"
     metrics = folder / "metrics.json"
     if record.exists() or any(folder.glob("[0-9]*.png")):
-        earlier = json.loads(record.read_bytes()) if record.exists() else {}
+        earlier = read_json(record) if record.exists() else {}
         changed = [name for name in identity if earlier.get(name) != identity[name]]
         of_images = [name for name in changed if name != "rewards"]
         if of_images:
@@ -199,11 +205,10 @@ def is_complete(
                 f"{folder} holds images with another {names}: choose another --output"
             )
         if not changed and metrics.is_file():
-            missing_share = json.loads(metrics.read_bytes())["eval/missing_share"]
+            missing_share = read_json(metrics)["eval/missing_share"]
             return missing_share == 0
-    folder.mkdir(parents=True, exist_ok=True)
     metrics.unlink(missing_ok=True)
-    write_atomically(record, json.dumps(identity, indent=1))
+    write_json(record, identity)
     return False
 
 

@@ -35,7 +35,7 @@ from PIL import Image
 from paco_grpo.item import Item
 from paco_grpo.names import find_function
 from paco_judge.errors import UserError
-from paco_judge.files import write_atomically
+from paco_judge.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,7 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
     """Write the rewards' records to ``questions.json``, if there are any."""
     records = {name: reward.record for name, reward in rewards.items() if reward.record}
     if records:
-        text = json.dumps(records, indent=1, ensure_ascii=False)
-        write_atomically(folder / "questions.json", text)
+        write_json(folder / "questions.json", records)
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -205,7 +204,8 @@ class CheckedReward:
 
     def identity(self) -> list[Any]:
         """What its scores depend on besides images and items; JSON can hold it."""
-        arguments = {key: value for key, value in self.kwargs.items() if key != "api_key"}
+        arguments = dict(self.kwargs)
+        arguments.pop("api_key", None)
         return [arguments, self.record]
 
     def check(self) -> None:

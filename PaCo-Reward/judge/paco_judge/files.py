@@ -159,6 +159,12 @@ def read_json_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_json(file: Path, content: Any) -> None:
+    """``write_atomically`` as JSON for people, too, in a folder that may not exist yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
 def hash_value(value: Any) -> str:
     """SHA-256 (hexadecimal) of a value that JSON can hold; other objects count as their text."""
     text = json.dumps(value, sort_keys=True, default=str)

@@ -5,12 +5,12 @@ have the processor alone. Here the processor gets that limit, so that training, 
 resize images once and in the same way.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
+from paco_judge.files import read_json, write_json
 from paco_judge.questions import CHAT_OPTIONS
 from paco_judge.weights import PROCESSOR_FILES, explain_missing, lower_limits
 
@@ -80,7 +80,7 @@ def write_limits(folder: Path, limits: dict[str, int]) -> None:
         file = folder / name
         if not file.is_file():
             continue
-        settings = json.loads(file.read_bytes())
+        settings = read_json(file)
         images = settings.get("image_processor", settings)
         if "patch_size" not in images:
             continue
@@ -89,5 +89,4 @@ def write_limits(folder: Path, limits: dict[str, int]) -> None:
         for old_name, limit in zip(("min_pixels", "max_pixels"), limits.values(), strict=True):
             if old_name in images:
                 images[old_name] = limit
-        text = json.dumps(settings, indent=2, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+        write_json(file, settings)

@@ -10,7 +10,6 @@ OUTPUT/
   work/                                   answers of the server: delete to ask again
 """
 
-import json
 import logging
 from argparse import Namespace
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import Any
 
 from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
-from paco_judge.files import fingerprint, write_json_lines
+from paco_judge.files import fingerprint, read_json, write_json, write_json_lines
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -93,8 +92,8 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     if read.user_pairs:
         step(options.name, user_pairs, tuple(read.user_pairs.questions.values()))
     file = options.output / STATS
-    before = json.loads(file.read_bytes()) if file.exists() else {}
-    files.write_json(file, before | stats)
+    before = read_json(file) if file.exists() else {}
+    write_json(file, before | stats)
     return stats
 
 
@@ -251,7 +250,10 @@ def _write(
     if options.test_share and not parts[TEST]:
         logger.warning("no pairs for testing: raise --test_share, or bring pairs of other images")
     full_name = f"{name}{COT}" if has_reasons else name
-    datasets = {f"{full_name}_{part}": pairs for part, pairs in parts.items() if pairs}
+    datasets = {}
+    for part, pairs in parts.items():
+        if pairs:
+            datasets[f"{full_name}_{part}"] = pairs
     return files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
 
 

@@ -1,13 +1,12 @@
 """The files of a data set: images, rows, ``dataset_info.json``."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paco_judge.errors import UserError
-from paco_judge.files import hash_value, write_atomically
+from paco_judge.files import hash_value, read_json, write_json
 from paco_judge.grid import split_image
 from paco_judge.images import encode, load_image
 from paco_reward.pairing.inputs import PromptItem
@@ -49,7 +48,7 @@ def claim(output: Path, inputs: Mapping[str, Any]) -> None:
     note = output / "work" / "inputs.json"
     known: dict[str, str] = {}
     if note.is_file():
-        known = json.loads(note.read_bytes())
+        known = read_json(note)
     elif (output / INDEX).exists():
         raise UserError(
             f"{output} holds a data set that was not built here; choose another --output"
@@ -112,7 +111,7 @@ def write_datasets(
         Counts of each data set.
     """
     index = output / INDEX
-    info = json.loads(index.read_bytes()) if index.exists() else {}
+    info = read_json(index) if index.exists() else {}
     for old_name in (f"{name}{cot}_{part}" for cot in ("", COT) for part in PARTS):
         info.pop(old_name, None)
         (output / f"{old_name}.json").unlink(missing_ok=True)
@@ -139,9 +138,3 @@ def write_datasets(
         }
     write_json(index, info)
     return numbers
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file for people, too."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
