@@ -10,7 +10,6 @@ with one message, 128+n ended by signal n.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -26,20 +25,13 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if arguments else 2
 
+    from paco_grpo.commands import start_logging
     from paco_grpo.options import ConfigError, describe_options, read_options
     from paco_judge.errors import end_with_parent
 
     if "LOCAL_RANK" in os.environ:
         end_with_parent()  # otherwise, this process would train on alone without its launcher
-    is_main = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if is_main else logging.WARNING
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr
-    )
-    for noisy in ("httpx", "httpcore", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
+    is_main = start_logging("%(asctime)s %(message)s")
     try:
         options, name = read_options([word for word in arguments if word != "--help"])
     except ConfigError as error:

@@ -19,12 +19,11 @@ On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
 """
 
 import argparse
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paco_grpo.commands import start_logging
 from paco_judge.errors import run_command
 
 
@@ -40,14 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
     command, configuration = parser.parse_known_args(arguments)
-    is_main = os.environ.get("RANK", "0") == "0"
-    logging.basicConfig(
-        level=logging.INFO if is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
-    )
-    for noisy in ("httpx", "httpcore", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    # It warns of a kernel for CPUs that is not installed and not needed.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    is_main = start_logging()
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.compare import compare_adapters

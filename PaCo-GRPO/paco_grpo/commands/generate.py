@@ -15,12 +15,11 @@ count as config.item_size says, texts are padded to config.max_sequence_length.
 """
 
 import argparse
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paco_grpo.commands import start_logging
 from paco_judge.errors import run_command
 
 
@@ -39,9 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--best", type=int)
     parser.add_argument("--output", type=Path, default=Path("generated"))
     command, configuration = parser.parse_known_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # It warns of a kernel for CPUs that is not installed and not needed.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    start_logging()
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.drawing import generate
