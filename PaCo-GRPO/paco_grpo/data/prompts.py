@@ -122,10 +122,6 @@ def _references(
     """What reads the images that a row names, by paths from ``folder``."""
     field = "images" if "images" in row else "image"
     names = row.get("images", [row.get("image")])
-    if not isinstance(names, list) or not names or {"image", "images"} <= row.keys():
-        raise UserError(
-            f"{where}: field 'images' must be a list of paths from {folder}, in place of 'image'"
-        )
     references = []
     for name in names:
         # os.path, because a text that is too long for a name is no error there.

@@ -48,10 +48,10 @@ def test_a_line_of_a_text_is_a_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"prompt": ["x"]}, "'prompt'"),
+        ({"prompt": ["x"]}, "prompt"),
         ({"prompt": "x", "height": 64}, "'height' and 'width'"),
-        ({"prompt": "x", "open": "false"}, "'open'.*'false'"),
-        ({"prompt": "x", "criteria": {"style": {"a": 1}}}, "'criteria'"),
+        ({"prompt": "x", "open": "false"}, "open.*'false'"),
+        ({"prompt": "x", "criteria": {"style": {"a": 1}}}, "criteria"),
     ],
 )
 def test_a_field_of_another_type_is_refused(tmp_path, row, named):

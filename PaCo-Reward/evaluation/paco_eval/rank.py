@@ -25,7 +25,7 @@ from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import pandas as pd
@@ -99,16 +99,11 @@ def unpack_images(root: Path) -> None:
     images = root / "images"
     if images.is_dir():
         return
-    try:
-        with TemporaryDirectory(prefix="images-", dir=root) as folder, ZipFile(archive) as packed:
-            unpacked = Path(folder) / "images"
-            packed.extractall(unpacked)
-            inner = unpacked / "images"  # the archive may hold the folder or what is in it
-            (inner if inner.is_dir() else unpacked).rename(images)
-    except (OSError, BadZipFile) as error:
-        raise UserError(
-            f"{archive} cannot be unpacked ({error}); download it with {DOWNLOAD}"
-        ) from error
+    with TemporaryDirectory(prefix="images-", dir=root) as folder, ZipFile(archive) as packed:
+        unpacked = Path(folder) / "images"
+        packed.extractall(unpacked)
+        inner = unpacked / "images"  # the archive may hold the folder or what is in it
+        (inner if inner.is_dir() else unpacked).rename(images)
 
 
 @dataclass(frozen=True)

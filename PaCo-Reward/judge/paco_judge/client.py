@@ -32,7 +32,7 @@ class JudgeClient:
 
     Args:
         base_url: With or without a trailing ``/v1``.
-        model: Served name, in upper or lower case.
+        model: Served name, in upper or lower case: published guides write it in two ways.
         api_key: Sent as a bearer token. Default: the environment's VLLM_API_KEY.
         max_concurrency: Requests in flight.
         deadline_s: Seconds for a whole ``score``, retries included.
@@ -49,8 +49,6 @@ class JudgeClient:
         deadline_s: float = 600.0,
         form: RequestForm = DEFAULT_FORM,
     ):
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"{base_url!r} is not an http:// or https:// URL")
         if max_concurrency < 1:  # else every question would wait for ever
             raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
