@@ -33,6 +33,9 @@ _LOG_EVERY_S = 30.0
 class ServerReward:
     """Base of the rewards that ask a model behind a server.
 
+    Subclasses define ``prove(items)``, which asks the first real question of a run about plain
+    images. Raises UserError.
+
     Args:
         base_url: Default: http://127.0.0.1:8000. Or give ``host`` and ``port``.
         model: Served name; None = ``default_model``.
@@ -72,14 +75,13 @@ class ServerReward:
         """How a question is put to the model."""
         return RequestForm()
 
-    def prove(self, items: Sequence[Item]) -> None:
-        """Ask the first real question of a run about plain images. Raises UserError."""
-        raise NotImplementedError
-
 
 @dataclass(eq=False)
 class JudgeReward(ServerReward):
-    """Base of the rewards whose score is made of P(Yes). Subclasses define ``fields`` and ``ask``.
+    """Base of the rewards whose score is made of P(Yes).
+
+    Subclasses define ``fields`` and ``ask(images, item)``, which returns a ``ScoreRequest`` on
+    images of one item: on all of them where the reward ``compares_images``, else on a single one.
 
     ``question``: a shipped template's name (``paco_judge/questions.toml``), or the path of a text
     file. ``image_labels``, ``image_format``, ``answer_tokens``: see
@@ -109,13 +111,6 @@ class JudgeReward(ServerReward):
     def form(self) -> RequestForm:
         """As in ``ServerReward``; with the labels, format and answer tokens of this reward."""
         return RequestForm(self.image_labels, self.image_format, self.answer_tokens)
-
-    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
-        """The questions on ``images`` of one ``item``.
-
-        The images are all of the item's where the reward ``compares_images``, else a single one.
-        """
-        raise NotImplementedError
 
     def prove(self, items: Sequence[Item]) -> None:
         """As in ``ServerReward``."""
