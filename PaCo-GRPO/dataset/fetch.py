@@ -52,9 +52,9 @@ def t2is(source: Path, out: Path, *, limit: int | None, open_twins: bool) -> Non
     splits: dict[str, list[dict]] = {"train": [], "test": []}
     if all(any(source.rglob(f"{split}*.jsonl")) for split in splits):
         for split in splits:
-            splits[split] = _json_rows(_files(source, f"{split}*.jsonl"))
+            splits[split] = _json_rows(source, f"{split}*.jsonl")
     else:
-        for row in _json_rows(_files(source, "*.jsonl")):
+        for row in _json_rows(source, "*.jsonl"):
             theme = str(row.get("theme") or row["prompt"])
             splits[_split_of(theme)].append(row)
     if open_twins:
@@ -93,7 +93,8 @@ def open_twin(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if row.get(name) is not None:
             twin[name] = f"{row[name]} (open)"
     if row.get("criteria"):
-        twin["criteria"] = {name: v for name, v in row["criteria"].items() if name != "Identity"}
+        twin["criteria"] = dict(row["criteria"])
+        twin["criteria"].pop("Identity", None)
     return twin
 
 
@@ -101,7 +102,7 @@ def gedit(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """GEdit-Bench, as published in Parquet files → ``geneval_image``, all in the test split."""
     rows = []
     (out / "images").mkdir()
-    for row in _parquet_rows(_files(source, "*.parquet")):
+    for row in _parquet_rows(source, "*.parquet"):
         if row["instruction_language"] != "en":
             continue
         if len(rows) == limit:
@@ -176,7 +177,7 @@ def pickscore(source: Path, out: Path, *, limit: int | None, **_) -> None:
     seen: set[str] = set()
 
     def new_captions(split: str) -> Iterator[str]:
-        for row in _parquet_rows(_files(source, f"{split}*.parquet"), ["caption"]):
+        for row in _parquet_rows(source, f"{split}*.parquet", ["caption"]):
             caption = " ".join(str(row["caption"] or "").split())
             if caption and caption not in seen:
                 seen.add(caption)
@@ -205,16 +206,16 @@ def _split_of(text: str) -> str:
 
 
 def _parquet_rows(
-    files: Iterable[Path], columns: list[str] | None = None
+    folder: Path, pattern: str, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    for file in files:
+    for file in _files(folder, pattern):
         for batch in pq.ParquetFile(file).iter_batches(batch_size=_PIECE, columns=columns):
             yield from batch.to_pylist()
 
 
-def _json_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+def _json_rows(folder: Path, pattern: str) -> list[dict[str, Any]]:
     rows = []
-    for file in files:
+    for file in _files(folder, pattern):
         rows += read_json_lines(file)
     return rows
 

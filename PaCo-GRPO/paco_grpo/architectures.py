@@ -401,9 +401,8 @@ def _tokenizer(tokens: Tokens) -> Any:
     # About 1.5 pieces per word with punctuation, close to what real tokenizers need for English.
     pieces = Regex(r"\w{1,8}|[^\w\s]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="removed", invert=True)
-    around = [(token, i) for token, i in vocabulary.items() if token in tokens.template]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=tokens.template, special_tokens=around
+        single=tokens.template, special_tokens=list(vocabulary.items())
     )
     fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

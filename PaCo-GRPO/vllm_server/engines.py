@@ -307,7 +307,9 @@ def process_environment(
 
     ``environment``: the launcher's, with our packages in PYTHONPATH.
     """
-    child = {name: value for name, value in environment.items() if name not in _OUR_VARIABLES}
+    child = dict(environment)
+    for name in _OUR_VARIABLES:
+        child.pop(name, None)
     child["PYTHONUNBUFFERED"] = "1"
     if gpus:
         child["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

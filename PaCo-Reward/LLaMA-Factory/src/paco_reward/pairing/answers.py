@@ -65,7 +65,10 @@ def ask(
     file = output / "work" / ("reasons.jsonl" if writes else "scores.jsonl")
     with Journal(file) as journal:
         values = {row["key"]: row["value"] for row in journal.rows}
-        open_questions = [question for question, key in keys.items() if key not in values]
+        open_questions = []
+        for question, key in keys.items():
+            if key not in values:
+                open_questions.append(question)
         errors: list[str] = []
         starts = range(0, len(open_questions), _PAIRS_AT_ONCE)
         for start in tqdm(starts, desc=what, unit_scale=_PAIRS_AT_ONCE):
@@ -165,7 +168,10 @@ def write_reasons(
         request = template.text(question=pair.question, verdict=pair.verdict)
         keys[pair] = (pair.first, pair.second, request)
     known = ask(list(keys.values()), output, judge, "reasons", writes=True)
-    answered = [(pair, known[key]) for pair, key in keys.items() if key in known]
+    answered = []
+    for pair, key in keys.items():
+        if key in known:
+            answered.append((pair, known[key]))
     counts["reasons_without_answer"] += len(keys) - len(answered)
     return _agreeing(answered, counts)
 
