@@ -20,6 +20,7 @@ SERVER_SETTINGS = {
     "proxy_headers": False,
     "server_header": False,
     "timeout_keep_alive": 75,
+    "timeout_graceful_shutdown": 15,
 }
 
 

@@ -120,13 +120,7 @@ def main() -> None:
     # A name may hold "=", a URL of ours does not.
     upstreams = dict(entry.rsplit("=", 1) for entry in arguments.upstream)
     app = build_app(upstreams, os.environ.get("VLLM_API_KEY"))
-    uvicorn.run(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        timeout_graceful_shutdown=15,
-        **SERVER_SETTINGS,
-    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, **SERVER_SETTINGS)
 
 
 if __name__ == "__main__":

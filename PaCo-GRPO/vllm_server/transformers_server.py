@@ -240,13 +240,7 @@ def serve() -> None:
     app = build_app(
         BatchWorker(scorer), arguments.served_model_name, os.environ.get("VLLM_API_KEY")
     )
-    uvicorn.run(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        timeout_graceful_shutdown=10,
-        **SERVER_SETTINGS,
-    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, **SERVER_SETTINGS)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,10 @@ def add_form_arguments(
     text = 'text before each image, {n} = its number: "<img{n}>: "; default: none'
     parser.add_argument("--image_labels", metavar="TEXT", help=text)
     parser.add_argument(
-        "--image_format", choices=IMAGE_FORMATS, help="how the judge gets images; default: png"
+        "--image_format",
+        choices=IMAGE_FORMATS,
+        default=DEFAULT_FORM.image_format,
+        help="how the judge gets images (default %(default)s)",
     )
     text = "exact: Yes and No; variants: also y and n, upper and lower case, after a space"
     parser.add_argument(
@@ -214,12 +217,7 @@ def add_form_arguments(
 
 def form_of(options: argparse.Namespace) -> RequestForm:
     """The form that a command line states. Raises ValueError."""
-    values = {}
-    for field in fields(RequestForm):
-        stated = getattr(options, field.name)
-        if stated is not None:
-            values[field.name] = stated
-    return RequestForm(**values)
+    return RequestForm(options.image_labels, options.image_format, options.answer_tokens)
 
 
 def record(questions: Sequence[Question], form: RequestForm) -> dict[str, Any]:
