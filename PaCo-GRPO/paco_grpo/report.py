@@ -130,7 +130,7 @@ class Pair(NamedTuple):
     def heading(self) -> str:
         """Its prompt set, where a run has several, and its category."""
         parts = (self.before.get("dataset"), self.before.get("category"))
-        return " · ".join(part for part in parts if part)
+        return " · ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -269,14 +269,14 @@ class Page:
 def write_report(run: RunReport, out: Path, page: Page = Page()) -> None:
     """Write the page ``out`` about ``run``."""
     highlights, others = _gallery(run, page)
-    environment = jinja2.Environment(
+    template = jinja2.Template(
+        PAGE.read_text(encoding="utf-8"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    template = environment.from_string(PAGE.read_text(encoding="utf-8"))
     with matplotlib.rc_context(PLOT):
         text = template.render(
             title=page.title or run.name,

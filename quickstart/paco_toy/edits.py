@@ -47,12 +47,6 @@ class Edit:
         """The changed panel's character."""
         return dataclasses.replace(self.characters[self.place], **{self.attribute: self.value})
 
-    def edited(self) -> tuple[world.Character, ...]:
-        """The four characters after the edit."""
-        characters = list(self.characters)
-        characters[self.place] = self.result
-        return tuple(characters)
-
     def row(self) -> dict[str, Any]:
         """Fields of a metadata row, which ``read_edits`` reads."""
         scene = [[str(c), str(v)] for c, v in zip(self.characters, self.views, strict=True)]

@@ -41,6 +41,11 @@ from paco_toy.world import (
 FOUR_VIEWS = st.permutations(range(len(VIEWS))).map(lambda order: tuple(order[:4]))
 
 
+def edited_of(edit):
+    """The four characters after the edit."""
+    return [*edit.characters[: edit.place], edit.result, *edit.characters[edit.place + 1 :]]
+
+
 def draw(characters, views=(0, 3, 6, 9), side=32, seed=0):
     rng = np.random.default_rng(seed)
     shown = [CHARACTERS[c] for c in characters]
@@ -208,7 +213,7 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
         is_held_out = CHARACTER_INDEX[edit.result] in HELD_OUT
         assert is_held_out == (category == "held-out character")
     references = [item.image for item in items]
-    edited = [to_image(render_grid(edit.edited(), edit.views, 32)) for edit in edits]
+    edited = [to_image(render_grid(edited_of(edit), edit.views, 32)) for edit in edits]
     # Every panel but the edited one shows another character in another view.
     others = []
     moved = []  # the edited panel is right, but in another view
@@ -222,8 +227,8 @@ def test_the_data_set_of_edits_and_their_rewards(tmp_path):
         others.append(to_image(render_grid(panels, views, 32)))
         views = list(edit.views)
         views[edit.place] = VIEWS[VIEWS.index(edit.views[edit.place]) - 3]
-        moved.append(to_image(render_grid(edit.edited(), views, 32)))
-        panels = list(edit.edited())
+        moved.append(to_image(render_grid(edited_of(edit), views, 32)))
+        panels = list(edited_of(edit))
         shape = SHAPES[SHAPES.index(edit.result.shape) - 1]
         panels[edit.place] = Character(edit.result.style, edit.result.colour, shape)
         reshaped.append(to_image(render_grid(panels, edit.views, 32)))
