@@ -30,7 +30,7 @@ from tiny_pipelines import (
 from paco_grpo.policies import Policy, PolicySettings, load_policy
 from paco_grpo.policies.adapters import add_lora
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.types import Item
+from paco_grpo.types import Item, Rollout
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,14 @@ def velocity_of(policy: Policy, name: str, *prompts: str, size: int = 32) -> tor
     conditioning = policy.encode(items(name, *prompts, size=(size, size)))
     latents = policy.initial_latents(range(count), size, size)
     return policy.velocity(latents, torch.full((count,), 0.6), conditioning, size, size)
+
+
+def sampled(policy: Policy, name: str, *prompts: str, num_steps: int = 3, **options) -> Rollout:
+    """A rollout of an image of each prompt; ``options`` of ``Sampling``."""
+    count = len(prompts)
+    draws = Draws(range(count), range(4, 4 + count), 32, 32)
+    conditioning = policy.encode(items(name, *prompts))
+    return rollout(policy, conditioning, draws, Sampling(num_steps, **options))
 
 
 def draw(

@@ -11,7 +11,17 @@ import pytest
 import torch
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from safetensors.torch import load_file
-from tiny_policies import FAMILIES, VARIANTS, disturb, items, load, picture, trained, velocity_of
+from tiny_policies import (
+    FAMILIES,
+    VARIANTS,
+    disturb,
+    items,
+    load,
+    picture,
+    sampled,
+    trained,
+    velocity_of,
+)
 
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.adapters import add_lora, save_diffusers
@@ -223,10 +233,8 @@ def test_longcat_counts_quoted_characters_one_by_one(tiny_folder, name):
 )
 def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
     policy = trained(name, tiny_folder(name))
-    conditioning = policy.encode(items(name, *prompts_of(name)))
-    draws = Draws(range(3), range(4, 7), 32, 32)
-    sampling = Sampling(3, (0, 1), noise_level=0.7, cps=cps)
-    result = rollout(policy, conditioning, draws, sampling)
+    noise = {"noise_steps": (0, 1), "noise_level": 0.7, "cps": cps}
+    result = sampled(policy, name, *prompts_of(name), **noise)
     wiped = [
         dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0)
         for step in result.noise_steps

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_policies import NAMES, disturb, items, load, trainable_parameters, trained
+from tiny_policies import NAMES, disturb, load, sampled, trainable_parameters, trained
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError, adapters
@@ -25,16 +25,13 @@ from paco_grpo.policies.lora import (
     reference_weights,
     using_adapter,
 )
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 BY_FORMAT = pytest.mark.parametrize("save", [save_peft, save_diffusers])
 
 
 def latents_of(policy, name="flux"):
-    conditioning = policy.encode(items(name, "a green cross"))
-    draws = Draws([0], [4], 32, 32)
-    return rollout(policy, conditioning, draws, Sampling(3)).clean_latents
+    return sampled(policy, name, "a green cross").clean_latents
 
 
 @BY_NAME

@@ -4,21 +4,20 @@ adapter.
 
 import pytest
 import torch
-from tiny_policies import NAMES, disturb, items, trained
+from tiny_policies import NAMES, disturb, sampled, trained
 
 from paco_grpo.objectives import Step, get_objective
 from paco_grpo.options import TrainOptions
 from paco_grpo.policies import lora
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout, transition
+from paco_grpo.sampling.denoise import transition
 
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 def sample(policy, name, noise_steps, **options):
-    conditioning = policy.encode(items(name, *PROMPTS))
-    sampling = Sampling(4, noise_steps, noise_level=0.7, **options)
-    return rollout(policy, conditioning, Draws(range(3), range(4, 7), 32, 32), sampling)
+    noise = {"noise_steps": noise_steps, "noise_level": 0.7}
+    return sampled(policy, name, *PROMPTS, num_steps=4, **noise, **options)
 
 
 @BY_NAME
