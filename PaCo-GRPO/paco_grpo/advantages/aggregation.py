@@ -213,14 +213,19 @@ def describe(aggregate_fn: Any) -> str | dict[str, Any] | None:
         raise ValueError(f"config.train.aggregate_fn is {error}") from error
 
 
-def uses_weights(spec: Any) -> bool:
-    """Whether ``config.train.aggregate_fn`` uses the run's weights; True where we cannot know."""
+def own_weights(spec: Any) -> Mapping[str, float] | None:
+    """What ``config.train.aggregate_fn`` uses in place of the run's weights; {}: no weights.
+
+    None: It uses the run's, or we cannot know.
+    """
     name = describe(spec)
     arguments: Mapping[str, Any] = {}
     if _is_table(name):
         arguments = name.get("arguments", {})
         name = name.get("name")
-    return name not in MEANS and arguments.get("reward_weights", {}) is not None
+    if name in MEANS:
+        return {}
+    return (arguments["reward_weights"] or {}) if "reward_weights" in arguments else None
 
 
 def _is_table(value: Any) -> bool:

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import torch
 
-from paco_grpo.advantages.aggregation import describe, uses_weights
+from paco_grpo.advantages.aggregation import describe, own_weights
 from paco_grpo.data.sets import divide, load_items, prompt_sets
 from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
@@ -21,7 +21,7 @@ from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
-from paco_grpo.rewards.registry import REWARDS
+from paco_grpo.rewards.registry import REWARDS, reward_weights
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
@@ -88,14 +88,18 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             f"test.reward_fn has {', '.join(test.reward_fn)}, and none that is trained: "
             "--config.test.reward_fn= evaluates the trained rewards"
         )
-    if not uses_weights(train.aggregate_fn):
-        for prompt_set in prompt_sets(options):
-            weights = set(filter(None, prompt_set.train.weights.values()))
-            if len(weights) > 1 or min(weights) < 0:
-                warnings.append(
-                    f"train.aggregate_fn={describe(train.aggregate_fn)} treats all rewards alike: "
-                    f"the weights {dict(prompt_set.train.weights)} do not count"
-                )
+    own = own_weights(train.aggregate_fn)
+    for prompt_set in prompt_sets(options):
+        if own is None:
+            break
+        weights = reward_weights(prompt_set.train.weights)
+        trained = {name: weight for name, weight in weights.items() if weight}
+        used = own or dict.fromkeys(trained, abs(min(trained.values())))
+        if any(used.get(name) != weight for name, weight in trained.items()):
+            warnings.append(
+                f"train.aggregate_fn={describe(train.aggregate_fn)}: "
+                f"the weights {dict(prompt_set.train.weights)} do not count"
+            )
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided

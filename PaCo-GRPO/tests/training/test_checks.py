@@ -21,6 +21,8 @@ from paco_judge.errors import UserError
 EQUAL = {"train.reward_fn": '{"consistency_score": 2, "between_images": 2, "ocr": 0}'}
 NEGATIVE = {"train.reward_fn": '{"consistency_score": -1}'}
 ALL_ONE = '{"name": "log_tame_aggregate_fn", "arguments": {"reward_weights": null}}'
+OWN = {"name": "log_tame_aggregate_fn", "arguments": {"reward_weights": {"a": 1, "b": 2.0}}}
+OWN = {"train.aggregate_fn": json.dumps(OWN)}
 TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
 
 
@@ -36,6 +38,11 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
         ({"train.aggregate_fn": '{"name": "harmonic_mean_aggregate_fn"}'} | EQUAL, None),
         ({"train.aggregate_fn": "harmonic_mean_aggregate_fn"} | NEGATIVE, "train.aggregate_fn="),
         ({"train.aggregate_fn": ALL_ONE}, "train.aggregate_fn="),
+        (OWN | {"train.reward_fn": '{"x:a": 1, "b": 2}', "test.reward_fn": ""}, None),
+        (
+            OWN | {"train.reward_fn": '{"x:a": 1, "b": 3}', "test.reward_fn": ""},
+            "train.aggregate_fn=",
+        ),
         (TURBO, None),
         (TURBO | {"train.loss_type": "nft"}, "train.loss_type='nft'"),
         (TURBO | {"train.loss_type": "dgpo", "test.num_steps": "28"}, None),
