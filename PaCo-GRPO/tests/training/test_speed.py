@@ -21,10 +21,12 @@ def make(tiny_flux_dir, tmp_path_factory):
 
 
 def test_compilation_attention_and_offloading_are_set(make):
+    torch.backends.cuda.enable_cudnn_sdp(True)
     run = build_run(
         make(speed__compile=True, speed__attention="_native_math", speed__offload_text=True)
     )
     assert run.state.policy.offloads_text_encoders
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     for block in run.state.policy.transformer.transformer_blocks:
         assert (
             block._compiled_call_impl and block.attn.processor._attention_backend == "_native_math"
