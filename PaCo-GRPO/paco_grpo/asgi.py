@@ -1,13 +1,13 @@
 """What gateway, transformers_server and reward service share: OpenAI's errors and the API key.
 
-A field of a wrong type or value is refused by FastAPI, as ``{"detail": …}`` with status 422.
+FastAPI refuses a field of a wrong type with status 422, and an unknown route with 404, both as
+``{"detail": …}``.
 """
 
 import hmac
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -49,13 +49,7 @@ async def _refuse(request: Request, error: ApiError) -> Response:
     return error.response()
 
 
-async def _unknown_route(request: Request, error: HTTPException) -> Response:
-    # Not request.url, which is built from the Host header, whatever that holds.
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-    return ApiError(message, error.status_code).response()
-
-
-EXCEPTION_HANDLERS = {ApiError: _refuse, HTTPException: _unknown_route}
+EXCEPTION_HANDLERS = {ApiError: _refuse}
 
 
 class KeyGuard:
