@@ -266,9 +266,8 @@ def download(public: PublicSet, name: str) -> Path:
         command = "; ".join(f"curl -O {url}" for url in urls)
     try:
         if not urls:
-            patterns = list(public.files)
-            snapshot = snapshot_download(public.place, repo_type="dataset", allow_patterns=patterns)
-            return Path(snapshot)
+            options = {"repo_type": "dataset", "allow_patterns": list(public.files)}
+            return Path(snapshot_download(public.place, **options))
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         for url in urls:
             with urllib.request.urlopen(url, timeout=60) as answer:

@@ -85,13 +85,10 @@ CHARACTER_INDEX = {c: i for i, c in enumerate(CHARACTERS)}
 VIEW_INDEX = {v: i for i, v in enumerate(VIEWS)}
 
 
-def _value_indices(attribute: str) -> np.ndarray:
-    values = ATTRIBUTES[attribute]
-    return np.array([values.index(getattr(c, attribute)) for c in CHARACTERS])
-
-
 # Attribute -> int (105,): which of its values each character has.
-ATTRIBUTE_VALUES = {name: _value_indices(name) for name in ATTRIBUTES}
+ATTRIBUTE_VALUES: dict[str, np.ndarray] = {}
+for _name, _values in ATTRIBUTES.items():
+    ATTRIBUTE_VALUES[_name] = np.array([_values.index(getattr(c, _name)) for c in CHARACTERS])
 # Indices into CHARACTERS, the same for every seed. Base models know all characters, but LoRA and RL
 # see only KNOWN.
 HELD_OUT = tuple(sorted(np.random.default_rng(20251204).permutation(len(CHARACTERS))[:21].tolist()))

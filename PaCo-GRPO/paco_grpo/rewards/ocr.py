@@ -69,15 +69,16 @@ def text_score(wanted: str, read: str) -> float:
 
 
 def _comparable(text: str) -> str:
-    """NFKC without case, spaces and characters that nobody sees."""
+    """NFKC without case and what nobody sees."""
     text = unicodedata.normalize("NFKC", text.translate(_ONE_FORM)).translate(_ONE_FORM)
     text = unicodedata.normalize("NFKC", text.casefold()).replace("''", '"')
-    return "".join(letter for letter in text if not (letter.isspace() or _is_invisible(letter)))
+    return "".join(filter(_is_visible, text))
 
 
-def _is_invisible(letter: str) -> bool:
-    """Marks of direction, soft hyphens, variation selectors and the like."""
-    return unicodedata.category(letter) == "Cf" or "\ufe00" <= letter <= "\ufe0f"
+def _is_visible(letter: str) -> bool:
+    """Not of spaces, marks of direction, soft hyphens, variation selectors and the like."""
+    is_mark = unicodedata.category(letter) == "Cf" or "\ufe00" <= letter <= "\ufe0f"
+    return not (is_mark or letter.isspace())
 
 
 def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:

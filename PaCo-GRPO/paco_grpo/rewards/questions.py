@@ -24,6 +24,11 @@ _GRADE = re.compile(r"Score(?: \(1-5\))?:\s*(\d+(?:\.\d+)?)")
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
+def _prefer_a_drawing(reward: ServerReward, items: Sequence[Item]) -> None:
+    """``prove`` of a ``ServerReward``: it must prefer a drawing to noise."""
+    check_order(reward)
+
+
 @dataclass(eq=False)
 class UnifiedReward(ServerReward):
     """unified_reward: mean of the grades from 1 to 5 in the model's answer, divided by 5.
@@ -37,6 +42,7 @@ class UnifiedReward(ServerReward):
 
     question: str = ""
     default_model = "UnifiedReward-2.0-qwen-7b"
+    prove = _prefer_a_drawing
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,10 +50,6 @@ class UnifiedReward(ServerReward):
             raise ValueError("question must be a text file with the model's own question")
         self.template = load_question(self.question, ("prompt",))
         self.record = record((self.template,), self.form())
-
-    def prove(self, items: Sequence[Item]) -> None:
-        """As in ``ServerReward``; it must prefer a drawing to noise."""
-        check_order(self)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0.2, 1], NaN = missing."""
@@ -75,16 +77,13 @@ class GenEval2(ServerReward):
     """
 
     default_model = "Qwen3-VL-8B-Instruct"
+    prove = _prefer_a_drawing
 
     @staticmethod
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item has no questions."""
         if not item.metadata.get("vqa_list"):
             raise ValueError(f"geneval2: item {item.item_id} has no 'vqa_list' with questions")
-
-    def prove(self, items: Sequence[Item]) -> None:
-        """As in ``ServerReward``; it must prefer a drawing to noise."""
-        check_order(self)
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""

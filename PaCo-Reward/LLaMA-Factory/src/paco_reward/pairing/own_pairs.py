@@ -10,7 +10,6 @@ FILE is .jsonl, .csv or .json, one pair in each row:
 
 import csv
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,13 +144,16 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
     else:
         rows = read_json_rows(file)
-    rows = [_by_column(row) for row in rows]
-    if unused := {name for row in rows for name in row if name not in PairRow.model_fields}:
+    table = []
+    unused: set[str] = set()
+    for row in rows:
+        if None in row:
+            raise UserError(
+                f"a row has too many cells: put quotes around texts with commas ({row})"
+            )
+        values = {name.strip().casefold(): value for name, value in row.items()}
+        unused |= values.keys() - PairRow.model_fields.keys()
+        table.append(values)
+    if unused:
         logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
-    return rows
-
-
-def _by_column(row: Mapping[str | None, Any]) -> dict[str, Any]:
-    if None in row:
-        raise UserError(f"a row has too many cells: put quotes around texts with commas ({row})")
-    return {name.strip().casefold(): value for name, value in row.items()}
+    return table
