@@ -143,6 +143,11 @@ def contradictions(options: RunOptions) -> list[str]:
             f"sample.noise_steps={sample.noise_steps}: with sample.num_steps={sample.num_steps}, "
             f"steps are 0 to {last}"
         )
+    if sample.cps and (last in sample.noise_steps or sample.noise_level > 1):
+        problems.append(
+            f"sample.cps=True: Flow-CPS has no noise at the last step, {last}, and its "
+            "sample.noise_level ends at 1"
+        )
     distinct = len(set(sample.noise_steps))
     if sample.num_noise_steps is not None and sample.num_noise_steps > distinct:
         problems.append(

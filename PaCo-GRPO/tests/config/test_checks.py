@@ -32,6 +32,9 @@ def test_named_configurations_pass():
     [
         ({"sample.noise_steps": "1,10"}, "sample.noise_steps"),
         ({"sample.num_noise_steps": "2"}, "sample.num_noise_steps"),
+        ({"sample.cps": "1", "sample.noise_steps": "8,9"}, "sample.cps"),
+        ({"sample.cps": "1", "sample.noise_level": "1.1"}, "sample.cps"),
+        ({"sample.cps": "1", "sample.noise_steps": "8", "sample.noise_level": "1"}, None),
         ({"train.reference": "start"}, "train.reference"),
         (
             {"sample.latents_per_prompt": "3", "sample.same_latent": "1"},
