@@ -293,7 +293,10 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
         counts = [item.num_references for item in items]
         problem = None
         if policy.needs_image and not min(counts):
-            problem = f"edits images, but {where} have none (prompt_fn 'geneval_image' has them)"
+            problem = (
+                f"edits images, but {where} have none: give config.prompt_fn=geneval_image, or "
+                "--image to generate.py"
+            )
         elif max(counts) and not policy.edits_images:
             problem = f"generates from text alone, but {where} have reference images"
         elif max(counts) > 1 and not policy.several_images:
