@@ -6,7 +6,7 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --prompt TEXT        what to draw; may be repeated
     --prompts_file FILE  more prompts: one a line, or a *_metadata.jsonl with sizes and images
     --image FILE         what to edit: once for all prompts, or for each prompt in their order
-    --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5
+    --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5 (one: 5,)
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
     --best 1             keep only the best image of each prompt by its score (2: the best two, …)
     --output DIR         default: generated
@@ -21,6 +21,8 @@ from pathlib import Path
 
 from paco_grpo.commands import start_logging
 from paco_judge.errors import run_command
+
+_MOST_SEEDS = 100_000  # seeds of an evaluation are larger
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,9 +56,16 @@ def main(arguments: Sequence[str]) -> int:
     return run_command(run, OSError)
 
 
-def read_seeds(text: str) -> list[int]:
-    """``8`` is the seeds 0 to 7; ``0,1,5`` are these."""
-    seeds = list(map(int, text.split(","))) if "," in text else list(range(int(text)))
-    if not seeds or min(seeds) < 0 or max(seeds) >= 2**63 or len(set(seeds)) < len(seeds):
+def read_seeds(text: str) -> Sequence[int]:
+    """``8`` is the seeds 0 to 7; ``0,1,5`` are these, and ``5,`` is one."""
+    if "," in text:
+        seeds: Sequence[int] = [int(word) for word in text.split(",") if word.strip()]
+    else:
+        seeds = range(min(int(text), 2**62))
+    if not 1 <= len(seeds) <= _MOST_SEEDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} images of each prompt are not 1 to {_MOST_SEEDS}; one seed is written {text},"
+        )
+    if min(seeds) < 0 or max(seeds) >= 2**63 or len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"{text}: seeds are different numbers from 0 to 2^63 - 1")
     return seeds

@@ -13,6 +13,7 @@ from tiny_policies import disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script, write_edits
 
 from paco_grpo.commands.drawing import items_to_draw
+from paco_grpo.commands.generate import read_seeds
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.adapters import add_lora, save_peft
@@ -21,6 +22,22 @@ from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
 
 NAME = "consistency_score"
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [("2", [0, 1]), ("7,0", [7, 0]), (f"{2**62},", [2**62]), ("3,3", None), (f"{2**63},", None)],
+)
+def test_seeds(text, seeds):
+    """A number of them, or themselves: one from eval_data.jsonl, too."""
+    if seeds is not None:
+        assert list(read_seeds(text)) == seeds
+        return
+    with pytest.raises(argparse.ArgumentTypeError, match="different"):
+        read_seeds(text)
+    for number in ("0", f"{2**63}"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"is written {number},"):
+            read_seeds(number)
 
 
 def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
