@@ -38,7 +38,7 @@ class _Row(BaseModel):
     width: int | None = Field(None, ge=1, le=_LARGEST_SIDE)
     open: bool | None = None
     category: str | None = None  # by which an evaluation groups its scores
-    criteria: dict[str, dict[str, str | None]] | None = None  # {dimension: {name: text}}
+    criteria: dict[str, dict[str, str | None] | None] | None = None  # {dimension: {name: text}}
 
 
 def make_item(
@@ -141,7 +141,7 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
-    """Columns that are texts or numbers go into an item's metadata.
+    """Columns of texts and numbers, also nested ones, go into an item's metadata.
 
     The images are never all in memory.
     """
@@ -150,7 +150,7 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
         path = folder / f"{split}.parquet"
     if not path.is_file():
         raise FileNotFoundError(f"neither {split}.arrow nor {split}.parquet is in {folder}")
-    from datasets import Dataset, Value  # seconds; only these sets need it
+    from datasets import Dataset  # seconds; only these sets need it
 
     # Of a Parquet file, a copy is kept in the cache of ``datasets``.
     read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
@@ -160,10 +160,7 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     missing = {"prompt", column} - set(names)
     if missing:
         raise UserError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(names)}")
-    plain = []
-    for name, kind in table.features.items():
-        if isinstance(kind, Value) and kind.dtype.startswith(_PLAIN):
-            plain.append(name)
+    plain = [name for name, kind in table.features.items() if _is_plain(kind)]
     rows = table.select_columns(plain).to_list()
     images = table.data.column(column)
     counts = [1] * len(rows)
@@ -180,6 +177,19 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
             references.append(partial(_image_of_row, images, number, place, what))
         items.append(make_item(number, row, where, references))
     return items
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether a column of this kind holds texts and numbers, or lists and tables of them."""
+    from datasets import Value
+
+    if isinstance(kind, dict):
+        return all(map(_is_plain, kind.values()))
+    if isinstance(kind, list):  # of datasets 3
+        return _is_plain(kind[0])
+    if hasattr(kind, "feature"):
+        return _is_plain(kind.feature)
+    return isinstance(kind, Value) and kind.dtype.startswith(_PLAIN)
 
 
 def _image_of_row(images: Any, row: int, place: int, what: str) -> Image.Image:

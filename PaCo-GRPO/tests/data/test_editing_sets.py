@@ -71,13 +71,16 @@ def test_arrow_editing(tmp_path, suffix):
         image=saved if suffix == "arrow" else pa.array(images, pa.large_binary()),
         category=pa.array(list("abcde")).dictionary_encode(),
         note=[1, 2, 3, None, 5],
+        edit_box=[[0, 0.5, 1, number / 5] for number in range(5)],
+        criteria=[{"Style": {"a": "same?"}}, *[{"Style": None}] * 4],
         day=[date(2026, 11, day) for day in range(1, 6)],
     )
     items = load_prompts(tmp_path, "test", "arrow_editing")
     found = [(item.item_id, item.prompt, item.metadata["category"]) for item in items]
     assert found == list(zip(range(5), COLORS, "abcde", strict=True))
     for item, data in zip(items, images, strict=True):
-        assert item.metadata.keys() == {"prompt", "category", "note"}
+        assert item.metadata.keys() == {"prompt", "category", "note", "edit_box", "criteria"}
+        assert item.metadata["edit_box"] == [0, 0.5, 1, item.item_id / 5]
         assert item.image.tobytes() == Image.open(io.BytesIO(data)).tobytes()
 
 
