@@ -151,10 +151,14 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     if not path.is_file():
         raise FileNotFoundError(f"neither {split}.arrow nor {split}.parquet is in {folder}")
     from datasets import Dataset  # seconds; only these sets need it
+    from datasets.exceptions import DatasetGenerationError
 
     # Of a Parquet file, a copy is kept in the cache of ``datasets``.
     read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
-    table = read(str(path))
+    try:
+        table = read(str(path))
+    except (DatasetGenerationError, ValueError) as error:
+        raise UserError(f"{path} is empty or damaged: {error.__cause__ or error}") from error
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"
     missing = {"prompt", column} - set(names)

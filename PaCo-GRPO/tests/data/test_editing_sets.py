@@ -97,6 +97,15 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, columns, named):
         _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
 
 
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_a_table_without_rows_is_named(tmp_path, suffix):
+    write(
+        tmp_path / f"train.{suffix}", prompt=pa.array([], pa.string()), image=pa.array([], "binary")
+    )
+    with pytest.raises(UserError, match="train"):
+        load_prompts(tmp_path, "train", "arrow_editing")
+
+
 def test_several_images_keep_their_order_and_are_read_when_they_are_used(tmp_path, monkeypatch):
     write_jsonl(
         tmp_path,
