@@ -6,9 +6,10 @@ from both. dlib finds and compares faces; its weights are in the package ``face_
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -83,7 +84,18 @@ def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED
     return score
 
 
-kept_pixels.check_item = lambda item, kwargs: check_references(item, "kept_pixels")
+def _check_box(item: Item, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError: The item has no reference image, or a box in pixels."""
+    check_references(item, "kept_pixels")
+    left, top, right, bottom = item.metadata.get("edit_box") or (0, 0, 1, 1)
+    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+        raise ValueError(
+            f"kept_pixels: item {item.item_id} has edit_box={item.metadata['edit_box']}, not "
+            "[left, top, right, bottom] in shares of width and height"
+        )
+
+
+kept_pixels.check_item = _check_box
 face_likeness.check_item = lambda item, kwargs: check_references(item, "face_likeness")
 
 

@@ -141,8 +141,11 @@ def test_kept_pixels_are_counted_outside_the_edit_and_a_copy_keeps_none():
     images, rows, expected = zip(*cases, strict=True)
     items = [Item(0, "edit", metadata=row, references=(PHOTO,)) for row in rows]
     assert built("kept_pixels")(images, items) == pytest.approx(expected)
-    with pytest.raises(UserError, match="kept_pixels"):
-        built("kept_pixels").check_items([Item(0, "no reference")])
+    built("kept_pixels").check_items(items)
+    in_pixels = Item(0, "edit", metadata={"edit_box": [0, 0, 25, 60]}, references=(PHOTO,))
+    for bad in (Item(0, "no reference"), in_pixels):
+        with pytest.raises(UserError, match="kept_pixels"):
+            built("kept_pixels").check_items([bad])
 
 
 def test_likeness_is_of_the_largest_face_of_each_reference(packages, monkeypatch):
