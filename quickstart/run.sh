@@ -50,7 +50,7 @@ if stage world 1 "World: render prompts and grids, build the judge's pairs"; the
     finish
 fi
 
-if stage judge 6 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
+if stage judge 5 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
     rm -rf "$out/judge" "$out/judge_lora"
     accuracy=(
         paco-reward accuracy --model "$toy/models/judge"
@@ -93,7 +93,7 @@ else
     finish
 fi
 
-if stage rl 6 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
+if stage rl 5 "RL: PaCo-GRPO trains FLUX at 64 px, evaluated at 128 px"; then
     run PaCo-GRPO 5-rl bash scripts/single_node/train_flux.sh toy_t2is_nft \
         "--config.seed=$seed" \
         "--config.save_dir=$toy/out/runs" \
