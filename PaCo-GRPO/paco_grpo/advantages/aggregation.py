@@ -225,7 +225,9 @@ def own_weights(spec: Any) -> Mapping[str, float] | None:
         name = name.get("name")
     if name in MEANS:
         return {}
-    return (arguments["reward_weights"] or {}) if "reward_weights" in arguments else None
+    if "reward_weights" not in arguments:
+        return None
+    return arguments["reward_weights"] or {}
 
 
 def _is_table(value: Any) -> bool:
