@@ -47,7 +47,7 @@ CRITERIA = {  # of the benchmark
 }
 PANEL_SIDES = (16, 32, 64)  # of grids of 32, 64 and 128 px
 DEPARTURES = 0.25  # share of panels that do not show their grid's character
-PROMPTS = {"train": 480, "test": 84}  # about 5400 and 930 pairs
+PROMPTS = {"train": 444, "test": 84}  # about 5000 and 930 pairs
 THEMES = ("full", "open", "none")
 TRAIN = "toy_pairs_cot_train"
 # Test sets of equal size: one for each kind of theme, and one whose No pairs have a broken panel.
@@ -342,7 +342,9 @@ def finish(out: Path, data: Path, seed: int) -> None:
                     _break_panels(pair, panels, rng)
                 sets[target].append(pair)
 
+    rng = np.random.default_rng([seed, 51])
     for name, pairs in sets.items():
+        rng.shuffle(pairs)  # else all Yes come first
         write_json(data / f"{name}.json", pairs)
     file = data / "dataset_info.json"
     entry = read_json(file)[TRAIN]

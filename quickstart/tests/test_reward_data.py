@@ -82,6 +82,15 @@ def test_training_shows_training_characters_only_and_tests_name_held_out_ones(se
     assert named <= {CHARACTERS[number] for number in HELD_OUT}
 
 
+@pytest.mark.parametrize("name", [TRAIN, *TESTS])
+def test_the_first_rows_have_both_answers_and_kinds_of_both(sets, name):
+    pairs = sets[name]
+    some = pairs[: len(pairs) // 4]  # as with max_samples
+    share = sum(pair.answer.startswith("Yes") for pair in some) / len(some)
+    assert 0.25 < share < 0.75
+    assert set(map(kind_of, some)) == set(map(kind_of, pairs))
+
+
 def test_full_open_and_missing_themes_come_in_equal_parts(sets):
     assert len({len(sets[name]) for name in TESTS}) == 1
     kinds = [set(map(kind_of, sets[name])) for name in TESTS]

@@ -49,7 +49,7 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(clone):
     assert min(change["valid"], change["distinct"]) >= -0.05
     assert policy["after"]["choice"] >= 0.75 * policy["before"]["choice"]
     assert set(summary["stage_seconds"]) == {"world", "judge", "rank", "server", "rl"}
-    assert summary["minutes"] <= 20  # 15 are promised; a busy machine gets some air
+    assert summary["minutes"] <= 20  # ten are promised; a busy machine gets some air
     assert (out / "report.html").read_text().count("<figure>") == 2 * 8  # before and after
 
 
