@@ -94,17 +94,20 @@ def prompt_sets(options: RunOptions) -> list[PromptSet]:
 
 
 def reward_arguments(options: RunOptions, name: str) -> dict[str, Any]:
-    """The training arguments of a reward outside of its prompt set.
+    """The arguments of a reward outside of its prompt set.
 
-    Raises ConfigError: Two prompt sets give it others.
+    Those of training; of the evaluation where it is not trained on. Raises ConfigError: Two prompt
+    sets give it others.
     """
-    tables = [prompt_set.train.kwargs for prompt_set in prompt_sets(options)]
-    arguments = [kwargs[name] for kwargs in tables if name in kwargs]
-    if not arguments:
-        return dict(options.train.reward_fn_kwargs.get(name, {}))
-    if any(other != arguments[0] for other in arguments):
-        raise ConfigError(f"config.datasets have different reward_fn_kwargs of {name}")
-    return dict(arguments[0])
+    sets = prompt_sets(options)
+    for tables in ([of_set.train for of_set in sets], [of_set.test for of_set in sets]):
+        arguments = [table.kwargs[name] for table in tables if name in table.kwargs]
+        if any(other != arguments[0] for other in arguments):
+            raise ConfigError(f"config.datasets have different reward_fn_kwargs of {name}")
+        if arguments:
+            return dict(arguments[0])
+    of_run = options.train.reward_fn_kwargs | options.test.reward_fn_kwargs
+    return dict(of_run.get(name, {}))
 
 
 def has_references(options: RunOptions) -> bool:

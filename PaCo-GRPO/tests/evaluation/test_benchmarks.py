@@ -29,6 +29,17 @@ def test_interval_agrees_with_the_normal_one_where_that_holds():
     assert measured.high == pytest.approx(measured.mean + half, abs=0.05 * half)
 
 
+def test_interval_of_skewed_values_is_of_percentiles():
+    """It reaches farther to the side of their tail, unlike a reflected one."""
+    rng = np.random.default_rng(0)
+    values = rng.exponential(size=20) ** 2
+    means = rng.choice(values, size=(20_000, 20)).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    measured = interval(values)
+    assert (measured.low, measured.high) == pytest.approx((low, high), abs=0.05)
+    assert high - values.mean() > values.mean() - low + 1
+
+
 def test_few_prompts_have_no_interval():
     values = np.linspace(0.1, 0.9, 10)
     few = interval(values[:9])

@@ -55,9 +55,12 @@ def test_trained_rewards_against_evaluation_only_ones():
     first = evaluation(0.03, judge=0.4, oracle=0.0)
     hacked = evaluation(0.04, judge=0.8, oracle=-0.3)
     good = evaluation(0.04, judge=0.8, oracle=0.2)
-    (finding,) = judge_evaluation([first, hacked], ["judge"])
-    assert finding.sign == "eval/oracle_mean"
-    assert "6.0" in finding.message  # standard errors of both evaluations
+    half_way = evaluation(0.05, judge=0.6, oracle=-0.15)  # nor does the last step say enough
+    assert judge_evaluation([half_way, hacked], ["judge"]) == []
+    for rows in ([first, hacked], [first, half_way, hacked]):
+        (finding,) = judge_evaluation(rows, ["judge"])
+        assert finding.sign == "eval/oracle_mean"
+        assert "6.0" in finding.message  # standard errors of both evaluations
     assert judge_evaluation([first, good], ["judge"]) == []
     assert judge_evaluation([first, hacked], ["judge", "oracle"]) == []
     assert judge_evaluation([first], ["judge"]) == []

@@ -22,7 +22,7 @@ SIDE = 64  # FLUX.2's pipelines take no smaller reference
 def options_for(name, folder):
     return RunOptions(
         pretrained=PretrainedOptions(model=str(folder)),
-        train=TrainOptions(max_sequence_length=20),
+        train=TrainOptions(max_sequence_length=20, resolution=48),
         test=TestOptions(resolution=SIDE, num_steps=3),
         prompt_fn="geneval_image" if FAMILIES[name].references else "geneval",
         run_name="fox",
@@ -59,7 +59,7 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     photo = picture(5, 2 * SIDE, 2 * SIDE)
     photo.save("photo.png")
 
-    assert "20 text tokens" in (folder / "README.md").read_text()
+    assert "for 2 epochs at 48 px and 20 text tokens" in (folder / "README.md").read_text()
     code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
     exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
 

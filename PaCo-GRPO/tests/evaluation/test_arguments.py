@@ -1,0 +1,107 @@
+"""The arguments of a reward reach it by every road: those of a run, of a prompt set, of one that is
+only evaluated, and of a judge at another address.
+"""
+
+import json
+
+import pytest
+from fakes import fake_judge
+from tiny_run import load_script, tiny_options, write_prompts
+
+from paco_grpo.commands.compare import BENCHMARKS, measuring, options_for
+from paco_grpo.data.sets import prompt_sets, reward_arguments
+from paco_grpo.options import ConfigError, options_to_yaml
+from paco_judge.files import read_json_lines
+
+NAME = "consistency_score"
+SAID = "reward_factories:said"
+CONSTANT = "reward_factories:factory"
+GRAY = "reward_factories:of_set"
+BRIGHT = "tiny_run:brightness"
+
+
+@pytest.fixture(scope="module")
+def sets(tiny_flux_dir, tmp_path_factory):
+    """Options of a run on two prompt sets, with arguments in every place that may have some."""
+    folder = tmp_path_factory.mktemp("sets")
+    prompts = str(write_prompts(folder / "prompts", test=2))
+    judge = {"model": "mine", "question": "criteria", "image_labels": "Image {n}:", "port": 1}
+    trained = {
+        "folder": prompts,
+        "reward_fn": {CONSTANT: 1.0},
+        "reward_fn_kwargs": {CONSTANT: {"scale": 3.0}},
+    }
+    evaluated = {
+        "folder": prompts,
+        "test_reward_fn": {GRAY: 1.0, NAME: 0.5},
+        "reward_fn_kwargs": {GRAY: {"begins": "", "factor": 7.0}, NAME: judge},
+    }
+    return tiny_options(
+        tiny_flux_dir,
+        folder,
+        dataset="",
+        datasets=json.dumps({"a": trained, "b": evaluated}),
+        train__reward_fn={BRIGHT: 2.0},
+        train__reward_fn_kwargs={BRIGHT: {"scale": 5.0}, SAID: {"value": 11.0}},
+        test__reward_fn_kwargs={SAID: {"value": 13.0}},
+        test__num_images=1,
+    )
+
+
+def test_a_benchmark_asks_with_the_arguments_of_the_run(sets, tmp_path, monkeypatch):
+    rewards = (SAID, GRAY, CONSTANT, BRIGHT)
+    monkeypatch.setitem(BENCHMARKS, "mine", ("nowhere", "geneval", rewards))
+    write_prompts(tmp_path / "of benchmark", test=3)
+    (tmp_path / "saved.yaml").write_text(options_to_yaml(sets))
+    command = ["--config", f"{tmp_path}/saved.yaml", "--output", str(tmp_path / "out")]
+    command += ["--benchmarks", f"mine={tmp_path}/of benchmark"]
+    assert load_script("evaluate").main(command) == 0
+    rows = read_json_lines(tmp_path / "out" / "mine" / "eval_data.jsonl")
+    assert len(rows) == 3
+    identity = json.loads((tmp_path / "out" / "mine" / "evaluation.json").read_text())
+    arguments = {name: kwargs for name, (kwargs, _) in identity["rewards"].items()}
+    assert arguments == {
+        "said": {"value": 13},
+        "of_set": {"begins": "", "factor": 7},
+        "factory": {"scale": 3},
+        "brightness": {"scale": 5},
+    }
+    for row in rows:
+        assert (row["rewards"]["said"], row["rewards"]["factory"]) == (13, 3)
+
+
+def test_w_and_b_are_asked_with_the_arguments_of_the_sets_judge(sets):
+    options = measuring(options_for(sets, "t2is=elsewhere"), 4)
+    (prompt_set,) = prompt_sets(options)
+    kwargs = prompt_set.test.kwargs
+    assert kwargs["between_images"] == kwargs[NAME] == reward_arguments(sets, NAME)
+    assert kwargs[NAME]["model"] == "mine"
+
+
+def test_images_are_judged_with_the_arguments_of_the_sets_judge(sets, tmp_path):
+    """But at the address that the command gives."""
+    criteria = {"style": {"line": "thin lines"}, "logic": {"order": "a then b"}}
+    row = {"prompt": "1x2 grid. [LEFT]: a. [RIGHT]: b.", "criteria": criteria}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "saved.yaml").write_text(options_to_yaml(sets))
+    command = ["--config", f"{tmp_path}/saved.yaml", "--output", str(tmp_path / "out")]
+    command += ["--prompts_file", str(tmp_path / "rows.jsonl"), "--seeds", "1"]
+    with fake_judge.FakeJudge(models=("other", "mine")) as judge:
+        assert load_script("generate").main([*command, "--judge", judge.url]) == 0
+    asked = [json.dumps(request["messages"]) for request in judge.requests]
+    assert len(asked) == 3 and {request["model"] for request in judge.requests} == {"mine"}
+    assert all("Image 1:" in text for text in asked)
+    assert "thin lines" in asked[1] and "a then b" in asked[2]
+
+
+def test_arguments_that_differ_between_sets_are_refused(sets, tiny_flux_dir, tmp_path):
+    datasets = {"a": {"folder": "x", "test_reward_fn": {SAID: 1.0}}}
+    for name, value in (("b", 17.0), ("c", 19.0)):
+        of_set = {"reward_fn": {SAID: 1.0}, "reward_fn_kwargs": {SAID: {"value": value}}}
+        datasets[name] = {"folder": "x", **of_set}
+    options = tiny_options(tiny_flux_dir, tmp_path, dataset="", datasets=json.dumps(datasets))
+    with pytest.raises(ConfigError, match=SAID):
+        reward_arguments(options, SAID)
+    del datasets["c"]
+    options = tiny_options(tiny_flux_dir, tmp_path, dataset="", datasets=json.dumps(datasets))
+    assert reward_arguments(options, SAID) == {"value": 17.0}  # of training, where it has some
