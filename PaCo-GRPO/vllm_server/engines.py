@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from paco_judge.errors import UserError
 from paco_judge.weights import PROCESSOR_FILES, image_limits, local_folder
@@ -28,8 +36,14 @@ def split_list(value: str) -> list[str]:
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def _without_brackets(host: str) -> str:
+    """An address of IPv6, which only URLs have in brackets."""
+    return host.removeprefix("[").removesuffix("]")
+
+
 _List = Annotated[tuple[str, ...], BeforeValidator(split_list)]
 _Words = Annotated[tuple[str, ...], BeforeValidator(shlex.split)]
+_Host = Annotated[str, AfterValidator(_without_brackets)]
 
 
 class LaunchSettings(BaseModel):
@@ -40,7 +54,7 @@ class LaunchSettings(BaseModel):
 
     paths: _List = Field(alias="VLLM_MODEL_PATHS", min_length=1)
     names: _List = Field((), alias="VLLM_MODEL_NAMES")
-    host: str = Field("127.0.0.1", alias="VLLM_HOST")
+    host: _Host = Field("127.0.0.1", alias="VLLM_HOST")
     port: int = Field(8000, alias="VLLM_PORT", ge=1, le=65535)
     # It is sent in a header.
     api_key: str | None = Field(None, alias="VLLM_API_KEY", pattern=r"^[!-~]+$")
@@ -62,7 +76,11 @@ class LaunchSettings(BaseModel):
         try:
             return cls.model_validate(variables)
         except ValidationError as error:
-            raise UserError(str(error)) from error
+            problems = []
+            for problem in error.errors(include_input=False):
+                words = [*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")]
+                problems.append(": ".join(words))
+            raise UserError("; ".join(problems)) from error
 
     @model_validator(mode="after")
     def _check(self) -> "LaunchSettings":

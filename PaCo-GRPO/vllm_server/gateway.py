@@ -9,6 +9,7 @@ If VLLM_API_KEY is set, this key is needed on every route except /health, and pa
 import argparse
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,8 @@ from starlette.background import BackgroundTask
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
 
+# A server may resolve "..", also as %2e%2e, and then serves more than what is below /v1.
+_ROUTE = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 _HEADERS = ("authorization", "content-type", "x-request-id")  # that pass in both directions
 # An answer begins when the engine has worked on all requests before it; clients have deadlines of
 # their own.
@@ -79,6 +82,8 @@ def build_app(
 
     @app.post("/v1/{path:path}")
     async def forward(request: Request, path: str) -> Response:
+        if not _ROUTE.fullmatch(path):
+            raise ApiError(f"there is no route {path[:200]!r} below /v1", 404)
         body = await request.body()
         try:
             model = str(json.loads(body)["model"])

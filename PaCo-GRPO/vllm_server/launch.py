@@ -169,7 +169,8 @@ def _gateway_server(settings: LaunchSettings, engines: Sequence[Server]) -> Serv
 
 
 def _local_url(host: str, port: int) -> str:
-    return f"http://{_LOOPBACK if host == '0.0.0.0' else host}:{port}"
+    of_all_addresses = {"0.0.0.0": _LOOPBACK, "::": "::1"}
+    return transport.url_of(of_all_addresses.get(host, host), port)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.subfigures import grid_of
+from paco_judge import transport
 from paco_judge.client import JudgeClient
 from paco_judge.grid import index_pairs, split_image, split_prompt
 from paco_judge.questions import Pair, Question, RequestForm, load_question, record
@@ -58,7 +59,7 @@ class ServerReward:
             raise ValueError(
                 f"base_url={self.base_url!r} excludes host={self.host!r} and port={self.port!r}"
             )
-        address = f"http://{self.host or '127.0.0.1'}:{self.port or 8000}"
+        address = transport.url_of(self.host or "127.0.0.1", self.port or 8000)
         self.client = JudgeClient(
             self.base_url or address,
             self.model or self.default_model,

@@ -193,6 +193,8 @@ def test_a_users_wording_and_form(judge, tmp_path):
 def test_host_and_port_in_place_of_the_address(judge):
     for place in ({"port": judge.port}, {"port": judge.port, "host": "127.0.0.1"}):
         ConsistencyScore(**place).check()
+    on_ipv6 = ConsistencyScore(host="fe80::3", port=8123).client
+    assert on_ipv6.base_url == "http://[fe80::3]:8123"
     with pytest.raises(ValueError, match="base_url=.*port="):
         ConsistencyScore(judge.url, port=8000)
 

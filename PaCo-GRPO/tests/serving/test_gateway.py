@@ -96,6 +96,30 @@ async def test_what_cannot_be_answered_is_an_error_in_openais_format(content, st
         assert len(sent) == num_sent
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "%2e%2e/shutdown",
+        "..%2fshutdown",
+        "%252e%252e/shutdown",
+        "chat/%2e%2e/%2e%2e/shutdown",
+        "%2fshutdown",
+        "..%5cshutdown",
+        "chat%3f/completions",
+        "",
+    ],
+)
+async def test_only_routes_of_the_api_reach_a_server(path):
+    """What vLLM serves beside /v1 ends it, or lets it sleep."""
+    life, http, sent = gateway()
+    async with life, http:
+        for url in (f"/v1/{path}", f"/v1%2f{path}", f"//v1/{path}"):
+            answer = await http.post(url, json={"model": "B"})
+            assert answer.status_code in (404, 405)
+            assert (await http.get(url)).status_code in (404, 405)
+        assert not sent
+
+
 async def test_the_key_is_checked_and_passed_on():
     life, http, sent = gateway(api_key="secret")
     async with life, http:

@@ -8,7 +8,7 @@ import pytest
 from serving_tools import VLLM_PYTHON, option
 
 from paco_judge.errors import UserError
-from vllm_server import engines, launch
+from vllm_server import engines, launch, servers
 from vllm_server.engines import Engine, LaunchSettings, process_environment
 
 COMMON = (
@@ -107,12 +107,32 @@ def test_two_models_behind_a_gateway_share_the_gpus(planned, two, gpus, expected
         "VLLM_MODEL_PATHS=.",
         "VLLM_MODEL_PATHS=model,model VLLM_MODEL_NAMES=a,a",
         "VLLM_HOST=0.0.0.0",
+        "VLLM_HOST=::",
+        "VLLM_PORT=0 VLLM_TP=two",
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(planned, variables):
     names = [word.partition("=")[0] for word in shlex.split(variables)]
-    with pytest.raises(UserError, match="|".join(names)):
+    with pytest.raises(UserError, match="|".join(names)) as caught:
         planned(variables)
+    assert "pydantic" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("label", ["a/b", "..", "/a"])
+def test_a_label_is_the_name_of_a_folder(label, tmp_path):
+    with pytest.raises(UserError, match=f"VLLM_LABEL={label} "):
+        servers.label_folder({"VLLM_LABEL": label, "PACO_RUNTIME_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("host", "listens", "url"),
+    [("::1", "::1", "[::1]"), ("[::1]", "::1", "[::1]"), ("::", "::", "[::1]")],
+)
+def test_a_judge_may_listen_on_ipv6(planned, host, listens, url):
+    for key in {"", "k"} - {"" if host == "::" else "k"}:
+        front, *_ = planned("", VLLM_HOST=host, VLLM_API_KEY=key)
+        assert option(front.command, "--host") == listens
+        assert front.url == f"http://{url}:8123"
 
 
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(planned):

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 5.0  # between two attempts
-_down_since: dict[str, float] = {}  # by URL: the first failure of a server since its last answer
 _start_lock = threading.Lock()
 _exit_probe = ThreadPoolExecutor(1)
 
@@ -64,6 +63,11 @@ def run(coroutine: Coroutine) -> Any:
     return future.result()
 
 
+def url_of(host: str, port: int) -> str:
+    """The address of a server; one of IPv6 stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def json_headers(api_key: str | None) -> dict[str, str]:
     """A request's headers, the key as a bearer token."""
     headers = {"content-type": "application/json"}
@@ -81,16 +85,15 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
     """Post until there is an answer or a permanent error, or until the deadline. Raises NoAnswer.
 
     Without a connection, and after 429 and 5xx, it is repeated with growing pauses. A request that
-    the server fails on (500) gives up after six seconds, because some fail always. Once a server
-    has been down for as long as a request may take, the request is tried once: else the calls of an
-    epoch would wait for hours, one deadline after the other.
+    the server fails on (500) gives up after six seconds, because some fail always.
     """
     start = time.monotonic()
     pause_s = 0.1
+    failure: NoAnswer | None = None
     while True:
         try:
             answer = await request("POST", url, headers, deadline, body)
-            if _down_since.pop(url, None):
+            if failure is not None:  # it is back, and its next outage is logged again
                 _warn_once.cache_clear()
             return answer
         except NoAnswer as error:
@@ -101,11 +104,8 @@ async def post(url: str, headers: dict[str, str], body: bytes, deadline: float) 
             raise failure
         wait_s = pause_s * random.uniform(0.5, 1.5)
         now = time.monotonic()
-        silent_s = now - min(start, _down_since.get(url, start))
-        if silent_s + wait_s >= deadline - start:
-            raise NoAnswer(f"gave up after {silent_s:.0f} s without an answer; last: {failure}")
-        if status is None or status > 500:  # 429 and 500 are of a server that is not down
-            _down_since.setdefault(url, now)
+        if now + wait_s >= deadline:
+            raise NoAnswer(f"gave up after {now - start:.0f} s without an answer; last: {failure}")
         _warn_once(url, status)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         await asyncio.sleep(wait_s)

@@ -128,31 +128,21 @@ def test_the_form_says_which_tokens_count():
     assert p_yes == [None, pytest.approx(0.8)]
 
 
-def test_an_outage_is_waited_for_once_and_not_by_every_call():
-    with FakeJudge() as judge:
-        scorer = client(judge, deadline_s=2.0)
-        scorer.check()
-    seconds = []
-    for _ in range(2):
-        start = time.monotonic()
-        assert not any(verdict.ok for verdict in scorer.score([PAIR] * 8))
-        seconds.append(time.monotonic() - start)
-    assert seconds[1] < 1.0 < seconds[0]
-    with FakeJudge(port=judge.port):
-        assert all(verdict.ok for verdict in scorer.score([PAIR] * 8)), "it is back"
-    start = time.monotonic()
-    scorer.score([PAIR])
-    assert time.monotonic() - start > 1.0, "the next outage is waited for again"
+def test_a_dead_model_costs_another_model_of_the_same_gateway_nothing(monkeypatch):
+    """Both have one address."""
+    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.1)
 
+    def respond(number, request):
+        if request["model"] == "dead":
+            return 502, {}, {}
+        return (503, {}, {}) if number % 2 else (200, answer(0.6), {})
 
-def test_one_late_answer_is_no_outage():
-    def respond(number, _):
-        time.sleep(0.5 * (number == 1))
-        return (503, {}, {}) if number == 2 else (200, answer(0.6), {})
-
-    with FakeJudge(respond) as judge:
-        assert not client(judge, deadline_s=0.2).score([PAIR])[0].ok
-        assert client(judge).score([PAIR])[0].ok, "a 503 is retried"
+    with FakeJudge(respond, models=("dead", "healthy")) as judge:
+        (verdict,) = client(judge, deadline_s=1.0).score([PAIR])
+        assert "gave up after" in verdict.error and "HTTP 502" in verdict.error
+        judge.requests += [{}] * (len(judge.requests) % 2)
+        (verdict,) = client(judge, model="healthy", deadline_s=0.8).score([PAIR])
+        assert verdict.p_yes == pytest.approx(0.6)
 
 
 def test_the_model_is_looked_up_whatever_its_case(caplog):
