@@ -6,7 +6,9 @@ Scores: test_bench_road.py.
 import datasets
 import pandas as pd
 from bench_tools import EVALUATION, ContentJudge, edit_lines
+from pairing_tools import read_lines, write_lines
 
+from paco_eval import edit
 from paco_eval import vc as vc_reward
 from paco_eval.benchmark import as_text
 from paco_eval.edit import (
@@ -49,6 +51,36 @@ def test_tables_by_hand():
     columns = [f"overall: {name}" for name in ("pairs", "strict", "lenient")]
     assert tasks.loc["text_change", columns].tolist() == [2, 0, 0.5]
     assert tasks["consistency: pairs"].tolist() == [0, 0, 0, 1]
+
+
+def test_results_of_the_authors_script_are_in_the_tables(edits, tmp_path, capsys):
+    """The same scores in its form, a file for each task type and dimension, give the same rows."""
+    assert edits(ContentJudge()) == 0
+    results = edits.file.parent
+    theirs = results / "Other" / "backbone"
+    for row in edits.rows:
+        file = theirs / row["task_type"] / f"{row['dimension']}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        known = read_lines(file) if file.exists() else []
+        write_lines(file, [*known, {"key": row["key"], "idx": 0, "score": row["scores"]}])
+    (results / "Other" / ".cache").mkdir()
+    write_lines(results / "Other" / ".cache" / "backbone_x.jsonl", [{"key": "k", "result": {}}])
+
+    def table(model, folder, *options):
+        command = ["--result_dir", str(folder), "--output", str(tmp_path / "table")]
+        assert edit.tables_main([*command, *options]) == 0
+        lines = (tmp_path / "table.txt").read_text().splitlines()
+        return [line.split()[1:] for line in lines if line.split()[:1] == [model]]
+
+    ours = table("judge", results)
+    assert len(ours) > 6 and table("Other/backbone", results) == ours
+    assert table("backbone", results / "Other", "--backbone", "backbone") == ours
+    assert table("backbone", theirs) == ours
+    capsys.readouterr()
+    write_lines(file, [*read_lines(file), {"key": ["a", "b"], "result": 1}])
+    assert edit.tables_main(["--results_dir", str(results)]) == 1
+    message = capsys.readouterr().err
+    assert f"{file} row {len(read_lines(file))}" in message and message.count("\n") == 1
 
 
 def test_one_question_decides_every_dimension(edits):

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from PIL import Image
 from pyarrow import compute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import UnreadableImage, read_image
 
 _LARGEST_SIDE = 1 << 16  # pixels
+_FILE_FORMAT = b"ARROW1"  # the first bytes of Arrow's file format
 # Columns of a table that an item's metadata have: texts and numbers. Polars writes large ones.
 _PLAIN = ("string", "large_string", "bool", "int", "uint", "float")
 
@@ -153,11 +155,12 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
     from datasets import Dataset  # seconds; only these sets need it
     from datasets.exceptions import DatasetGenerationError
 
-    # Of a Parquet file, a copy is kept in the cache of ``datasets``.
-    read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_file
     try:
-        table = read(str(path))
-    except (DatasetGenerationError, ValueError) as error:
+        if path.suffix == ".parquet":
+            table = Dataset.from_parquet(str(path))  # keeps a copy in the cache of ``datasets``
+        else:
+            table = Dataset(_read_arrow(path))
+    except (DatasetGenerationError, pa.ArrowException, ValueError, OSError) as error:
         raise UserError(f"{path} is empty or damaged: {error.__cause__ or error}") from error
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"
@@ -181,6 +184,19 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
             references.append(partial(_image_of_row, images, number, place, what))
         items.append(make_item(number, row, where, references))
     return items
+
+
+def _read_arrow(path: Path) -> pa.Table:
+    """A table in Arrow's stream format, as ``datasets`` saves it, or in its file format.
+
+    Unless it is compressed, its images stay on the disk. Raises ArrowException, ValueError, OSError.
+    """
+    with path.open("rb") as file:
+        is_file_format = file.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+    read = pa.ipc.open_file if is_file_format else pa.ipc.open_stream
+    table = read(pa.memory_map(str(path))).read_all()
+    table.validate(full=True)  # a wrong offset could end the process
+    return table
 
 
 def _is_plain(kind: Any) -> bool:

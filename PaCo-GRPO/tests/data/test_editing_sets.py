@@ -36,13 +36,16 @@ def write_jsonl(folder, *rows):
     return folder
 
 
-def write(path, **columns):
+def write(path, form="stream", **columns):
     data = pa.table(columns)
     if path.suffix == ".parquet":
         pq.write_table(data, path, row_group_size=2)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, data.schema) as writer:
-            writer.write_table(data, max_chunksize=2)
+        return
+    new, _, compression = form.partition(" ")
+    new = pa.ipc.new_file if new == "file" else pa.ipc.new_stream
+    options = pa.ipc.IpcWriteOptions(compression=compression or None)
+    with pa.OSFile(str(path), "wb") as sink, new(sink, data.schema, options=options) as writer:
+        writer.write_table(data, max_chunksize=2)
 
 
 def corner(image):
@@ -60,15 +63,17 @@ def test_geneval_image(tmp_path, name):
         _ = [item.image for item in load_prompts(tmp_path, "train", "geneval_image")]
 
 
-@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
-def test_arrow_editing(tmp_path, suffix):
+@pytest.mark.parametrize("form", ["stream", "file", "stream zstd", "file lz4", "parquet"])
+def test_arrow_editing(tmp_path, form):
     """Images as ``datasets`` saves them, or as bytes, which Polars calls large."""
+    suffix = "parquet" if form == "parquet" else "arrow"
     images = [encoded(color) for color in COLORS]
     saved = [{"bytes": data, "path": None} for data in images]
     write(
         tmp_path / f"test.{suffix}",
+        form,
         prompt=pa.array(COLORS, pa.large_string()),
-        image=saved if suffix == "arrow" else pa.array(images, pa.large_binary()),
+        image=saved if form.startswith("stream") else pa.array(images, pa.large_binary()),
         category=pa.array(list("abcde")).dictionary_encode(),
         note=[1, 2, 3, None, 5],
         edit_box=[[0, 0.5, 1, number / 5] for number in range(5)],
@@ -95,6 +100,23 @@ def test_arrow_errors_name_file_row_and_field(tmp_path, columns, named):
     write(tmp_path / "train.arrow", **columns)
     with pytest.raises(UserError, match=rf"train.arrow: {named}"):
         _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
+
+
+@pytest.mark.parametrize("form", ["stream", "file", "stream zstd", "file lz4"])
+def test_a_damaged_table_is_named(tmp_path, form):
+    """Empty, cut anywhere, or with bytes in the middle that are not its own."""
+    file = tmp_path / "train.arrow"
+    columns = {"prompt": [f"{n} more" for n in range(40)], "image": [RED] * 40}
+    write(file, form, **columns)
+    whole = file.read_bytes()
+    damaged = [b"", whole[:4], whole[: len(whole) // 3], whole[: len(whole) // 2 + 3], b"x" * 999]
+    middle = len(whole) // 2
+    damaged.append(whole[:middle] + b"\xff" * 200 + whole[middle + 200 :])
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="train.arrow") as error:
+            _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])

@@ -284,22 +284,42 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def read_results(results_dir: Path, columns: Callable[[Row], Row]) -> pd.DataFrame:
+def read_results(
+    results_dir: Path, columns: Callable[[Row], Row], others: Sequence[Row] = ()
+) -> pd.DataFrame:
     """The rows of a folder's results files.
 
     Args:
         results_dir: With ``*.jsonl``.
         columns: The columns of the table, from a row. ``model``, the file's name, is added.
+        others: Further rows of the table.
+
+    Raises:
+        UserError: There are none, or a file holds something else.
     """
     rows = []
     for file in sorted(results_dir.glob("*.jsonl")):
-        for row in read_json_lines(file):
-            rows.append({"model": file.stem} | columns(row))
+        rows += rows_of(file, file.stem, columns)
+    rows += others
     if not rows:
         raise UserError(
             f"no results (*.jsonl) in {results_dir}: run the benchmark, which says why items have none"
         )
     return pd.DataFrame(rows)
+
+
+def rows_of(file: Path, model: str, columns: Callable[[Row], Row]) -> list[Row]:
+    """The rows of one results file, see ``read_results``. Raises UserError."""
+    rows = []
+    for number, row in enumerate(read_json_lines(file), start=1):
+        try:
+            rows.append({"model": model} | columns(row))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{file} row {number} is no result of this benchmark ({_first_line(error)}); move "
+                "the file away, or pass another folder of results"
+            ) from error
+    return rows
 
 
 def as_text(table: pd.DataFrame) -> str:

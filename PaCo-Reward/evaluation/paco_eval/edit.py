@@ -37,12 +37,20 @@ from paco_eval.benchmark import (
     new_parser,
     parse,
     read_results,
+    rows_of,
     run_judge,
 )
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines
 from paco_judge.images import UnreadableImage, read_image
-from paco_judge.questions import EDITING, Pair, Question, editing_texts, load_editing_questions
+from paco_judge.questions import (
+    EDIT_DIMENSIONS,
+    EDITING,
+    Pair,
+    Question,
+    editing_texts,
+    load_editing_questions,
+)
 from paco_judge.verdict import Verdict, editing_score
 
 HUB_NAME = "EditScore/EditReward-Bench"
@@ -55,6 +63,8 @@ python calculate_statistics.py --results_dir results --output results_summary [-
 A pair is right when the better edit's score is higher (strict) or not lower (lenient). Groups and
 `average` count every task type alike, as the authors' script does, `pair mean` every pair. `ties`
 are pairs with equal scores; `-`: no such pairs.
+
+What the authors' script wrote, in folders TASK/DIMENSION.jsonl, is read beside our files.
 """
 COLUMNS = ("key", "instruction", "task_type", "dimension")
 GROUPS = {
@@ -285,6 +295,26 @@ def parse_row(row: Row) -> Row:
     }
 
 
+def published_rows(results_dir: Path) -> list[Row]:
+    """The rows of ``parse_row`` of what the authors' script wrote, TASK/DIMENSION.jsonl.
+
+    ``model`` is the path of the folder that holds the tasks. Raises UserError.
+    """
+    rows = []
+    for file in sorted(results_dir.glob("**/*/*.jsonl")):
+        if file.stem in EDIT_DIMENSIONS:
+            model = str(file.parent.parent.relative_to(results_dir))
+            if model == ".":
+                model = results_dir.resolve().name
+            about = {"task_type": file.parent.name, "dimension": file.stem}
+            rows += rows_of(file, model, partial(_parse_published, about))
+    return rows
+
+
+def _parse_published(about: Row, row: Row) -> Row:
+    return parse_row({"scores": row["score"]} | about)
+
+
 def group_table(results: pd.DataFrame) -> pd.DataFrame:
     """Two rows (strict, lenient) for each model and dimension.
 
@@ -323,7 +353,7 @@ def task_table(results: pd.DataFrame) -> pd.DataFrame:
 
 def save_tables(results_dir: Path, output: str, model: str | None = None) -> None:
     """Print and write the tables; ``model``: only of files whose name begins with it."""
-    results = read_results(results_dir, parse_row)
+    results = read_results(results_dir, parse_row, published_rows(results_dir))
     if model:
         results = results[results["model"].str.startswith(Path(model).name)]
         if results.empty:

@@ -64,8 +64,22 @@ METRICS = {  # name in results files -> heading in tables
     "top1": "top-1",
     "bottom1": "bottom-1",
     "top_bottom_mean": "top/bottom",
+    "accuracy_published": "accuracy (published)",
     "kendalltau_published": "tau (published)",
     "spearmanr_published": "rho (published)",
+    "footrule_published": "footrule (published)",
+    "top1_published": "top-1 (published)",
+    "bottom1_published": "bottom-1 (published)",
+    "top_bottom_mean_published": "top/bottom (published)",
+}
+PUBLISHED = {  # name in result files of the paper's script -> ours
+    "accuracy": "accuracy_published",
+    "kendalltau": "kendalltau_published",
+    "spearmanr": "spearmanr_published",
+    "footrule_distance": "footrule_published",
+    "top1_accuracy": "top1_published",
+    "bottom1_accuracy": "bottom1_published",
+    "top1_bottom1_accuracy": "top_bottom_mean_published",
 }
 TABLE_HELP = """\
 A table of the results of eval_vllm.py and eval.py: means over items, one row per model and
@@ -73,6 +87,9 @@ prompt template.
 
 python print_eval_table.py --results_dir results --output_file results_summary.txt \\
     --output_format txt [--print_std]
+
+Result files of the paper's script may lie in the same folder: their numbers are in the columns
+(published), and the others follow from their scores. `-`: a file does not have it.
 """
 TEMPLATES = {1: "criteria", 2: "pair_yes_no", 3: "pair"}  # --prompt_template -> question
 DEFAULT_TEMPLATE = 3
@@ -209,25 +226,32 @@ def rank_metrics(scores: Sequence[float], true_order: Sequence[int]) -> dict[str
         scores: (n,) P(Yes) of each candidate against the reference, n >= 2.
         true_order: (n,) the candidates' indices, best first.
     """
-    order = predicted_order(scores)
     # The paper's script correlates the lists of indices in predicted and in true order.
     order_as_published = published_order(scores)
     true_rank = np.argsort(true_order)
-    predicted_rank = np.argsort(order)
+    metrics = _order_metrics(predicted_order(scores), true_order)
+    metrics["kendalltau"] = _correlation(kendalltau, scores, -true_rank)
+    metrics["spearmanr"] = _correlation(spearmanr, scores, -true_rank)
+    published = _order_metrics(order_as_published, true_order)
+    published["kendalltau"] = _correlation(kendalltau, order_as_published, true_order)
+    published["spearmanr"] = _correlation(spearmanr, order_as_published, true_order)
+    for name, value in published.items():
+        metrics[f"{name}_published"] = value
+    num_ties = sum(first == second for first, second in combinations(scores, 2))
+    return metrics | {"ties": float(num_ties)}
+
+
+def _order_metrics(order: Sequence[int], true_order: Sequence[int]) -> dict[str, float]:
+    """The metrics that need no scores, of two lists of candidates, best first."""
+    distances = np.abs(np.argsort(order) - np.argsort(true_order))
     top1 = float(order[0] == true_order[0])
     bottom1 = float(order[-1] == true_order[-1])
-    num_ties = sum(first == second for first, second in combinations(scores, 2))
     return {
         "accuracy": float(np.mean(np.array(order) == np.array(true_order))),
-        "kendalltau": _correlation(kendalltau, scores, -true_rank),
-        "spearmanr": _correlation(spearmanr, scores, -true_rank),
-        "footrule": float(np.abs(predicted_rank - true_rank).sum()),
+        "footrule": float(distances.sum()),
         "top1": top1,
         "bottom1": bottom1,
         "top_bottom_mean": (top1 + bottom1) / 2,
-        "kendalltau_published": _correlation(kendalltau, order_as_published, true_order),
-        "spearmanr_published": _correlation(spearmanr, order_as_published, true_order),
-        "ties": float(num_ties),
     }
 
 
@@ -282,20 +306,38 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse_row(row: Row) -> Row:
-    """The columns that the table needs."""
-    return {name: float(row["metrics"][name]) for name in (*METRICS, "ties")}
+    """The columns that the table needs, NaN for what the row does not have.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is a row neither of ours nor of the paper's script.
+    """
+    stated = {}
+    for name in PUBLISHED.keys() & row.keys():
+        stated[PUBLISHED[name]] = row[name]
+    if not stated:
+        stated = row["metrics"]
+    metrics = {}
+    if {"scores", "comp_images", "rank_images"} <= row.keys():
+        true_order = [row["comp_images"].index(name) for name in row["rank_images"]]
+        metrics = rank_metrics(row["scores"], true_order)
+    metrics |= stated
+    return {name: float(metrics.get(name, np.nan)) for name in (*METRICS, "ties")}
 
 
 def make_table(results_dir: str, print_std: bool) -> pd.DataFrame:
     """A row of means for each results file; ± standard deviations, without Bessel's correction."""
     by_model = read_results(Path(results_dir), parse_row).groupby("model")
-    table = by_model[list(METRICS)].mean()
+    metrics = by_model[list(METRICS)]
+    table = metrics.mean()
+    is_whole = metrics.count().eq(by_model.size(), axis="index")
     if print_std:
-        deviations = by_model[list(METRICS)].std(ddof=0)
+        deviations = metrics.std(ddof=0)
         table = table.map("{:.4f}".format) + " ± " + deviations.map("{:.4f}".format)
-    table = table.rename(columns=METRICS)
+    table = table.where(is_whole).rename(columns=METRICS)
     table.insert(0, "items", by_model.size())
-    table["ties"] = by_model["ties"].sum().astype(int)
+    ties = by_model["ties"]
+    num_ties = ties.sum().astype(int).astype(object)  # where() would make floats of integers
+    table["ties"] = num_ties.where(ties.count() == by_model.size())
     return table.reset_index()
 
 
