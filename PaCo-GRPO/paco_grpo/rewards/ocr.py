@@ -7,6 +7,7 @@ needs an older numpy.
 """
 
 import importlib.util
+import math
 import os
 import re
 import unicodedata
@@ -21,6 +22,10 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.registry import Reward
 
 Reader = Callable[[Image.Image], str]
+
+_SAME_LINE = 0.5  # share of the lower box's height in which two boxes of a line overlap
+# A word is slanted if it rises or falls by more than this share of its height; less is inaccuracy.
+_SLANTED = 0.25
 
 # A straight mark after a digit is an inch mark and begins no quotation: a 12" ruler.
 _QUOTED = re.compile(r'“([^“”]+)”|(?<!\d)"([^"]+)"')
@@ -81,6 +86,52 @@ def _is_visible(letter: str) -> bool:
     return not (is_mark or letter.isspace())
 
 
+def in_reading_order(boxes: Sequence[Any], texts: Sequence[str]) -> str:
+    """The texts joined: lines from top to bottom, the boxes of each from left to right.
+
+    Boxes are on one line if their heights overlap by half, seen along their common slant. So the
+    words of a slanted line, or of an arch, are one line, too.
+
+    Args:
+        boxes: (4, 2) corners of each text, clockwise from its top left.
+        texts: In the same order.
+    """
+    if not texts:
+        return ""
+    corners = np.asarray(boxes, dtype=np.float64)
+    centers = corners.mean(axis=1)
+    top_left, top_right, bottom_right, bottom_left = corners.swapaxes(0, 1)
+    widths = (top_right + bottom_right - top_left - bottom_left) / 2  # vectors (n, 2)
+    directions = widths / np.linalg.norm(widths, axis=1, keepdims=True)
+    heights = np.linalg.norm(bottom_left + bottom_right - top_left - top_right, axis=1) / 2
+
+    def downward(numbers: list[int]) -> np.ndarray:
+        """The direction (2,) from a line of these boxes to the next."""
+        if abs(widths[numbers, 1].sum()) <= _SLANTED * heights[numbers].sum():
+            return np.array([0.0, 1.0])
+        right, down = directions[numbers].sum(axis=0)
+        return np.array([-down, right]) / math.hypot(right, down)
+
+    def overlap(one: int, other: int) -> float:
+        distance = abs((centers[one] - centers[other]) @ downward([one, other]))
+        lower, higher = sorted((heights[one], heights[other]))
+        return ((lower + higher) / 2 - distance) / lower
+
+    everything = list(range(len(texts)))
+    lines: list[list[int]] = []
+    for box in sorted(everything, key=lambda box: centers[box] @ downward(everything)):
+        overlaps = [min(overlap(box, other) for other in line) for line in lines]
+        if max(overlaps, default=0.0) >= _SAME_LINE:
+            lines[int(np.argmax(overlaps))].append(box)
+        else:
+            lines.append([box])
+    words = []
+    for line in lines:
+        for box in sorted(line, key=lambda box: centers[box, 0]):
+            words.append(texts[box])
+    return " ".join(words)
+
+
 def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
     """Compares the text in the image with the one in the prompt.
 
@@ -124,7 +175,7 @@ ocr.remark = _remark
 
 @cache
 def _rapidocr(threads: int) -> Reader:
-    """An image → its text, lines joined; for all rewards and threads of the process."""
+    """An image → its text; for all rewards and threads of the process."""
     import cv2
     from rapidocr import RapidOCR
 
@@ -138,7 +189,12 @@ def _rapidocr(threads: int) -> Reader:
         "Global.log_level": "error",  # an image without text is no reason for a warning
     }
     engine = RapidOCR(params=parameters)
-    return lambda image: " ".join(engine(image).txts or ())
+
+    def read(image: Image.Image) -> str:
+        found = engine(image)
+        return in_reading_order(found.boxes, found.txts or ())
+
+    return read
 
 
 @cache
@@ -149,9 +205,12 @@ def _paddleocr(lang: str, gpu: bool) -> Reader:
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
 
     def read(image: Image.Image) -> str:
+        boxes = []
         texts = []
         for page in engine.ocr(np.asarray(image), cls=False):
-            texts += [line[1][0] for line in page or []]
-        return " ".join(texts)
+            for box, (text, _) in page or []:
+                boxes.append(box)
+                texts.append(text)
+        return in_reading_order(boxes, texts)
 
     return read
