@@ -1,4 +1,4 @@
-"""Functions by name: ``package.module:name``, or ``/absolute/file.py:name``; near names.
+"""Functions by name: ``package.module:name``, or ``file.py:name``; near names.
 
 Imports nothing of other packages, because reward services have only their own.
 """
@@ -8,6 +8,7 @@ import importlib
 import inspect
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,14 +21,27 @@ def find_function(place: str, known: Sequence[str] = ()) -> Any:
     if not colon:
         names = ", ".join([*known, "package.module:name", "file.py:name"])
         raise ValueError(f"{place!r} is unknown.{did_you_mean(place, known)} Known: {names}")
+    file = str(Path(module).expanduser())
     try:
-        if module.endswith(".py"):
-            return runpy.run_path(module)[name]
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, KeyError, OSError) as error:
-        raise ValueError(
-            f"{place!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        if file.lower().endswith(".py"):
+            found = runpy.run_path(file)[name]
+        else:
+            found = getattr(importlib.import_module(module), name)
+    # Anything that the code raises, and sys.exit, which would end the run without a word.
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{place!r} cannot be imported: {in_words(error, file)}") from error
+    if callable(found):
+        return found
+    raise ValueError(f"{place!r} is no function, but {found!r}")
+
+
+def in_words(error: BaseException, file: str) -> str:
+    """The error, and the line of ``file``, or of a module that it imports, which raised it."""
+    text = f"{type(error).__name__}: {error}"  # a SyntaxError names its line itself
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == file or frame.name == "<module>":
+            return f"{text} ({frame.filename}, line {frame.lineno})"
+    return text
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ call.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -176,9 +177,11 @@ def get_aggregate_fn(
             raise TypeError(f"only {', '.join(FACTORIES)} take arguments")
         else:
             function = MEANS.get(name) or find_function(str(name), [*MEANS, *FACTORIES])
+        # Checked here, because the function is called only after an epoch's sampling.
+        if function is not None and reward_weights:
+            inspect.signature(function).bind(**reward_weights)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config.train.aggregate_fn={spec!r} cannot be used: {error}") from error
-    # Checked here, because the function is called only after an epoch's sampling.
     function_weights = getattr(function, "reward_weights", None)
     if function_weights is not None:
         lacking = [name for name in reward_weights or () if name not in function_weights]

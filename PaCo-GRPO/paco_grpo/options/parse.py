@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from paco_grpo.names import did_you_mean
+from paco_grpo.names import did_you_mean, in_words
 from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
 from paco_judge.errors import UserError
 
@@ -101,16 +101,19 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
         ConfigError: There is no such configuration, or an option is unknown or has a wrong value.
     """
     file, _, name = str(source).partition(":")
-    path = Path(file)
+    path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"configuration file {path.absolute()} does not exist")
     try:
-        if path.suffix == ".py":
-            values = named_configuration(runpy.run_path(file, run_name=_MODULE), name).to_dict()
+        if path.suffix.lower() == ".py":
+            names = runpy.run_path(str(path), run_name=_MODULE)
+            values = named_configuration(names, name).to_dict()
         else:
             values = OmegaConf.to_container(OmegaConf.load(path))
-    # ConfigDict's for an unknown name; what the file imports; its text.
-    except (AttributeError, ImportError, yaml.YAMLError) as error:
+    # ConfigDict's for an unknown name; what the file imports; its text; sys.exit in it.
+    except (AttributeError, ImportError, NameError, SyntaxError, SystemExit) as error:
+        raise ConfigError(f"{path}: {in_words(error, str(path))}") from error
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {error}") from error
     return make_options(values, overrides)
 

@@ -155,6 +155,14 @@ def _remote_factory(name: str) -> Callable[..., Reward]:
     return functools.partial(find_factory(_REMOTE), name)
 
 
+def _parameters(name: str, factory: Callable[..., Reward]) -> list[str]:
+    """The names of a factory's arguments. Raises UserError: Python knows none of it."""
+    try:
+        return list(inspect.signature(factory).parameters)
+    except ValueError as error:
+        raise UserError(f"reward {name!r} is no factory of rewards: {error}") from error
+
+
 class CheckedReward:
     """A reward whose errors name it, and whose scores are checked; see ``build_rewards``."""
 
@@ -171,9 +179,9 @@ class CheckedReward:
         self.kwargs = kwargs
         self._check_item = getattr(factory, "check_item", None)
         remark = getattr(factory, "remark", None)
-        if is_remote and "server" not in inspect.signature(factory).parameters:
+        if is_remote and "server" not in _parameters(name, factory):
             factory = _remote_factory(name)
-        parameters = list(inspect.signature(factory).parameters)
+        parameters = _parameters(name, factory)
         if parameters[:2] == ["images", "items"]:
             raise UserError(
                 f"reward {name!r} takes images and items, but must be a factory, which returns "
@@ -187,12 +195,24 @@ class CheckedReward:
             self.function = factory(**arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise UserError(f"reward {name!r}: {error}; see {self._options}") from error
+        except SystemExit as error:
+            raise UserError(f"reward {name!r} ends the program: sys.exit({error})") from error
         except ImportError as error:
             raise UserError(
                 f"reward {name!r} needs a package that is not installed: {error}; install it, or "
                 "run the reward in a separate environment (`bash scripts/reward_service.sh "
                 f"{name}`) and give its address as server="
             ) from error
+        # Checked here, because it is called only after an epoch's sampling.
+        try:
+            inspect.signature(self.function).bind("images", "items")
+        except TypeError as error:
+            raise UserError(
+                f"reward {name!r} must return a function of images and items "
+                f"(docs/recipes.md#a-reward), but returns {self.function!r}: {error}"
+            ) from error
+        except ValueError:  # Python does not know the arguments of a compiled function
+            pass
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)

@@ -122,6 +122,8 @@ def test_an_aggregation_returns_a_finite_number_for_each_image(totals):
         ("log_tame_aggregate_fn", {"global_std": True}, "'global_std'"),
         ("product_aggregate_fn", {"reward_weights": {"a": 1.0, "bb": 2.0}}, "lack b"),
         (None, {"threshold": 0.5}, "threshold.*only log_tame_aggregate_fn"),
+        ("os:getcwd", {}, "os:getcwd.*'a'"),
+        ("os:sep", {}, "os:sep"),
     ],
 )
 def test_what_is_wrong_is_named_before_an_epoch(name, arguments, named):

@@ -194,6 +194,9 @@ def test_tables_in_a_file(load_file):
         ("config.trian.seed = 3", "trian"),
         ("import nowhere_installed", "nowhere_installed"),
         ("config.train.bata = 1", "config.train.bata.* config.train.beta"),
+        ("config.seed = sead", "'sead'.*, line [0-9]"),
+        ("config.seed = ", "SyntaxError.*, line [0-9]"),
+        ("raise SystemExit(3)", "SystemExit: 3.*, line [0-9]"),
     ],
 )
 def test_wrong_line_of_a_file_names_the_option(load_file, line, named):

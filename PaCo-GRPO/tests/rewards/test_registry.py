@@ -66,6 +66,33 @@ def test_factories_in_files(tmp_path):
     assert (reward.function.name, reward.function.server) == (f"{served}:x", "http://a")
 
 
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("def bright(): pass", "None"),
+        ("from os import getcwd as bright", "images and items"),
+        ("def bright(): return lambda images: 5", "images and items"),
+        ("class bright: pass", "images and items"),
+        ("bright = 0.5", "no function, but 0.5"),
+        ("bright = dict", "dict"),
+        ("\n\nbright = brihgt", "NameError: name 'brihgt'.*UP.PY, line 3"),
+        ("\ndef bright(:", "SyntaxError.*UP.PY, line 2"),
+        ("import sys\n\n\nsys.exit(3)", "SystemExit: 3.*UP.PY, line 4"),
+        ("import sys\ndef bright():\n sys.exit(5)", r"sys.exit\(5\)"),
+        ("def bright(): return lambda images, items: [5] * len(items)", None),
+    ],
+)
+def test_code_that_gives_no_reward_is_refused_at_the_start(tmp_path, monkeypatch, code, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "UP.PY").write_text(code)
+    name = "~/UP.PY:bright"
+    if named is None:
+        assert build_rewards({name: 1})["bright"](IMAGES, ITEMS).tolist() == [5, 5]
+        return
+    with pytest.raises(UserError, match=f"(?s)'{name}'.*{named}"):
+        build_rewards({name: 1})
+
+
 NO_TEXT = Item(7, "a fox")
 GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', references=(IMAGES[0],))
 
