@@ -4,6 +4,7 @@
 Every function that takes an ``Accelerator`` is a collective operation: all processes call it.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import lora_parameters
+from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,14 @@ class Stopped(Exception):
 
 class ProcessError(RuntimeError):
     """An error of one process, raised on all of them."""
+
+
+class ProcessUserError(ProcessError, UserError):
+    """A ``UserError`` of one process, raised on all of them."""
+
+
+class ProcessOutOfMemory(ProcessError, torch.OutOfMemoryError):
+    """One process's GPU is full; raised on all of them."""
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
@@ -72,6 +82,41 @@ def main_decides(accelerator: Accelerator, decide: Callable[[], Decision]) -> De
     if problem:
         raise problem
     return decision
+
+
+@contextmanager
+def same_outcome(accelerator: Accelerator) -> Iterator[None]:
+    """What ends the block early on one process ends it on every process.
+
+    Inside, no process may wait for another: one that has failed would keep them waiting.
+
+    Raises:
+        Stopped: A process was asked to stop.
+        ProcessError: One of several processes has failed; the message is its error. It is also a
+            ``UserError``, or an ``OutOfMemoryError``, if that is one.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    problem = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, on every process
+        problem = error
+    outcome = None
+    if isinstance(problem, Stopped):
+        outcome = Stopped()
+    elif isinstance(problem, UserError):
+        outcome = ProcessUserError(str(problem))
+    elif isinstance(problem, torch.OutOfMemoryError):
+        outcome = ProcessOutOfMemory(str(problem))
+    elif problem is not None:
+        outcome = ProcessError(f"{type(problem).__name__}: {problem}")
+    outcomes = [outcome for outcome in gather_object([outcome]) if outcome is not None]
+    # Being asked to stop comes first.
+    outcomes.sort(key=lambda outcome: isinstance(outcome, ProcessError))
+    if outcomes:
+        raise outcomes[0] from problem
 
 
 def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
@@ -182,30 +227,13 @@ class Strategy:
 
     @contextmanager
     def same_outcome(self) -> Iterator[None]:
-        """What ends the block early on one process ends it on every process.
+        """As the function ``same_outcome``, around forwards and backwards.
 
-        Inside, no process may wait for another: one that has failed would keep them waiting. So in
-        lockstep, errors stay where they are, and the launcher ends the other processes.
-
-        Raises:
-            Stopped: A process was asked to stop.
-            ProcessError: A process has failed; the message is its error.
+        In lockstep these wait for other processes. So there, errors stay where they are, and the
+        launcher ends the other processes.
         """
-        if self.lockstep or self.accelerator.num_processes == 1:
+        with contextlib.nullcontext() if self.lockstep else same_outcome(self.accelerator):
             yield
-            return
-        problem = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised below, on every process
-            problem = error
-        text = None if problem is None else f"{type(problem).__name__}: {problem}"
-        outcomes = gather_object([(isinstance(problem, Stopped), text)])
-        if any(stopped for stopped, _ in outcomes):
-            raise Stopped
-        texts = [text for _, text in outcomes if text is not None]
-        if texts:
-            raise ProcessError(texts[0]) from problem
 
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float

@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from tiny_run import overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
+from paco_grpo.objectives import Objective
+from paco_grpo.objectives.dgpo import Dgpo
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.build import build_run
@@ -63,10 +65,16 @@ def lose_log_probs(updater, rollouts, *_) -> None:
             step.log_prob.fill_(float("nan"))
 
 
+def out_of_memory(*_) -> None:
+    raise torch.OutOfMemoryError("GPU 1 is full. Tried to allocate 7 GiB.")
+
+
 # Name → what process 1 does before which call of a method of its: class, method, call, action.
 FAULTS = {
     "signal": (FluxPolicy, "decode", 3, terminate),
     "not finite": (Updater, "_micro_batches", 2, lose_log_probs),
+    "old log-probability": (Objective, "first_deviation", 1, out_of_memory),
+    "group weights": (Dgpo, "error_change", 1, out_of_memory),
 }
 
 

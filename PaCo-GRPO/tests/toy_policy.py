@@ -129,7 +129,7 @@ def set_group_weights(objective, steps, policy):
         weight=1.0,
         epoch_seed=steps[0].epoch_seed,
     )
-    objective.prepare([micro_batch], policy)
+    objective.prepare([micro_batch], objective.measure([micro_batch], policy))
     for step, weights in zip(steps, micro_batch.group_weights, strict=True):
         step.group_weights = weights.to(step.advantages.dtype)
 

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.data.sets import items_in_turn, prompt_sets
-from paco_grpo.distributed import Stopped, Strategy
+from paco_grpo.distributed import Stopped, Strategy, any_process, same_outcome
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
 from paco_grpo.options import RunOptions
@@ -103,28 +103,33 @@ class Evaluation:
         seed = self.options.seed if test.seed is None else test.seed
         images = evaluation_set(self.items, test.num_images, seed)
         pictures = EvaluationFolder(folder, test.save_eval_images)
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not keep_images:
-                pictures.clear()
-        accelerator.wait_for_everyone()
+        with same_outcome(accelerator):
+            if accelerator.is_main_process:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not keep_images:
+                    pictures.clear()
         sets = prompt_sets(self.options)
         watched = watched_rewards([prompt_set.test.weights for prompt_set in sets])
         queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             try:
-                num_finite = self._sample(images, pictures, queue, should_stop)
+                num_finite = self._sample(
+                    images, pictures, queue, lambda: should_stop() or queue.failed()
+                )
                 scores = queue.gathered(accelerator, len(images), should_stop)
             except Stopped:
+                if not any_process(accelerator, should_stop()):
+                    # A reward has failed, and this raises its error.
+                    queue.gathered(accelerator, len(images), should_stop)
                 return None
         if num_finite == 0:
             raise EvaluationError(
                 f"none of the {len(images)} evaluation images is finite: the generator is damaged"
             )
         scores, missing = measured(scores, self.rewards, images)
-        if accelerator.is_main_process:
-            _write_rows(pictures, images, scores, self.rewards, [s.name for s in sets])
-        accelerator.wait_for_everyone()
+        with same_outcome(accelerator):
+            if accelerator.is_main_process:
+                _write_rows(pictures, images, scores, self.rewards, [s.name for s in sets])
         if missing.any():
             logger.warning(
                 "%d of %d evaluation images lack a score and are left out of its mean",
@@ -163,16 +168,17 @@ class Evaluation:
         numbers = range(accelerator.process_index, len(images), accelerator.num_processes)
         items = [images[number].item for number in numbers]
         batches = []
-        for batch in evaluation_batches(policy, items, self.options):
-            batch = dataclasses.replace(batch, numbers=[numbers[i] for i in batch.numbers])
-            saved = [pictures.read(number) for number in batch.numbers]
-            if None in saved:
-                batches.append(batch)
-            else:
-                deliver(saved, batch)
+        with same_outcome(accelerator):  # reference images are read before the first forward
+            for batch in evaluation_batches(policy, items, self.options):
+                batch = dataclasses.replace(batch, numbers=[numbers[i] for i in batch.numbers])
+                saved = [pictures.read(number) for number in batch.numbers]
+                if None in saved:
+                    batches.append(batch)
+                else:
+                    deliver(saved, batch)
+            (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
 
         # Sample the others. In lockstep with other processes, some batches are dummies.
-        (dummy,) = evaluation_batches(policy, [images[0].item], self.options)
         sampling = Sampling(self.options.test.num_steps, merge_lora=self.merge_lora)
         synced = self.strategy.synced_batches(batches, dummy, should_stop)
         with self.strategy.same_outcome():

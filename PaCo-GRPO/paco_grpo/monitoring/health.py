@@ -39,10 +39,7 @@ class SampleObserver:
         self._rows: dict[int, np.ndarray] = {}
 
     def add(self, images: Sequence[Image.Image | None], numbers: Sequence[int]) -> None:
-        """Take in the images of the samples ``numbers``.
-
-        One that is None makes the epoch's distinctness NaN.
-        """
+        """Take in the images of the samples ``numbers``; None: it is not finite."""
         for number, image in zip(numbers, images, strict=True):
             self._rows[number] = np.full(3 * _THUMBNAIL**2, math.nan)
             if image is not None:
@@ -52,19 +49,23 @@ class SampleObserver:
     def metrics(
         self, clean_latents: Sequence[torch.Tensor], item_ids: np.ndarray
     ) -> dict[str, float]:
-        """``health/latent_std`` and ``health/distinctness`` over all processes (collective).
+        """The spread of latents and images over all processes; a collective operation.
 
-        Distinctness is the standard deviation of a pixel within the images of a prompt; left out
-        where no prompt has two. ``clean_latents`` are (1, L, C) of this process's samples,
-        ``item_ids`` (N,) of all, by position.
+        Of finite images: ``health/latent_std``, NaN without one, and ``health/distinctness``, the
+        standard deviation of a pixel within the images of a prompt, left out where no prompt has
+        two. ``health/finite_share`` says how many of the images these are. ``clean_latents`` are
+        (1, L, C) of this process's samples, ``item_ids`` (N,) of all, by position.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
         everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
-        metrics = {"health/latent_std": float(everyone[:, 0].mean())}
+        is_finite = np.isfinite(everyone).all(axis=1)
+        metrics = {"health/finite_share": float(is_finite.mean()), "health/latent_std": math.nan}
+        if is_finite.any():
+            metrics["health/latent_std"] = float(everyone[is_finite, 0].mean())
         variances = []
         for item in np.unique(item_ids):
-            group = everyone[item_ids == item, 1:]
+            group = everyone[is_finite & (item_ids == item), 1:]
             if len(group) > 1:
                 variances.append(group.var(axis=0).mean())
         if variances:

@@ -184,14 +184,17 @@ class Objective:
             return recorded
         return [index for index in recorded if index in self.train.timesteps]
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:
-        """Called before each optimizer step with all its micro-batches on this process.
+    def measure(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> list[Any]:
+        """What ``prepare`` needs of this process's samples, for objectives that compare samples.
 
-        Gradients are enabled: use ``torch.no_grad()`` for forwards.
-
-        Every process calls it with equally many micro-batches where a forward is a collective
-        operation. An objective that compares samples computes ``MicroBatch.group_weights`` here.
+        Called before each optimizer step with all its micro-batches on this process. Gradients are
+        enabled: use ``torch.no_grad()`` for forwards. Every process calls it with equally many
+        micro-batches where a forward is a collective operation.
         """
+        return []
+
+    def prepare(self, micro_batches: Sequence[MicroBatch], measured: Sequence[Any]) -> None:
+        """Set ``MicroBatch.group_weights``, from what all processes have ``measured``."""
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         """The loss and metrics of each sample at one step of the schedule, (B,) each."""

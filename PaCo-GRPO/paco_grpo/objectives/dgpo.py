@@ -9,8 +9,8 @@
 | KL weight              | train.beta                                               |
 
 The loss of a group, (1/β)·softplus(s) with s = (β/K)·Σ A_i·(e_i − e_i(ref)), has the gradient mean
-of sigmoid(s)·A_i·∇e_i. So ``prepare`` computes sigmoid(s)·A_i without gradient, and ``loss`` trains
-sample by sample.
+of sigmoid(s)·A_i·∇e_i. So ``measure`` and ``prepare`` compute sigmoid(s)·A_i without gradient, and
+``loss`` trains sample by sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.base import LossOutput, MicroBatch, Snapshot, Step, mean_square
@@ -67,9 +66,8 @@ class Dgpo(NoisedObjective):
                 "per_prompt_stat_tracking=True and at least 2 sample.num_images_per_prompt"
             )
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> None:
-        """Set sigmoid(s)·A of every sample and step, over the groups of all processes."""
-        local: list[_SampleChange] = []
+    def measure(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> list[_SampleChange]:
+        measured: list[_SampleChange] = []
         for micro_batch in micro_batches:
             steps = micro_batch.build_steps()
             columns = [self.error_change(step, policy).tolist() for step in steps]
@@ -80,9 +78,15 @@ class Dgpo(NoisedObjective):
             advantages = micro_batch.advantages.tolist()
             changes = map(list, zip(*columns, strict=True))
             rows = zip(positions, item_ids, advantages, changes, strict=True)
-            local += [_SampleChange(*row) for row in rows]
+            measured += [_SampleChange(*row) for row in rows]
+        return measured
+
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], measured: Sequence[_SampleChange]
+    ) -> None:
+        """Set sigmoid(s)·A of every sample and step, over the groups of all processes."""
         # Sorted, so that sums over a group do not depend on the number of processes.
-        samples = sorted(_SampleChange(*row) for row in gather_object(local))
+        samples = sorted(measured)
         _, item_ids, advantages, changes = map(np.array, zip(*samples, strict=True))
         weights = group_weights(changes, item_ids, advantages, self.train.dgpo_beta)
         row_of = {sample.position: row for row, sample in enumerate(samples)}

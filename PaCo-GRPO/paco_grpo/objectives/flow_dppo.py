@@ -52,19 +52,21 @@ class FlowDppo(Objective):
         distance_to_old = mean_square(noise.next_latents - noise.mean)
         distance_to_new = mean_square(noise.next_latents - trained.mean)
         log_ratio = (distance_to_old - distance_to_new) / (2 * trained.std.square())
-        ratio = log_ratio.exp()
         beyond = divergence >= train.dppo_divergence
-        masked_positive = beyond & (ratio > 1) & (advantages > 0)
-        masked_negative = beyond & (ratio < 1) & (advantages < 0)
-        loss = torch.where(masked_positive | masked_negative, 0.0, -advantages * ratio)
+        masked_positive = beyond & (log_ratio > 0) & (advantages > 0)
+        masked_negative = beyond & (log_ratio < 0) & (advantages < 0)
+        masked = masked_positive | masked_negative
+        # Masked before exp, which may overflow: the gradient would be 0 · ∞.
+        ratio = log_ratio.masked_fill(masked, 0.0).exp()
+        loss = torch.where(masked, 0.0, -advantages * ratio)
         metrics = {
             "divergence_mean": divergence,
             "divergence_max": divergence,
             "beyond_share": beyond.float(),
             "masked_positive": masked_positive.float(),
             "masked_negative": masked_negative.float(),
-            "ratio_mean": ratio,
-            "ratio_deviation": (ratio.detach() - 1).abs(),
+            "ratio_mean": log_ratio.detach().exp(),
+            "ratio_deviation": log_ratio.detach().expm1().abs(),
             "policy_loss": loss,
         }
         if train.beta != 0:

@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.advantages.groups import SetRewards, weighted_sum
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
-from paco_grpo.distributed import Strategy, main_decides, start_processes
+from paco_grpo.distributed import Strategy, main_decides, same_outcome, start_processes
 from paco_grpo.monitoring.health import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
 from paco_grpo.objectives import Objective
@@ -103,16 +103,16 @@ class Run:
     def log(self, phase: str, metrics: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl and log it to the tracker (main process)."""
         state = self.state
-        if self.accelerator.is_main_process:
-            head = {
-                "epoch": state.epoch,
-                "step": state.optimizer_steps,
-                "train_time": state.train_seconds,
-                "phase": phase,
-            }
-            self.metrics.write(head | dict(metrics))
-            self.tracker.log(finite_numbers(metrics), state.epoch)
-        self.accelerator.wait_for_everyone()
+        with same_outcome(self.accelerator):
+            if self.accelerator.is_main_process:
+                head = {
+                    "epoch": state.epoch,
+                    "step": state.optimizer_steps,
+                    "train_time": state.train_seconds,
+                    "phase": phase,
+                }
+                self.metrics.write(head | dict(metrics))
+                self.tracker.log(finite_numbers(metrics), state.epoch)
 
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from paco_grpo.distributed import Stopped, main_decides
+from paco_grpo.distributed import Stopped, main_decides, same_outcome
 from paco_grpo.evaluation.evaluate import Evaluation
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.metrics import rewards_line
@@ -98,13 +98,10 @@ class Evaluations:
 
     def _report(self, epoch: int, metrics: Mapping[str, float]) -> None:
         run = self.run
-        if run.accelerator.is_main_process:
-            rows = run.metrics.rows("eval")
-            for prompt_set, of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
-                group = prompt_set.metrics
-                for finding in health.judge_evaluation(rows, of_set.weights, group):
-                    logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
-            _log_pictures(run.tracker, self._folder(epoch), epoch)
+        with same_outcome(run.accelerator):
+            if run.accelerator.is_main_process:
+                self._judge()
+                _log_pictures(run.tracker, self._folder(epoch), epoch)
         logger.info(
             "evaluation after epoch %d: %d images, %s",
             epoch,
@@ -115,6 +112,13 @@ class Evaluations:
             if prompt_set.name:
                 line = rewards_line(metrics, prompt_set.metrics)
                 logger.info("  %s: %s", prompt_set.name, line)
+
+    def _judge(self) -> None:
+        """Warn of signs in the evaluations so far."""
+        rows = self.run.metrics.rows("eval")
+        for prompt_set, of_set in zip(self.run.prompt_sets, self.run.set_rewards, strict=True):
+            for finding in health.judge_evaluation(rows, of_set.weights, prompt_set.metrics):
+                logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
 
 
 def _log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:

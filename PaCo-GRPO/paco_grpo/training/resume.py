@@ -249,9 +249,10 @@ def _save_after(error: Exception, run: Run) -> None:
     is_shared = run.accelerator.num_processes == 1 or isinstance(error, ProcessError | ScoringError)
     if not is_shared or isinstance(error, checkpoints.CheckpointError):
         return
-    cause = error.__cause__ if isinstance(error, ProcessError) else error
+    cause = error.__cause__ if isinstance(error, ProcessError) else error  # None on the others
+    if isinstance(error, torch.OutOfMemoryError):
+        text = out_of_memory(run.options, error)
     if isinstance(cause, torch.OutOfMemoryError):
-        text = out_of_memory(run.options, cause)
         traceback.clear_frames(cause.__traceback__)  # saving needs the memory of their tensors
         torch.cuda.empty_cache()
     saved = "the last checkpoint is kept"

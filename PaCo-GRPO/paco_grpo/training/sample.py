@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
 from paco_grpo.training.state import TrainState, merges_lora
-from paco_grpo.types import Conditioning, Item, Rollout, Stream
+from paco_grpo.types import Conditioning, Item, NoiseStep, Rollout, Stream
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Rollouts:
     # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
     samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
+    finite: np.ndarray  # (n,) bool; the others have no score, and zeros for their latents
 
     def batches_at(self, positions: np.ndarray, size: int) -> list[np.ndarray]:
         """Numbers of this process's samples among those at ``positions``, in their order.
@@ -198,6 +200,7 @@ class Sampler:
         )
 
         samples: list[Any] = [None] * len(positions)  # rollouts of batch size 1, by number
+        finite = np.ones(len(positions), bool)
         for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
             numbers = batch.numbers
             ids = item_ids[numbers].tolist()
@@ -212,8 +215,23 @@ class Sampler:
             record = rollout(policy, conditioning, draws, sampling)
             if is_dummy:
                 continue
-            deliver(decode(policy, record.clean_latents, batch), [items[i] for i in ids], numbers)
+            images = decode(policy, record.clean_latents, batch)
+            deliver(images, [items[i] for i in ids], numbers)
+            finite[numbers] = [image is not None for image in images]
             for number, item_id, part in zip(numbers, ids, record.split(), strict=True):
+                if not finite[number]:
+                    part = with_zeros(part)  # which can be a dummy: 0 · NaN is NaN
                 # Text features are kept once per item, not once per image.
                 samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
-        return Rollouts(epoch_samples.item_ids, positions, samples, keys)
+        return Rollouts(epoch_samples.item_ids, positions, samples, keys, finite)
+
+
+def with_zeros(rollout: Rollout) -> Rollout:
+    """``rollout`` with zeros for its latents and log-probabilities."""
+    steps = []
+    for step in rollout.noise_steps:
+        latents = torch.zeros_like(step.latents)
+        log_prob = torch.zeros_like(step.log_prob)
+        steps.append(NoiseStep(step.index, latents, latents, latents, log_prob))
+    clean_latents = torch.zeros_like(rollout.clean_latents)
+    return dataclasses.replace(rollout, clean_latents=clean_latents, noise_steps=steps)

@@ -63,7 +63,7 @@ class Trainer:
         queue = ScoreQueue(rewards.train, self.options.sample.reward_batch_size, watched)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
-            with self._timed("train"), self.state.strategy.same_outcome():
+            with self._timed("train"):
                 # This needs no scores, so it is done while the last images are scored.
                 run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
@@ -204,8 +204,9 @@ class Trainer:
         with self._timed("health"):
             latents = [sample.clean_latents for sample in rollouts.samples]
             metrics = self.observer.metrics(latents, rollouts.item_ids)
-            if run.probe:
-                metrics |= run.probe.measure()
+            with self.state.strategy.same_outcome():
+                if run.probe:
+                    metrics |= run.probe.measure()
             is_open = [bool(item.metadata.get("open")) for item in run.train_items]
             metrics |= of_epoch(scores, rollouts.item_ids, is_open)
         return metrics

@@ -84,17 +84,18 @@ class Updater:
         """
         if not self._must_recompute(rollouts):
             return
-        for numbers, is_dummy in self._synced_batches(rollouts, rollouts.positions):
-            recomputed = with_current_log_probs(
-                self.state.policy, rollouts.stack(numbers), self.options.speed.compile
-            )
-            if is_dummy:
-                continue
-            for number, sample in zip(numbers, recomputed.split(), strict=True):
-                recorded = rollouts.samples[number]
-                rollouts.samples[number] = dataclasses.replace(
-                    recorded, noise_steps=sample.noise_steps
+        with self.state.strategy.same_outcome():
+            for numbers, is_dummy in self._synced_batches(rollouts, rollouts.positions):
+                recomputed = with_current_log_probs(
+                    self.state.policy, rollouts.stack(numbers), self.options.speed.compile
                 )
+                if is_dummy:
+                    continue
+                for number, sample in zip(numbers, recomputed.split(), strict=True):
+                    recorded = rollouts.samples[number]
+                    rollouts.samples[number] = dataclasses.replace(
+                        recorded, noise_steps=sample.noise_steps
+                    )
 
     def update(
         self,
@@ -127,7 +128,9 @@ class Updater:
                 micro_batches = self._micro_batches(
                     rollouts, advantages, kept_positions, epoch, inner_epoch
                 )
-                self.objective.prepare(micro_batches, policy)
+                with strategy.same_outcome():
+                    measured = self.objective.measure(micro_batches, policy)
+                self.objective.prepare(micro_batches, gather_object(measured))
                 meter = Meter()
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
@@ -169,12 +172,13 @@ class Updater:
                 "config.train.learning_rate, or look at the rewards of this epoch."
             )
         state.between_epochs = False
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.optimizer_steps += 1
-        if state.ema:
-            state.ema.update(state.optimizer_steps)
-        self._blend_snapshots(every_step=True)
+        with strategy.same_outcome():  # the first step allocates the optimizer's moments
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
+            state.optimizer_steps += 1
+            if state.ema:
+                state.ema.update(state.optimizer_steps)
+            self._blend_snapshots(every_step=True)
         # ``_epoch_metrics`` adds the processes' parts, and the norm is the same on each of them.
         return metrics | {"grad_norm": norm / strategy.accelerator.num_processes}
 
@@ -187,7 +191,17 @@ class Updater:
         if mode == "recompute":
             state.must_recompute = True
         elif state.must_recompute is None:
-            state.must_recompute = self._deviates(rollouts)
+            with state.strategy.same_outcome():
+                deviation = self._first_deviation(rollouts)
+            too_large = not deviation <= 1  # also NaN
+            state.must_recompute = any_process(state.strategy.accelerator, too_large)
+            if too_large:
+                logger.warning(
+                    "old log-probabilities are recomputed before each update "
+                    "(config.train.old_log_prob): the first samples' are off by %.1e times the "
+                    "limit",
+                    deviation,
+                )
         return state.must_recompute
 
     def _synced_batches(
@@ -201,29 +215,25 @@ class Updater:
         batches = rollouts.batches_at(positions, self.options.train.batch_size)
         return self.state.strategy.synced_batches(batches, _DUMMY)
 
-    def _deviates(self, rollouts: Rollouts) -> bool:
-        """Whether the first micro-batch's log-probabilities deviate beyond the limit."""
-        numbers = rollouts.batches_at(rollouts.positions, self.options.train.batch_size)[0]
+    def _first_deviation(self, rollouts: Rollouts) -> float:
+        """How far log-probabilities of a first micro-batch deviate, in units of the limit.
+
+        Of finite samples, if this process has any.
+        """
         policy = self.state.policy
         compiled = self.options.speed.compile
         if policy.dtype == torch.float32 and not compiled:
-            return False
+            return 0.0
+        finite = rollouts.positions[rollouts.finite]
+        measured = finite if len(finite) else rollouts.positions
+        numbers = rollouts.batches_at(measured, self.options.train.batch_size)[0]
         rollout = rollouts.stack(numbers)
         deviations = []
         for index in self._trained_indices(rollouts, epoch=0, inner_epoch=0):
             step = Step(rollout, index, torch.zeros(len(numbers), device=policy.device))
             with torch.set_grad_enabled(compiled):  # as in ``with_current_log_probs``
                 deviations.append(self.objective.first_deviation(step, policy).detach())
-        deviation = torch.stack(deviations, dim=1).mean().item()
-        too_large = deviation > 1 or not math.isfinite(deviation)
-        too_large = any_process(self.state.strategy.accelerator, too_large)
-        if too_large:
-            logger.warning(
-                "old log-probabilities are recomputed before each update "
-                "(config.train.old_log_prob): the first samples' are off by %.1e times the limit",
-                deviation,
-            )
-        return too_large
+        return torch.stack(deviations, dim=1).mean().item()
 
     def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
         """Positions of the samples of each optimizer step: the same for any number of processes.

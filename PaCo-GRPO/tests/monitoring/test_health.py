@@ -81,6 +81,17 @@ def test_statistics_of_samples_against_numpy():
     groups = thumbnails[[0, 1, 3, 2]].reshape(2, 2, -1) / 255
     spread = np.sqrt(np.mean(groups.std(axis=1) ** 2))
     assert metrics["health/distinctness"] == pytest.approx(spread, rel=0.01)
+    assert metrics["health/finite_share"] == 1
+    # One that is not finite is left out.
+    observer.add([None], [4])
+    finite = observer.metrics(list(latents[:, None]), np.array([5, 5, 2, 2, 2]))
+    spreads = latents[:4].numpy().std(axis=(1, 2))
+    expected = metrics | {"health/finite_share": 0.8, "health/latent_std": spreads.mean()}
+    assert finite == pytest.approx(expected)
+    for number in range(4):
+        observer.add([None], [number])
+    (finding,) = judge_epoch(observer.metrics(list(latents[:, None]), np.array([5, 5, 2, 2, 2])))
+    assert finding.sign == "health/latent_std"
 
 
 def test_probe_measures_the_distance_to_the_base(tiny_flux_dir, tmp_path):

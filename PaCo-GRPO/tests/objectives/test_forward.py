@@ -166,6 +166,18 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
         assert terms.metrics["beyond_share"].unique().tolist() == [float(beyond)]
 
 
+def test_flow_dppo_masks_a_ratio_that_overflows():
+    policy = ToyPolicy(dtype=f64)
+    step = step_of(policy, (3.0, 2.0, 1.0))
+    trained = transition(policy, step.rollout, step.noise.latents, step.index)
+    step.noise.mean = trained.mean.detach() - 60 * float(trained.std[0])
+    step.noise.next_latents = trained.mean.detach()
+    loss = get_objective("flow_dppo")(TrainOptions()).loss(step, policy).loss
+    loss.sum().backward()
+    assert loss.tolist() == [0, 0, 0]
+    assert not any(parameter.grad.any() for parameter in policy.transformer.parameters())
+
+
 @pytest.mark.parametrize("name", ["ppo", "guard_grpo", "flow_dppo"])
 def test_old_values_are_recomputed_from_a_deviation_of_1(name):
     """A quarter of the clip range, or a tenth of τ."""

@@ -1,6 +1,7 @@
 """Evaluations that lack scores: too many stop the run, and a resume evaluates again."""
 
 import math
+import time
 
 import pytest
 from tiny_run import rows_of, tiny_options, train
@@ -61,3 +62,29 @@ def test_an_evaluation_without_a_finite_image_is_an_error(run, tmp_path, monkeyp
     with pytest.raises(TrainingStopped, match="epoch 1"):
         Trainer(built).fit()
     assert [row["epoch"] for row in rows_of(options, "eval")] == [0]
+
+
+def test_a_reward_that_raises_ends_the_sampling(tiny_flux_dir, tmp_path):
+    """Of nine images, its first one is the fourth."""
+    failing = {"reward_factories:failing": 1.0}
+    changes = {
+        "eval_freq": 1,
+        "test__reward_fn": failing,
+        "test__reward_fn_kwargs": {"reward_factories:failing": {"after": 3}},
+        "test__num_images": 9,
+        "test__batch_size": 1,
+        "sample__reward_batch_size": 1,
+    }
+    built = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    policy = built.state.policy
+    decode = policy.decode
+    decoded = []
+
+    def slowly(*arguments):
+        decoded.append(time.sleep(0.05))
+        return decode(*arguments)
+
+    policy.decode = slowly
+    with pytest.raises(TrainingStopped, match="the reward broke at 1 images"):
+        Trainer(built).fit()
+    assert 4 <= len(decoded) < 9

@@ -23,3 +23,21 @@ def test_non_finite_loss_on_one_process_stops_both_before_the_update(tiny_flux_d
     for rank in range(2):
         assert "optimizer step 2" in message(tmp_path, rank)
     assert checkpoints(tmp_path) == ["stopped_epoch_0001"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        ("old log-probability", {"mixed_precision": "bf16"}),
+        ("group weights", {"train__loss_type": "dgpo", "train__num_sigmas": 1}),
+    ],
+)
+def test_an_error_before_the_update_of_one_process_ends_both(
+    tiny_flux_dir, tmp_path, fault, changes
+):
+    """Where processes compare what they have computed, the other one waits."""
+    assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0, **changes) == [STOPPED] * 2
+    assert "GPU 1 is full). Lower config" in message(tmp_path, rank=0)
+    assert message(tmp_path, rank=0) == message(tmp_path, rank=1)
+    assert checkpoints(tmp_path) == ["epoch_0000"]
