@@ -64,9 +64,13 @@ def t2is_48gb() -> ConfigDict:
 def t2is_variety() -> ConfigDict:
     """Consistency × variety: panels agree, and images of a prompt that leaves a choice differ.
 
-    Rewards, objective and its settings are those of the quickstart, on FLUX.1-dev.
+    Rewards, objective, advantages and optimizer are the quickstart's. Number of images, steps,
+    learning rate and LoRA are those of ``t2is``: the quickstart's LoRA, of rank 128 on all layers,
+    fits only on 80 GB (docs/rewards.md).
     """
     config = t2is()
+    config.sample.global_std = False
+    config.train.adam_beta2 = 0.99
     # python dataset/fetch.py t2is --source dataset/T2IS --open_twins --output dataset/T2IS-twins
     config.dataset = "dataset/T2IS-twins"
     judge = {"model": "PaCo-Reward-7B"}
@@ -397,6 +401,7 @@ def ocr() -> ConfigDict:
     config.test.resolution = 512
     config.test.num_images = 256
     config.sample.noise_level = 0.8
+    config.sample.global_std = True
     config.train.reward_fn = {"ocr": 1.0}
     config.test.reward_fn = {"ocr": 1.0}
     guard(config, "pickscore")
@@ -603,7 +608,6 @@ def toy(config: ConfigDict) -> None:
     config.train.learning_rate = 2e-3
     config.train.adam_beta2 = 0.99
     config.train.gradient_step_per_epoch = 1
-    config.train.ema_update_interval = 1
     config.train.lora_rank = 8
     config.train.lora_alpha = 16
     config.test.resolution = 128
@@ -708,7 +712,6 @@ def nft(config: ConfigDict) -> None:
     config.train.sigma_one = True
     config.train.nft_beta = 0.1
     config.train.beta = 1e-4
-    config.train.ema_update_interval = 1
 
 
 def awm(config: ConfigDict) -> None:
@@ -718,7 +721,6 @@ def awm(config: ConfigDict) -> None:
     config.train.loss_type = "awm"
     config.train.beta = 3e-3
     config.train.ema_decay = 0.99
-    config.train.ema_update_interval = 1
 
 
 def dgpo(config: ConfigDict) -> None:

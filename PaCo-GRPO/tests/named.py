@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from paco_grpo.options import load_options
+from paco_grpo.options import make_options
+from paco_grpo.options.parse import named_configuration
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 _FILE = runpy.run_path(str(CONFIG / "grpo.py"))
@@ -27,4 +28,11 @@ NAMES = sorted({*FUNCTIONS, *SIZED} - {"editing"})
 
 def load(name="toy_t2is", *overrides):
     """The options of a named configuration; ``overrides`` are pairs of name and text."""
-    return load_options(f"{CONFIG / 'grpo.py'}:{name}", overrides)
+    return make_options(named_configuration(_FILE, name).to_dict(), overrides)
+
+
+def load_with_suffixes():
+    """Name and options of every configuration, alone and with each suffix."""
+    for name in FUNCTIONS:
+        for suffix in ("", *_FILE["SUFFIXES"]):
+            yield name + suffix, load(name + suffix)

@@ -38,7 +38,6 @@ TINY = {
     "train.lora_rank": "8",
     "train.lora_alpha": "16",
     "train.lora_targets": "default",
-    "train.ema_update_interval": "1",
     "train.reward_fn": '{"tiny_run:brightness": 1.0}',
     "train.reward_fn_kwargs": "{}",
     "train.aggregate_fn": "None",

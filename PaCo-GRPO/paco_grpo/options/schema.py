@@ -176,7 +176,7 @@ class TrainOptions:
         True, "average of the trained weights, used in evaluation and saved adapters"
     )
     ema_decay: Decay = option(0.9, "decay of the average: min((1+s)/(10+s), this) at step s")
-    ema_update_interval: Count = option(8, "optimizer steps between updates of the average")
+    ema_update_interval: Count = option(1, "optimizer steps between updates of the average")
     lora_rank: Amount = option(64, "rank of the adapter")
     lora_alpha: Count = option(128, "scale of the adapter: lora_alpha / lora_rank")
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paco_grpo.distributed import Strategy
-from paco_grpo.options import RunOptions
+from paco_grpo.options import RunOptions, TrainOptions
 from paco_grpo.policies import Policy
 
 
@@ -27,7 +27,7 @@ class Plan:
     sample_batch_size: int  # images per rollout batch on each process
     rollout_batches: int  # an epoch on each process, when all images have one size
     gradient_steps: int  # optimizer steps in one pass over the epoch's samples
-    notes: tuple[str, ...] = ()  # where the plan departs from the options, for the log
+    notes: tuple[str, ...] = ()  # warnings for the log
 
 
 def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> Plan:
@@ -52,6 +52,15 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
             f"sample.unique_sample_num_per_epoch raised from {fewest} to {prompts}, so that {k} "
             f"images each divide evenly over {num_processes} processes in batches of {batch}"
         )
+    gradient_steps = options.train.gradient_step_per_epoch or gradient_steps
+    steps = gradient_steps * options.train.num_inner_epochs
+    epoch, age = oldest_average(options.train, steps, options.num_epochs)
+    if options.train.ema and age > oldest_allowed(epoch):
+        notes.append(
+            f"after epoch {epoch}, the average of the weights, which is evaluated and saved, will "
+            f"be {age:.1f} epochs old: lower config.train.ema_update_interval "
+            f"({options.train.ema_update_interval})"
+        )
     return Plan(
         num_processes=num_processes,
         prompts=prompts,
@@ -60,7 +69,7 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
         samples_per_process=share,
         sample_batch_size=batch,
         rollout_batches=share // batch,
-        gradient_steps=options.train.gradient_step_per_epoch or gradient_steps,
+        gradient_steps=gradient_steps,
         notes=tuple(notes),
     )
 
@@ -79,12 +88,43 @@ def merges_lora(options: RunOptions, device: torch.device) -> bool:
     return exact and options.use_lora
 
 
-class EMA:
-    """The average of the parameters: shadow ← d·shadow + (1 − d)·weight.
+def share_kept(step: int, decay: float, update_interval: int) -> float:
+    """d of optimizer step number ``step``, the first is 1 (docs/method.md §6).
 
-    d = min((1+s)/(10+s), decay), where s counts optimizer steps. The average moves at every
-    ``update_interval``-th of them (docs/method.md §6).
+    The average becomes d·average + (1 − d)·weights. It does not move between the steps that are
+    multiples of ``update_interval``.
     """
+    if step % update_interval:
+        return 1.0
+    return min((1 + step) / (10 + step), decay)
+
+
+def oldest_average(train: TrainOptions, steps: int, epochs: int) -> tuple[int, float]:
+    """After which epoch the average is oldest, and how many epochs old it is then.
+
+    Oldest compared with ``oldest_allowed``. The weights are taken to move as far in each of the
+    ``steps`` optimizer steps of an epoch.
+    """
+    worst = (1, 0.0)
+    average = 0.0  # in optimizer steps; the untrained weights are those of step 0
+    # Later, the average falls behind no faster than the run gets longer.
+    for epoch in range(1, min(epochs, 100) + 1):
+        for step in range((epoch - 1) * steps + 1, epoch * steps + 1):
+            kept = share_kept(step, train.ema_decay, train.ema_update_interval)
+            average = kept * average + (1 - kept) * step
+        age = epoch - average / steps
+        if age / oldest_allowed(epoch) > worst[1] / oldest_allowed(worst[0]):
+            worst = (epoch, age)
+    return worst
+
+
+def oldest_allowed(epoch: int) -> float:
+    """Epochs that the average may lag behind the weights after ``epoch`` epochs, without a note."""
+    return max(2, epoch / 8)
+
+
+class EMA:
+    """The average of the parameters: shadow ← d·shadow + (1 − d)·weight (``share_kept``)."""
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], decay: float, update_interval: int
@@ -97,10 +137,10 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the average after optimizer step number ``step`` (the first is 1)."""
-        if step % self.update_interval == 0:
-            decay = min((1 + step) / (10 + step), self.decay)
+        kept = share_kept(step, self.decay, self.update_interval)
+        if kept < 1:
             for name, parameter in self.parameters.items():
-                self.shadow[name].lerp_(parameter.detach().float(), 1 - decay)
+                self.shadow[name].lerp_(parameter.detach().float(), 1 - kept)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -4,16 +4,20 @@
 """
 
 import sys
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
+import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from named import FUNCTIONS, SIZED, load
+from named import FUNCTIONS, SIZED, load, load_with_suffixes
 
+from paco_grpo.objectives import get_objective
 from paco_grpo.options import OPTIONS, RunOptions
 from paco_grpo.options.parse import options_to_dict
+from paco_grpo.training.state import EMA, make_plan
 
 COMPLETE = ("t2is", "kontext_editing", "qwen_editing")  # published
 RECIPES = Path(__file__).with_name("recipes.yaml")
@@ -58,6 +62,55 @@ def test_every_recipe_has_a_guard():
         options = load(name)
         trained = {reward for reward, weight in options.train.reward_fn.items() if weight}
         assert set(options.test.reward_fn or options.train.reward_fn) - trained, name
+
+
+@cache
+def ages_of_average(decay, interval, steps):
+    """Epochs by which the average is behind after each of 100 epochs of ``steps`` steps.
+
+    The weight that is averaged is the number of epochs it was trained for.
+    """
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    ema = EMA({"w": weight}, decay, interval)
+    ages = []
+    for step in range(1, 100 * steps + 1):
+        weight.data.fill_(step / steps)
+        ema.update(step)
+        if step % steps == 0:
+            ages.append((weight - ema.shadow["w"]).item())
+    return ages
+
+
+def test_no_average_is_older_than_an_eighth_of_the_run():
+    """Or two epochs: what is evaluated and saved is what was trained."""
+    for name, options in load_with_suffixes():
+        train = options.train
+        for processes in (1, 7, 8):
+            plan = make_plan(options, processes, get_objective(train.loss_type).gradient_steps)
+            steps = plan.gradient_steps * train.num_inner_epochs
+            ages = ages_of_average(train.ema_decay, train.ema_update_interval, steps)
+            for epochs, age in enumerate(ages, 1):
+                assert age <= max(2, epochs / 8), (name, processes, epochs)
+            assert not any("ema_update_interval" in note for note in plan.notes), name
+
+
+def test_t2is_variety_trains_as_the_quickstart():
+    """All but what its docstring names; the toy world has its own judge, prompts and sizes."""
+    differing = changes(load("t2is_variety"), load("toy_t2is_nft"))
+    assert {name for name in differing if name.startswith(("sample.", "train."))} == {
+        "sample.num_steps",
+        "sample.batch_size",
+        "sample.unique_sample_num_per_epoch",
+        "train.resolution",
+        "train.batch_size",
+        "train.gradient_step_per_epoch",  # None is one for nft
+        "train.learning_rate",
+        "train.lora_rank",
+        "train.lora_alpha",
+        "train.lora_targets",
+        "train.reward_fn",  # the toy oracle is monitored
+        "train.reward_fn_kwargs",
+    }
 
 
 def test_the_order_of_suffixes_does_not_matter():

@@ -1,7 +1,8 @@
-"""m is raised so that everything divides evenly; never an empty batch."""
+"""m is raised so that everything divides evenly; an average that lags far behind is said."""
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from named import load
@@ -28,3 +29,31 @@ def test_everything_divides_evenly(m, k, batch, processes):
     unit = processes * plan.sample_batch_size
     assert all(fewer * k % unit for fewer in range(m, plan.prompts)), "raised further than needed"
     assert (plan.prompts != m) == any("raised" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "inner_epochs", "interval", "decay", "epochs", "expected"),
+    [
+        # It moves first at step 8, half of the way: (1+8)/(10+8). Epoch 15 is the last before 16.
+        (1, 1, 8, 0.9, 40, ("epoch 15,", "11.0 epochs")),
+        # At steps 30 and 60, three quarters of the way: to 22.5, then to 50.6 of six an epoch.
+        (2, 3, 30, 0.25, 40, ("epoch 14,", "5.6 epochs")),
+        (2, 3, 30, 0.25, 9, ("epoch 9,", "5.2 epochs")),
+        (1, 1, 8, 0.9, 2, None),
+        (8, 1, 8, 0.5, 40, None),
+    ],
+)
+def test_an_average_that_lags_far_behind_is_said(
+    steps, inner_epochs, interval, decay, epochs, expected
+):
+    overrides = {
+        "train.gradient_step_per_epoch": str(steps),
+        "train.num_inner_epochs": str(inner_epochs),
+        "train.ema_update_interval": str(interval),
+        "train.ema_decay": str(decay),
+        "num_epochs": str(epochs),
+    }
+    notes = make_plan(load("t2is", *overrides.items()), 7, 5).notes
+    assert len(notes) == (expected is not None)
+    assert all(words in notes[0] for words in expected or ())
+    assert not make_plan(load("t2is", *overrides.items(), ("train.ema", "no")), 7, 5).notes
