@@ -28,7 +28,7 @@ from huggingface_hub import snapshot_download
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.ocr import quoted_texts
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import read_json_lines, write_json_lines
+from paco_judge.files import read_json_lines, read_text, write_json_lines
 from paco_judge.grid import split_prompt
 from paco_judge.images import read_image
 
@@ -191,7 +191,7 @@ def ocr(source: Path, out: Path, *, limit: int | None, **_) -> None:
     """Flow-GRPO's OCR prompts → ``general_ocr``, only lines with a text in double quotes."""
     for split in ("train", "test"):
         quoted = {}  # each once, in order
-        text = (source / f"{split}.txt").read_text(encoding="utf-8")
+        text = read_text(source / f"{split}.txt")
         for line in text.split("\n"):
             line = " ".join(line.split())
             if quoted_texts(line):

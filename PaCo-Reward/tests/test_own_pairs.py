@@ -175,3 +175,8 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     lines = [line | {"label": "?"} for line in pairs + pairs[:3]]
     message = problem(write_lines(tmp_path / "pairs.jsonl", lines), tmp_path / "out")
     assert len(message.splitlines()) == 21 and message.endswith("3 more rows cannot be used")
+    table = write_csv(tmp_path / "pairs.csv", pairs)
+    table.write_bytes(
+        table.read_text(encoding="utf-8-sig").replace("fox", "füchse").encode("cp1252")
+    )
+    assert "pairs.csv is not a text in UTF-8" in problem(table, tmp_path / "out")

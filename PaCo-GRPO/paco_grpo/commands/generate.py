@@ -4,7 +4,8 @@ python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …]
     --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it
                          out for the base model
     --prompt TEXT        what to draw; may be repeated
-    --prompts_file FILE  more prompts: one a line, or a *_metadata.jsonl with sizes and images
+    --prompts_file FILE  more prompts: .txt, one a line, or rows with sizes and images: .jsonl such
+                         as a *_metadata.jsonl, .json, .arrow, .parquet
     --image FILE         what to edit: once for all prompts, or for each prompt in their order
     --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5 (one: 5,)
     --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl

@@ -1,5 +1,6 @@
 """Prompt sets: files become items (docs/method.md §2). Errors name file, row and field."""
 
+import codecs
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paco_grpo.types import Item
 from paco_judge.errors import UserError, first_problem
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json, read_json_lines, read_text
 from paco_judge.grid import PromptLayoutError, split_prompt
 from paco_judge.images import UnreadableImage, read_image
 
@@ -101,21 +102,45 @@ def _geneval(folder: Path, split: str) -> list[Item]:
 
 
 def read_items(file: Path, with_images: bool) -> list[Item]:
-    """The items of a file: JSON lines if its name ends in .jsonl, else a prompt a line.
+    """The items of a file: rows in JSON, a table (``read_table``), or a prompt a line.
 
     ``with_images``: the rows name reference images. Raises UserError.
     """
+    suffix = file.suffix.lower()
+    if suffix in (".arrow", ".parquet"):
+        return read_table(file, with_images)
+    if suffix not in (".json", ".jsonl", ".txt", ""):
+        raise UserError(
+            f"{file}: prompts are read from .txt (one a line), .json, .jsonl, .arrow and .parquet"
+        )
     items: list[Item] = []
-    if file.suffix == ".jsonl":
-        for where, row in json_lines(file):
+    text = "" if suffix.startswith(".json") else read_text(file)
+    if suffix.startswith(".json") or text.lstrip().startswith(("{", "[")):
+        for where, row in _json_rows(file):
             references = _references(file.parent, row, where) if with_images else ()
             items.append(make_item(len(items), row, where, references))
         return items
-    text = file.read_text(encoding="utf-8-sig")
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             items.append(make_item(len(items), {"prompt": line.strip()}, f"{file}:{number}"))
     return items
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As ``json_lines``, or of a list of objects or prompts. A text may be JSON, too."""
+    try:
+        is_list = file.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        rows = read_json(file) if is_list else read_json_lines(file)
+    except UserError as error:
+        if file.suffix.lower().startswith(".json"):
+            raise
+        hint = "in a text, the first prompt may not begin with { or ["
+        raise UserError(f"{error}; {hint}") from error
+    for number, row in enumerate(rows, start=1):
+        where = f"{file}: row {number}"
+        if not isinstance(row, dict | str):
+            raise UserError(f"{where} is neither an object nor a text, but {row!r}")
+        yield where, {"prompt": row} if isinstance(row, str) else row
 
 
 def _references(
@@ -143,20 +168,32 @@ def _geneval_image(folder: Path, split: str) -> list[Item]:
 
 
 def _arrow_editing(folder: Path, split: str) -> list[Item]:
-    """Columns of texts and numbers, also nested ones, go into an item's metadata.
-
-    The images are never all in memory.
-    """
     path = folder / f"{split}.arrow"
     if not path.is_file():
         path = folder / f"{split}.parquet"
     if not path.is_file():
         raise FileNotFoundError(f"neither {split}.arrow nor {split}.parquet is in {folder}")
+    return read_table(path, with_images=True)
+
+
+def read_table(path: Path, with_images: bool) -> list[Item]:
+    """The items of an Arrow or Parquet table.
+
+    Columns of texts and numbers, also nested ones, go into an item's metadata. The images are never
+    all in memory.
+
+    Args:
+        path: The table.
+        with_images: Its images, which it must have, are the items' references.
+
+    Raises:
+        UserError: It is damaged, or lacks a column.
+    """
     from datasets import Dataset  # seconds; only these sets need it
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             table = Dataset.from_parquet(str(path))  # keeps a copy in the cache of ``datasets``
         else:
             table = Dataset(_read_arrow(path))
@@ -164,16 +201,20 @@ def _arrow_editing(folder: Path, split: str) -> list[Item]:
         raise UserError(f"{path} is empty or damaged: {error.__cause__ or error}") from error
     names = table.column_names
     column = "images" if "images" in names and "image" not in names else "image"
-    missing = {"prompt", column} - set(names)
+    missing = {"prompt", column if with_images else "prompt"} - set(names)
     if missing:
         raise UserError(f"{path}: column {max(missing)!r} is missing; it has {', '.join(names)}")
     plain = [name for name, kind in table.features.items() if _is_plain(kind)]
     rows = table.select_columns(plain).to_list()
+    items = []
+    if not with_images:
+        for number, row in enumerate(rows):
+            items.append(make_item(number, row, f"{path}: row {number + 1}"))
+        return items
     images = table.data.column(column)
     counts = [1] * len(rows)
     if column == "images":
         counts = compute.list_value_length(images).to_pylist()
-    items = []
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         where = f"{path}: row {number + 1}"
         what = f"{where}: field {column!r}"

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from paco_grpo.data import prompts
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.prompts import load_prompts, read_items
 from paco_judge.errors import UserError
 
 COLORS = ["red", "lime", "blue", "white", "black"]
@@ -87,6 +87,10 @@ def test_arrow_editing(tmp_path, form):
         assert item.metadata.keys() == {"prompt", "category", "note", "edit_box", "criteria"}
         assert item.metadata["edit_box"] == [0, 0.5, 1, item.item_id / 5]
         assert item.image.tobytes() == Image.open(io.BytesIO(data)).tobytes()
+    drawn = read_items(tmp_path / f"test.{suffix}", with_images=False)
+    assert [(i.prompt, i.metadata, i.num_references) for i in drawn] == [
+        (i.prompt, i.metadata, 0) for i in items
+    ]
 
 
 @pytest.mark.parametrize(

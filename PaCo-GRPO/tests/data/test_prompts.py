@@ -1,12 +1,13 @@
 """Prompt sets become items; errors name file, line and field."""
 
+import gzip
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paco_grpo.data.prompts import item_size, load_prompts, round_to_multiple
+from paco_grpo.data.prompts import item_size, load_prompts, read_items, round_to_multiple
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
@@ -43,6 +44,48 @@ def test_a_line_of_a_text_is_a_prompt(tmp_path):
     (tmp_path / "test.txt").write_bytes(text.encode())
     prompts = [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")]
     assert prompts == ["a cat", "a\u2028dog\x0cand\x85more"]
+
+
+ROWS = [{"prompt": "a fox", "seed": 3}, {"prompt": "an owl"}]
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.JSONL", LINES),
+        ("p.txt", b"\xef\xbb\xbf" + LINES),
+        ("p.json", json.dumps(ROWS, indent=1).encode()),
+        ("p.Json", LINES),
+        ("p", json.dumps(["a fox", {"prompt": "an owl"}]).encode()),
+        ("p.TXT", b"a fox\r\nan owl"),
+    ],
+)
+def test_files_of_prompts(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    items = read_items(tmp_path / name, with_images=False)
+    assert [(item.item_id, item.prompt) for item in items] == [(0, "a fox"), (1, "an owl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("p.csv", b"prompt,seed\na fox,3", ".parquet"),
+        ("p.jsonl.gz", gzip.compress(LINES), ".parquet"),
+        ("p.txt", gzip.compress(LINES), "UTF-8"),
+        ("p", "a fox".encode("utf-16"), "UTF-8"),
+        ("p", "a fox".encode("utf-16-le"), "UTF-8"),
+        ("p.jsonl", LINES.decode().encode("utf-16"), "JSON"),
+        ("p.txt", b"[LEFT] a fox", "JSON.*may not begin"),
+        ("p.txt", json.dumps(ROWS, indent=1).encode()[:-1] + b",]", "JSON.*may not begin"),
+        ("p.json", b'["a fox", 5]', "row 2.*5"),
+        ("p.json", b'{"prompts": ["a fox"]}', "row 1: field prompt"),
+    ],
+)
+def test_files_of_something_else(tmp_path, name, content, named):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}.*{named}"):
+        read_items(tmp_path / name, with_images=False)
 
 
 @pytest.mark.parametrize(

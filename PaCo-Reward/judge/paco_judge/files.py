@@ -109,6 +109,17 @@ class Journal:
         self._file.flush()
 
 
+def read_text(file: Path) -> str:
+    """The text in a file, without a byte order mark. Raises UserError: It is none in UTF-8."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not a text in UTF-8: {error}") from error
+    if "\0" in text:  # UTF-16 without its mark, or no text
+        raise UserError(f"{file} is not a text in UTF-8: it has zero bytes")
+    return text
+
+
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; blank lines are skipped.
 

@@ -9,6 +9,7 @@ FILE is .jsonl, .csv or .json, one pair in each row:
 """
 
 import csv
+import io
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from paco_judge.errors import UserError
-from paco_judge.files import read_json_rows
+from paco_judge.files import read_json_rows, read_text
 from paco_judge.images import content_digest, load_image
 from paco_judge.questions import Question, load_question, shipped
 from paco_reward.pairing.answers import split_verdict
@@ -140,8 +141,8 @@ def _answer(label: bool, reason: str) -> str:
 def _rows(file: Path) -> list[dict[str, Any]]:
     """The values of each row by column. Raises UserError."""
     if file.suffix.lower() == ".csv":
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
+        text = io.StringIO(read_text(file))
+        rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
     else:
         rows = read_json_rows(file)
     table = []
