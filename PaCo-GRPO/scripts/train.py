@@ -41,10 +41,10 @@ def main(arguments: list[str]) -> int:
         if is_main:
             print(describe_options(options))
         return 0
-    return train(options, name)
+    return train(options, name, is_main)
 
 
-def train(options: RunOptions, name: str) -> int:
+def train(options: RunOptions, name: str, is_main: bool = True) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
     from paco_grpo.training.build import build_run
     from paco_grpo.training.checks import require_promised_gpu
@@ -58,11 +58,13 @@ def train(options: RunOptions, name: str) -> int:
         trainer = Trainer(build_run(options, name))
         trainer.fit()
     except TrainingStopped as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
+        if is_main:  # every process stops for the same reason
+            print(f"stopped: {stopped}", file=sys.stderr)
         return 128 + stopped.signal_number if stopped.signal_number else 3
     except KeyboardInterrupt:  # before training, or a second one, which does not wait
         again = resume_command(trainer)
-        print(f"interrupted: nothing was saved. {again}".rstrip(), file=sys.stderr)
+        if is_main:
+            print(f"interrupted: nothing was saved. {again}".rstrip(), file=sys.stderr)
         return 130
     except UserError as error:
         again = resume_command(trainer)

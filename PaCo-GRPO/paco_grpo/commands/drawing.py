@@ -115,6 +115,7 @@ def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
     judge = build_rewards({name: 1.0}, {name: kwargs})[name]
     judge.check_items(items)
     judge.check()
+    judge.prove(items)
     return judge
 
 

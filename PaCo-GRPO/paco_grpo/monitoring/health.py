@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from paco_grpo.distributed import gather_rows
-from paco_grpo.monitoring.metrics import means
+from paco_grpo.monitoring.metrics import means, rewards_line
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference_weights
@@ -239,6 +239,25 @@ def judge_epoch(metrics: Row) -> list[Finding]:
             message = f"{sign.message.format(value)}. Likely cause: {sign.cause}"
             findings.append(Finding(sign.metric, message, sign.collapse))
     return findings
+
+
+def judge_scores(rows: Sequence[Row]) -> list[Finding]:
+    """A finding on the first of ``rows``, training epochs, without an advantage, if it is the last.
+
+    The images of each prompt have equal scores then, such as 0.
+    """
+    flat = [
+        row.get("advantage/mean_abs") == 0 and row["advantage/dropped_share"] < 1 for row in rows
+    ]
+    if flat[-1:] != [True] or any(flat[:-1]):
+        return []
+    message = (
+        f"the images of each prompt have equal scores (means: {rewards_line(rows[-1], 'reward/')}),"
+        " so nothing could be learned from them. Look at the pictures and scores of an evaluation "
+        "(sheet.png, eval_data.jsonl): does the reward suit the prompts, and does the generator "
+        "reach it at all? More images, config.sample.num_images_per_prompt, differ more"
+    )
+    return [Finding("advantage/mean_abs", message)]
 
 
 def judge_evaluation(

@@ -81,8 +81,9 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
         problem = missing_for_compilation()
         if problem:
             raise ConfigError(f"config.speed.compile=True: {problem}")
-    # diffusers warns of each truncated prompt, where we count them once.
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    # They warn of each truncated prompt, where we count them once.
+    for name in ("diffusers", "transformers.tokenization_utils_base"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return load_policy(options.pretrained.model, policy_settings(options, device))
 
 

@@ -31,8 +31,9 @@ def evaluation_rewards(
         rewards.append(build_rewards(table.weights, table.kwargs, device, built))
         of_set = [item for item in items if item.dataset == number]
         for reward in rewards[-1].values():
-            reward.check()
             reward.check_items(of_set)
+            reward.check()
+            reward.prove(of_set)
     return merge_sets(rewards, [prompt_set.name for prompt_set in sets])
 
 

@@ -4,10 +4,10 @@ A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. 
 RGB; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
 parameter ``device`` is given the process's device. The factory may have an attribute
 ``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that
-cannot be scored, called before a model is loaded. The callable may have
+cannot be scored. The callable may have
 
-- ``check()``: called once before anything expensive (does the server answer? are the weights
-  there?),
+- ``check()``: called once before anything expensive, and after ``check_item`` (does the server
+  answer? are the weights there?),
 - ``prove(items)``: called after it with the training and the test items, for one real question,
 - ``remark(item)``: what is unusual about an item that can be scored, such as "are longer than 77
   tokens", or None; the log says how many such prompts there are. A factory may have it, too,
@@ -20,12 +20,13 @@ With ``server`` among its arguments, a reward's factory is called in another pro
 and not here.
 """
 
+import contextlib
 import functools
 import inspect
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,9 @@ def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> 
     problems = []
     for reward in rewards:
         try:
-            reward.check()
             reward.check_items(items)
+            reward.check()
+            reward.prove(items)
         except UserError as error:
             problems.append(str(error))
     return problems
@@ -241,23 +243,35 @@ class CheckedReward:
         return UserError(f"reward {self.name!r} cannot be used: {error}; see {self._options}")
 
     def check_items(self, items: Sequence[Item]) -> None:
-        """Look at all items, and let a judge answer one real question.
-
-        Raises UserError: An item cannot be scored, or the judge gives no score.
-        """
-        remarks: Counter[str] = Counter()
+        """Raise a UserError for an item that cannot be scored."""
+        if self._check_item is None:
+            return
         for item in items:
-            try:
-                if self._check_item is not None:
-                    self._check_item(item, self.kwargs)
-                remark = self._remark(item) if self._remark is not None else None
-            except (ValueError, TypeError, LookupError) as error:
-                raise UserError(
-                    f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}, "
-                    f"a reward of config.train.reward_fn or config.test.reward_fn: {error}"
-                ) from error
-            if remark is not None:
-                remarks[remark] += 1
+            with self._naming(item):
+                self._check_item(item, self.kwargs)
+
+    @contextlib.contextmanager
+    def _naming(self, item: Item) -> Iterator[None]:
+        """An error inside the block says that ``item`` cannot be scored."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError) as error:
+            raise UserError(
+                f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}, "
+                f"a reward of config.train.reward_fn or config.test.reward_fn: {error}"
+            ) from error
+
+    def prove(self, items: Sequence[Item]) -> None:
+        """Log what is unusual about ``items``, and let a judge answer one real question.
+
+        Raises UserError: It gives no score.
+        """
+        remarks: Counter[str | None] = Counter()
+        if self._remark is not None:
+            for item in items:
+                with self._naming(item):
+                    remarks[self._remark(item)] += 1
+        del remarks[None]
         for remark, count in remarks.items():
             logger.warning("%s: %d of %d prompts %s", self.name, count, len(items), remark)
         if hasattr(self.function, "prove"):
@@ -269,11 +283,17 @@ class CheckedReward:
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing; None is missing too.
 
-        Raises UserError: They are not one for each image.
+        Raises UserError: They are not one for each image, or infinite.
         """
         scores = np.asarray(self.function(images, items), dtype=np.float64)
         if scores.shape != (len(images),):
             raise UserError(
                 f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"
+            )
+        infinite = scores[np.isinf(scores)]
+        if len(infinite):
+            raise UserError(
+                f"reward {self.name!r} returned {infinite[0]} for {len(infinite)} of {len(images)} "
+                "images; a score is a finite number, or NaN where it is missing"
             )
         return scores

@@ -215,9 +215,9 @@ class Trainer:
         epoch = self.state.epoch
         findings = []
         if self.accelerator.is_main_process:
-            rows = self.run.metrics.rows("train")
-            metrics |= health.against_first([*rows, metrics])
-            findings = health.judge_epoch(metrics)
+            rows = [*self.run.metrics.rows("train"), metrics]
+            metrics |= health.against_first(rows)
+            findings = health.judge_epoch(metrics) + health.judge_scores(rows)
         self.run.log("train", metrics)
         logger.info(
             "epoch %d/%d: %s; %.1f min left",

@@ -14,6 +14,7 @@ from paco_grpo.monitoring.health import (
     against_first,
     judge_epoch,
     judge_evaluation,
+    judge_scores,
 )
 from paco_grpo.policies.lora import reference_weights
 from paco_grpo.training.build import build_run
@@ -150,6 +151,16 @@ def test_ratios_to_the_first_epochs():
     assert against_first(rows) == pytest.approx(expected)
     assert against_first(rows[:1])["health/diversity_vs_first"] == 1
     assert against_first([{"reward/between": 1.0}]) == {}
+
+
+def test_equal_scores_are_named_once():
+    flat = {"advantage/mean_abs": 0.0, "advantage/dropped_share": 0.5, "reward/ocr_mean": 0.0}
+    good = flat | {"advantage/mean_abs": 0.7}
+    missing = flat | {"advantage/dropped_share": 1.0}
+    (finding,) = judge_scores([good, missing, flat])
+    assert "ocr 0.0000" in finding.message and not finding.collapse
+    for rows in ([flat, flat], [flat, good], [missing], [{}]):
+        assert judge_scores(rows) == []
 
 
 def test_a_run_compares_with_its_first_epoch(trained_run):

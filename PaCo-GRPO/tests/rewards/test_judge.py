@@ -229,8 +229,8 @@ def test_a_run_begins_with_one_real_question_to_the_judge(name, judge):
     """A server may list its models and answer nothing that a score can be read from."""
     (reward,) = build_rewards({name: 1.0}, {name: {"base_url": judge.url}}).values()
     closed = Item(9, ITEM.prompt, references=ITEM.references)
-    reward.check_items([closed, *ITEMS])
+    reward.prove([closed, *ITEMS])
     assert len(judge.requests) == 1
     judge.respond = lambda number, request: (200, UNSURE, {})
     with pytest.raises(UserError, match=f"{name}.*base_url"):
-        reward.check_items([ITEMS[1]])
+        reward.prove([ITEMS[1]])

@@ -1,9 +1,11 @@
 """Rewards by name and import path; a mistake names the nearest known name."""
 
+import math
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import reward_factories
 from PIL import Image
 from reward_factories import checked
 
@@ -116,9 +118,33 @@ def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
 
 
-@pytest.mark.parametrize("result", [[0.5], [[0.5], [0.7]]])
-def test_what_is_not_one_number_for_each_image_is_refused(result):
-    with pytest.raises(UserError, match="'wrong'"):
+def test_items_are_checked_before_anything_is_loaded(monkeypatch):
+    calls = []
+
+    def recording():
+        score = lambda images, items: calls.append("called")
+        score.check = lambda: calls.append("check")
+        score.prove = lambda items: calls.append(("prove", len(items)))
+        return score
+
+    recording.check_item = lambda item, kwargs: calls.append(item.item_id)
+    recording.remark = lambda item: calls.append(f"remark {item.item_id}")
+    monkeypatch.setattr(reward_factories, "factory", recording)
+    assert find_problems(build_rewards({OWN: 1}).values(), ITEMS) == []
+    assert calls == [0, 1, "check", "remark 0", "remark 1", ("prove", 2)]
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        ([0.5], "shape"),
+        ([[0.5], [0.7]], "shape"),
+        ([0.5, math.inf], "inf for 1 of 2 images"),
+        ([-math.inf, None], "-inf"),
+    ],
+)
+def test_what_is_not_one_number_for_each_image_is_refused(result, named):
+    with pytest.raises(UserError, match=f"'wrong'.* {named}"):
         checked(lambda images, items: result)(IMAGES, ITEMS)
 
 

@@ -115,7 +115,7 @@ def test_a_judge_that_answers_the_same_to_noise_is_refused(tmp_path):
         for name, kwargs in arguments.items():
             reward = built(name, base_url=server.url, **kwargs)
             with pytest.raises(UserError, match=f"{name}.* 0.75 and noise 0.75 "):
-                reward.check_items([])
+                reward.prove([])
 
 
 PHOTO = Image.fromarray(np.random.default_rng(1).integers(40, 90, (60, 100, 3), dtype=np.uint8))

@@ -104,7 +104,7 @@ def test_prompts_that_clip_does_not_read_to_the_end_are_counted(
     (reward,) = build_rewards({name: 1.0}, {name: kwargs}).values()
     fits = LONG.removeprefix("one one ")  # 76 tokens, and one for the panel's period
     prompts = [GRIDS[0].format(fits), GRIDS[1].format(LONG), GRIDS[2].format(LONG), "a cat"]
-    reward.check_items([Item(number, prompt) for number, prompt in enumerate(prompts)])
+    reward.prove([Item(number, prompt) for number, prompt in enumerate(prompts)])
     longer = 2 if name == "subfig_clipT" else 3  # which reads each panel alone
     assert f"{name}: {longer} of 4 prompts" in caplog.text
 
