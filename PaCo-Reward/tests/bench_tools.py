@@ -45,11 +45,14 @@ class BenchCommand:
         self.out = out
         self.arguments = [*arguments, "--results_dir", out / "results"]
         self.file = out / "results" / f"{results}.jsonl"
+        self.judge = out / "some" / "judge"
+        self.judge.mkdir(parents=True)
+        (self.judge / "config.json").write_text("{}")
 
     def __call__(self, judge, *arguments):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(benchmark, "make_engine", lambda args: judge)
-            return self.main("--model", "some/judge", "--batch_size", "4", *arguments)
+            return self.main("--model", self.judge, "--batch_size", "4", *arguments)
 
     def main(self, *arguments):
         return self.script.main([*map(str, (*self.arguments, *arguments))])

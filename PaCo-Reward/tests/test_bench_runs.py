@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from bench_tools import RANK_FOLDER, ContentJudge, edit_lines
 from fakes import fake_judge
+from pairing_tools import write_lines
 from PIL import Image
 
 from paco_eval.edit import command_line
@@ -41,7 +42,7 @@ def test_a_stopped_run_continues(edits):
 
 
 @pytest.mark.parametrize(
-    "change", [{"model": "other/judge"}, {"dimension": "overall"}, {"asked": {}}]
+    "change", [{"weights": "other/judge@12"}, {"dimension": "overall"}, {"asked": {}}]
 )
 def test_results_of_something_else_are_not_mixed(change, edits):
     assert edits(ContentJudge(stop_after=1)) == STOPPED
@@ -58,16 +59,16 @@ BENCH = "data/ConsistencyRank-Bench"
     ("file", "old", "new"),
     [
         ("judge/model.safetensors", "judge", "other"),
-        ("adapter/model.safetensors", "adapter", "other"),
+        ("adapter/adapter_model.safetensors", "adapter", "other"),
         (f"{BENCH}/consistency_full_rank.jsonl", '"b1.png", "a1.png"', '"a1.png", "b1.png"'),
         (f"{BENCH}/prompt_data.jsonl", "of 12 cats", "of 13 cats"),
     ],
 )
 def test_results_of_other_weights_or_items_are_not_continued(rank, tmp_path, file, old, new):
     """Of other files at the same path."""
-    for name in ("judge", "adapter"):
+    for name, prefix in (("judge", ""), ("adapter", "adapter_")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text(name)
+        (tmp_path / name / f"{prefix}model.safetensors").write_text(name)
     (tmp_path / "mine.txt").write_text("Same {theme}?")
     options = ["--model", tmp_path / "judge", "--adapter", tmp_path / "adapter"]
     options += ["--question", tmp_path / "mine.txt"]
@@ -80,6 +81,36 @@ def test_results_of_other_weights_or_items_are_not_continued(rank, tmp_path, fil
         (tmp_path / file).write_text(text)
         assert rank(ContentJudge(stop_after=0), *options) == status
         assert rank.file.read_bytes() == before
+
+
+def test_results_of_a_judge_exchanged_under_its_name_are_not_shown(rank, capsys):
+    """A server says whose answers it gives, or the user says that they are the same."""
+    rank.file = rank.file.with_name("Judge-v3.jsonl")
+    with fake_judge.FakeJudge(fake_judge.by_content, models=["Judge"]) as server:
+        options = ["--server", server.url, "--model", "Judge"]
+        for before, now, status, text in (
+            ("o/a@1", "o/a@1", 0, "5 already"),
+            ("o/a@1", "o/a@2", 1, "something else (weights)"),
+            ("o/a@1", None, 1, "unknown"),
+            (None, "o/a@1", 1, "--continue_unknown"),
+            (None, None, 1, "--continue_unknown"),
+        ):
+            rank.file.unlink(missing_ok=True)
+            server.identities = {"Judge": before}
+            assert rank.main(*options) == 0
+            rows = rank.rows[:3]
+            assert {row["weights"] for row in rows} == {before}
+            write_lines(rank.file, rows if status else rank.rows)
+            server.identities = {"Judge": now}
+            capsys.readouterr()
+            assert rank.main(*options) == status
+            assert text in "".join(capsys.readouterr())
+            assert len(rank.rows) == (3 if status else 5)
+        assert rank.main(*options, "--continue_unknown") == 0
+        assert len(rank.rows) == 5
+        write_lines(rank.file, [row | {"weights": [None]} for row in rank.rows])
+        assert rank.main(*options) == 1
+        assert "earlier version" in "".join(capsys.readouterr())
 
 
 def test_an_item_that_the_engine_refuses_does_not_affect_its_batch(rank, capsys):

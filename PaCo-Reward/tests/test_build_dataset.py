@@ -275,3 +275,42 @@ def test_another_judge_is_asked_again(world, tmp_path):
             build(world, tmp_path, **judge, **SETTING)
             asked.append(len(server.requests))
     assert asked == [asked[0], 2 * asked[0], 3 * asked[0], 3 * asked[0]]
+
+
+def test_answers_of_a_judge_exchanged_under_its_name(world, tmp_path):
+    """They are not mixed with the new one's; unknown ones only if the user says so."""
+    with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
+        setting = {"server": server.url, "model": "judge-a"} | SETTING
+        server.identities = {"judge-a": None}
+        build(world, tmp_path, **setting)
+        first = len(server.requests)
+        with pytest.raises(UserError, match="scores.jsonl has answers .* is unknown"):
+            build(world, tmp_path, **setting)
+        build(world, tmp_path, **setting, continue_unknown=True)
+        assert len(server.requests) == first
+        (tmp_path / "work" / "scores.jsonl").unlink()
+        for identity, requests in (("o/a@1", 2), ("o/a@2", 3), ("o/a@1", 3)):
+            server.identities = {"judge-a": identity}
+            build(world, tmp_path, **setting)
+            assert len(server.requests) == requests * first
+
+
+def test_what_an_earlier_version_built_is_continued_if_the_user_says_so(world, tmp_path):
+    with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
+        setting = {"server": server.url, "model": "judge-a"} | SETTING
+        build(world, tmp_path, **setting)
+        first = len(server.requests)
+        journal = tmp_path / "work" / "scores.jsonl"
+        rows = []
+        for row in read_lines(journal):
+            key = json.dumps(["judge-a", *json.loads(row["key"])])
+            rows.append({"key": key, "value": row["value"]})
+        write_lines(journal, rows)
+        note = tmp_path / "work" / "inputs.json"
+        note.write_text(note.read_text().replace("sha256:", ""))
+        with pytest.raises(UserError, match="built by an earlier version"):
+            build(world, tmp_path, **setting)
+        build(world, tmp_path, **setting, continue_unknown=True)
+        with pytest.raises(UserError, match="earlier version wrote this"):
+            build(world, tmp_path, **setting)
+        assert len(server.requests) == first

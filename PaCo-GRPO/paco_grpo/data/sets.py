@@ -12,7 +12,8 @@ from paco_grpo.data.prompts import load_prompts
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
-from paco_judge.files import fingerprint, hash_value
+from paco_judge.files import hash_value
+from paco_judge.identity import fingerprint
 
 
 @dataclass(frozen=True)

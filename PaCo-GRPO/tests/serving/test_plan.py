@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 import subprocess
 
 import pytest
@@ -189,13 +190,23 @@ def test_images_are_at_most_as_large_as_in_the_judges_training(
     ],
 )
 def test_the_engine_is_the_vllm_built_for_this_machine(monkeypatch, package, gpus, engine):
-    monkeypatch.setattr(engines, "_find_vllm", lambda python: (package, ""))
+    monkeypatch.setattr(engines, "_find_vllm", lambda python: (package, "", False))
     settings = LaunchSettings.from_environment({"VLLM_MODEL_PATHS": "some/judge"})
     if engine is UserError:
         with pytest.raises(UserError, match="own-python"):
             engines.choose_engine(settings, {"VLLM_PYTHON": "own-python"}, gpus)
     else:
         assert engines.choose_engine(settings, {}, gpus).name == engine
+
+
+def test_a_vllm_with_our_package_says_whose_scores_it_gives(monkeypatch, planned):
+    own = Engine("vllm", "py", says_identity=True)
+    monkeypatch.setattr(launch, "choose_engine", lambda *_: own)
+    (server,) = planned("VLLM_EXTRA_ARGS='--seed 3'")
+    assert shlex.join(server.command).endswith(
+        "--middleware paco_judge.serving.SaysIdentity --seed 3"
+    )
+    assert engines._find_vllm(sys.executable) == (None, "", False)  # no vLLM here
 
 
 _PARSE = """

@@ -18,12 +18,15 @@ import pandas as pd
 from tqdm import tqdm
 
 from paco_eval.judges import ScorePairs, make_engine
-from paco_judge.client import DEFAULT_MODEL
+from paco_judge.client import DEFAULT_MODEL, JudgeClient
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import Journal, fingerprint, hash_value, read_json_lines
+from paco_judge.files import Journal, hash_value, read_json_lines
+from paco_judge.identity import UNRECORDED, Match, identity, match
 from paco_judge.questions import Pair, Question, add_form_arguments, form_of, record
+from paco_judge.weights import local_folder
 
 Row = dict[str, Any]
+WEIGHT_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 EPILOG = """\
 The same command continues a run that was stopped. An item that cannot be scored is reported and
@@ -94,6 +97,12 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         help="on this machine",
     )
     parser.add_argument("--results_dir", "--result_dir", default="results")
+    parser.add_argument(
+        "--continue_unknown",
+        action="store_true",
+        help="also continue results of which it is unknown whether they are of the same weights, "
+        "such as those of a server that does not say which it has",
+    )
     add_form_arguments(parser)
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -127,20 +136,34 @@ def run_judge(
     """
     short_names = []
     exact_names = []
-    weights = []
     for place in filter(None, (args.model, args.adapter)):
         short_names.append(Path(os.path.abspath(place)).name)
         # Checkpoints may share a folder name, so rows hold the whole path.
         exact_names.append(str(Path(place).resolve()) if Path(place).is_dir() else place)
-        weights.append(None if args.server else fingerprint(place))
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
-        "weights": weights,
+        "weights": judge_identity(args),
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
+    load_engine = partial(make_engine, args)
 
-    return score_benchmark(benchmark, file, stamp, partial(make_engine, args), args.batch_size)
+    return score_benchmark(
+        benchmark, file, stamp, load_engine, args.batch_size, args.continue_unknown
+    )
+
+
+def judge_identity(args: argparse.Namespace) -> str | None:
+    """The identity of the judge that the command line selects; downloads it if necessary.
+
+    Raises UserError: It is not there.
+    """
+    if args.server:
+        return JudgeClient(args.server, args.model).identity()
+    places = [place for place in (args.model, args.adapter) if place]
+    for place in places:
+        local_folder(place, WEIGHT_FILES)
+    return identity(*places)
 
 
 def score_benchmark(
@@ -149,17 +172,20 @@ def score_benchmark(
     stamp: Row,
     load_engine: Callable[[], ScorePairs],
     batch_size: int,
+    continue_unknown: bool = False,
 ) -> int:
     """Append a row to ``file`` for every item that has none.
 
     Args:
         benchmark: What is scored.
         file: The results. Results of another judge, other questions or other items are not continued.
-        stamp: In every row, beside a hash of all ``items``: ``model``; for a judge also ``asked``,
-            the questions and their form, and ``weights``, fingerprints of model and adapter, None
-            where they are not here.
+        stamp: In every row, beside a hash of all ``items``: ``model``, for people; ``weights``, an
+            identity (``paco_judge.identity``); for a judge also ``asked``, the questions and their
+            form.
         load_engine: Is called only if an item is left to score.
         batch_size: Pairs that the engine gets at once, or more.
+        continue_unknown: Also continue results of which it is not known whether they are of the
+            same weights.
 
     Returns:
         The number of items left without a row.
@@ -170,7 +196,7 @@ def score_benchmark(
     stamp = stamp | {"items": hash_value([item.row for item in items])}
     num_failed = 0
     with Journal(file) as results:
-        done = _keys(results, items, stamp)
+        done = _keys(results, items, stamp, continue_unknown)
         print(f"{len(items)} items, {len(done)} already in {file}", flush=True)
         todo = [item for item in items if _key(item.fields) not in done]
         if not todo:
@@ -197,37 +223,37 @@ def _key(fields: Row) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _keys(results: Journal, items: Sequence[Item], stamp: Row) -> set[str]:
+def _keys(
+    results: Journal, items: Sequence[Item], stamp: Row, continue_unknown: bool
+) -> set[str]:
     """The keys of the items that have a row. Raises UserError: A row is of something else."""
     known = {_key(item.fields) for item in items}
+    # Weights identify a judge, and neither its path nor its served name.
+    compared = stamp.keys() - ({"model", "weights"} if "weights" in stamp else set())
     keys = set()
     for row in results.rows:
         key = _key({name: row.get(name) for name in items[0].fields})
-        others = []
-        for name, value in stamp.items():
-            if not _agree(row.get(name), value):
-                others.append(name)
+        others = [name for name in compared if row.get(name) != stamp[name]]
         if key not in known:
             others.append(f"item {key}")
+        of_row = Match.SAME
+        if "weights" in stamp:
+            of_row = match(row.get("weights", UNRECORDED), stamp["weights"])
+        if of_row is Match.DIFFERENT:
+            others.append("weights")
         if others:
             raise UserError(
-                f"{results.path} has results of something else ({', '.join(others)}); move the file "
-                "away, or pass another --results_dir"
+                f"{results.path} has results of something else ({', '.join(sorted(others))}); move "
+                "the file away, or pass another --results_dir"
+            )
+        if of_row is not Match.SAME and not continue_unknown:
+            raise UserError(
+                f"{results.path} has results of {row.get('model')}, and whether they are of the "
+                f"same weights is unknown ({of_row.value}): pass another --results_dir, or "
+                "--continue_unknown to continue them"
             )
         keys.add(key)
     return keys
-
-
-def _agree(first: Any, second: Any) -> bool:
-    """Whether two stamps are equal; unknown weights match any."""
-    if not isinstance(first, list) or not isinstance(second, list):
-        return first == second
-    if len(first) != len(second):
-        return False
-    for pair in zip(first, second, strict=True):
-        if None not in pair and pair[0] != pair[1]:
-            return False
-    return True
 
 
 def score_items(

@@ -14,6 +14,7 @@ from typing import Any
 
 from paco_judge import transport
 from paco_judge.errors import UserError
+from paco_judge.identity import served_identity
 from paco_judge.images import UnreadableImage, data_url
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
 from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_logprobs
@@ -57,13 +58,15 @@ class JudgeClient:
         self.deadline_s = deadline_s
         self._headers = transport.json_headers(api_key or os.environ.get("VLLM_API_KEY"))
         self._served: str | None = None
+        self._rows: list[dict[str, Any]] = []  # of the server's /v1/models
         self._slots = asyncio.Semaphore(max_concurrency)
 
     def check(self) -> str:
         """The served name of the model; the server is asked once. Raises UserError."""
         if self._served is not None:
             return self._served
-        served = self._list_models()
+        self._rows = self._list_models()
+        served = [row["id"] for row in self._rows]
         alike = [name for name in served if name.casefold() == self.model.casefold()]
         if alike:
             self._served = self.model if self.model in alike else alike[0]
@@ -75,12 +78,21 @@ class JudgeClient:
             f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
         )
 
-    def _list_models(self) -> list[str]:
+    def identity(self) -> str | None:
+        """Whose scores these are (``paco_judge.identity``); None: the server does not say.
+
+        Raises UserError: There is no server, or another model.
+        """
+        served = self.check()
+        (row,) = (row for row in self._rows if row["id"] == served)
+        return served_identity(row, self._rows, self.base_url)
+
+    def _list_models(self) -> list[dict[str, Any]]:
         url = f"{self.base_url}/v1/models"
         deadline = time.monotonic() + MODELS_TIMEOUT_S
         try:
             answer = transport.run(transport.request("GET", url, self._headers, deadline))
-            return [str(row["id"]) for row in json.loads(answer)["data"]]
+            return [row | {"id": str(row["id"])} for row in json.loads(answer)["data"]]
         except transport.NoAnswer as error:
             if error.status in (401, 403):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""Files that this repository's programs write: locks, whole files, journals, fingerprints."""
+"""Files that this repository's programs write: locks, whole files, journals."""
 
 import codecs
 import hashlib
@@ -12,9 +12,6 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from paco_judge.errors import UserError
-
-_WHOLE = 2**20  # bytes: smaller files are read whole for a fingerprint
-_END = 2**16  # bytes of the beginning and of the end of larger ones
 
 
 @contextmanager
@@ -180,61 +177,3 @@ def hash_value(value: Any) -> str:
     """SHA-256 (hexadecimal) of a value that JSON can hold; other objects count as their text."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fingerprint(*places: str | Path) -> str | None:
-    """``sha256:…`` of what models, adapters or data sets hold, gigabytes in a second.
-
-    Names, sizes, the whole of files up to 1 MiB, and 64 KiB at both ends of larger ones. Hidden
-    files do not count, nor does where a folder lies.
-
-    Args:
-        places: Files, folders, or hub names in the local cache.
-
-    Returns:
-        None if nothing of them is here.
-    """
-    total = hashlib.sha256()
-    num_files = 0
-    for place in places:
-        root = _local(place)
-        for file in _files_in(root):
-            name = file.relative_to(root) if file != root else file.name
-            total.update(f"{name}\0{file.stat().st_size}\0{_hash_file(file)}\n".encode())
-            num_files += 1
-    return f"sha256:{total.hexdigest()[:32]}" if num_files else None
-
-
-def _local(place: str | Path) -> Path:
-    """A path as it is; the folder of a hub name, if its files are in the local cache."""
-    path = Path(place).expanduser()
-    if path.exists():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(place), local_files_only=True))
-    except (ImportError, OSError, ValueError):  # not in the cache, or no hub name
-        return path
-
-
-def _files_in(root: Path) -> list[Path]:
-    """Its files that are not hidden, sorted; itself if it is a file."""
-    if root.is_file():
-        return [root]
-    files = []
-    for folder, folder_names, names in os.walk(root, followlinks=True):
-        folder_names[:] = [name for name in folder_names if not name.startswith(".")]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(files)
-
-
-def _hash_file(file: Path) -> str:
-    size = file.stat().st_size
-    if size <= _WHOLE:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    with file.open("rb") as content:
-        digest = hashlib.sha256(content.read(_END))
-        content.seek(size - _END)
-        digest.update(content.read(_END))
-    return digest.hexdigest()

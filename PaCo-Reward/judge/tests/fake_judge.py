@@ -63,6 +63,8 @@ class FakeJudge(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.respond = respond or (lambda number, request: (200, answer(0.75), {}))
         self.models = list(models)
+        # Whose answers it says that it gives; None: it says nothing.
+        self.identities: dict[str, str | None] = {name: f"fake/{name}@1" for name in models}
         self.key = key
         self.requests: list[dict] = []
         self.headers: list[dict] = []
@@ -93,7 +95,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.reply(200, {"data": [{"id": name} for name in self.server.models]}, {})
+        rows = []
+        for name in self.server.models:
+            rows.append({"id": name, "identity": self.server.identities.get(name)})
+        self.reply(200, {"data": rows}, {})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))

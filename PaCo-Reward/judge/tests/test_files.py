@@ -1,4 +1,4 @@
-"""Files: locks, journals, fingerprints, and how commands end."""
+"""Files: locks, journals, and how commands end."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from paco_judge.errors import UserError, run_command
-from paco_judge.files import Journal, fingerprint, locked, read_json_rows, write_atomically
+from paco_judge.files import Journal, locked, read_json_rows, write_atomically
 
 HOLD = """
 import sys, pathlib, paco_judge.files
@@ -73,43 +73,6 @@ def test_rows_are_a_list_or_lines(tmp_path, text, encoding):
     file.write_text("[{}")
     with pytest.raises(UserError, match="rows.json"):
         read_json_rows(file)
-
-
-def _model(root):
-    (root / "scheduler").mkdir(parents=True)
-    (root / "scheduler" / "config.json").write_text('{"shift": 3.0}')
-    (root / "weights.safetensors").write_bytes(bytes(3 * 2**20))
-    (root / "half.bin").write_bytes(bytes(2**20))
-    (root / ".lock").write_text("not part of it")
-    return root
-
-
-def test_a_fingerprint_is_of_the_content_not_of_the_place(tmp_path):
-    first = _model(tmp_path / "a")
-    second = _model(tmp_path / "b")
-    (second / ".lock").write_text("another")
-    assert fingerprint(first) == fingerprint(second)
-    assert fingerprint(first, second / "half.bin") != fingerprint(first)
-    (second / "half.bin").rename(second / "half.pt")
-    assert fingerprint(first) != fingerprint(second)
-    assert fingerprint(tmp_path / "missing") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [
-        ("scheduler/config.json", 11),
-        ("half.bin", 2**19),
-        ("weights.safetensors", 0),
-        ("weights.safetensors", 3 * 2**20 - 1),
-    ],
-)
-def test_a_fingerprint_sees_one_changed_byte(tmp_path, name, at):
-    before = fingerprint(_model(tmp_path))
-    with (tmp_path / name).open("r+b") as file:
-        file.seek(at)
-        file.write(b"9")
-    assert fingerprint(tmp_path) != before
 
 
 PARENT = """

@@ -169,6 +169,12 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     text = "an OpenAI-compatible server: http://127.0.0.1:8000"
     add("--server", metavar="URL", help=text)
     add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
+    add(
+        "--continue_unknown",
+        action="store_true",
+        help="also use earlier answers of which it is unknown whether this judge gave them, because "
+        "its server does not say which weights it has",
+    )
     template = "shipped template or text file (default "
     add(
         "--question",

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
 from paco_judge.files import Journal
+from paco_judge.identity import UNRECORDED, Match, match
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
 from paco_reward.datasets import TAG
@@ -38,10 +39,18 @@ logger = logging.getLogger(__name__)
 PairQuestion = tuple[str, str, str]  # two images, relative to OUTPUT, and the question
 
 
+class Judge(NamedTuple):
+    """The judge that is asked."""
+
+    client: JudgeClient
+    # Answers in the journal count also where it is not known whether they are of its weights.
+    continue_unknown: bool
+
+
 def ask(
     questions: Sequence[PairQuestion],
     output: Path,
-    judge: JudgeClient,
+    judge: Judge,
     what: str,
     writes: bool = False,
 ) -> dict[PairQuestion, Any]:
@@ -52,19 +61,21 @@ def ask(
     Args:
         questions: What is asked; only what the journal lacks is asked again.
         output: The folder of the images.
-        judge: Its name and the form of the request tell its answers from all others.
+        judge: Its weights and the form of the request tell its answers from all others.
         what: The questions, for messages.
         writes: Whether reasons are wanted.
 
     Raises:
-        UserError: The server answers nothing.
+        UserError: The server answers nothing, or the journal's answers may be another judge's.
     """
-    form = () if writes else astuple(judge.form)
-    keys = {question: json.dumps([judge.check(), *question, *form]) for question in questions}
-    answers_to = partial(judge.generate, max_tokens=REASON_TOKENS) if writes else judge.score
+    client = judge.client
+    form = () if writes else astuple(client.form)
+    keys = {question: json.dumps([*question, *form]) for question in questions}
+    stamp = {"judge": client.check(), "weights": client.identity()}
+    answers_to = partial(client.generate, max_tokens=REASON_TOKENS) if writes else client.score
     file = output / "work" / ("reasons.jsonl" if writes else "scores.jsonl")
     with Journal(file) as journal:
-        values = {row["key"]: row["value"] for row in journal.rows}
+        values = _known_values(journal, set(keys.values()), stamp["weights"], judge)
         open_questions = []
         for question, key in keys.items():
             if key not in values:
@@ -81,7 +92,7 @@ def ask(
                 value, error = astuple(answer)
                 if error is None:
                     values[keys[question]] = value
-                    journal.append({"key": keys[question], "value": value})
+                    journal.append(stamp | {"key": keys[question], "value": value})
                 else:
                     batch_errors.append(error)
             errors += batch_errors
@@ -103,11 +114,36 @@ def ask(
     return {question: values[key] for question, key in keys.items() if key in values}
 
 
+def _known_values(
+    journal: Journal, keys: set[str], weights: str | None, judge: Judge
+) -> dict[str, Any]:
+    """The answers of these weights in the journal, by key; other weights are asked themselves.
+
+    Raises UserError: Of some it is not known whose they are, and ``judge`` does not take those.
+    """
+    values = {}
+    for row in journal.rows:
+        key = row["key"]
+        if "weights" not in row:  # an earlier version's, with the served name in front
+            key = json.dumps(json.loads(key)[1:])
+        of_row = match(row.get("weights", UNRECORDED), weights)
+        if key not in keys or of_row is Match.DIFFERENT:
+            continue
+        if of_row is not Match.SAME and not judge.continue_unknown:
+            raise UserError(
+                f"{journal.path} has answers of a judge, and whether it had the same weights is "
+                f"unknown ({of_row.value}): delete the file to ask again, or pass "
+                "--continue_unknown to continue it"
+            )
+        values[key] = row["value"]
+    return values
+
+
 def rank_by_scores(
     sets: Sequence[CandidateSet],
     questions: Mapping[str, str],
     output: Path,
-    judge: JudgeClient,
+    judge: Judge,
     counts: Counter,
 ) -> list[Ranking]:
     """Rank the candidates of each set by a judge's P(Yes) on (reference, candidate).
@@ -139,7 +175,7 @@ def rank_by_scores(
 
 
 def label_edits(
-    pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, min_gap: float, counts: Counter
+    pairs: Sequence[LabeledPair], output: Path, judge: Judge, min_gap: float, counts: Counter
 ) -> list[LabeledPair]:
     """Editing pairs with a judge's labels.
 
@@ -159,7 +195,7 @@ def label_edits(
 
 
 def write_reasons(
-    pairs: Sequence[LabeledPair], output: Path, judge: JudgeClient, counts: Counter
+    pairs: Sequence[LabeledPair], output: Path, judge: Judge, counts: Counter
 ) -> list[LabeledPair]:
     """The pairs whose written answer agrees with their label, each with that answer."""
     template = load_question(REASON)

@@ -20,7 +20,8 @@ from typing import Any
 
 from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
-from paco_judge.files import fingerprint, read_json, write_json, write_json_lines
+from paco_judge.files import read_json, write_json, write_json_lines
+from paco_judge.identity import fingerprint
 from paco_judge.questions import (
     EDITING,
     Question,
@@ -57,7 +58,7 @@ class Inputs:
     edits: list[EditRow] = field(default_factory=list)
     rankings: list[Ranking] | None = None  # by people
     reasons: dict[frozenset[str], ReasonRow] | None = None  # written by people
-    judge: JudgeClient | None = None
+    judge: answers.Judge | None = None
     user_pairs: OwnPairs | None = None
 
 
@@ -68,7 +69,7 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     OSError, UserError).
     """
     read = read_inputs(options)
-    files.claim(options.output, _identity(options, read))
+    files.claim(options.output, _identity(options, read), options.continue_unknown)
     stats = {}
 
     def step(name: str, label_pairs: Callable, questions: Sequence[Question]) -> None:
@@ -80,6 +81,7 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
             asked.append(load_question(answers.REASON))
         stats[name] = {
             "seed": options.seed,
+            "judge": read.judge.client.identity() if read.judge else None,
             "asked": record(asked, read.form),
             "counts": dict(+counts),  # without zeros
             "datasets": numbers,
@@ -111,10 +113,11 @@ def read_inputs(options: Namespace) -> Inputs:
     if options.reasons_file:
         read.reasons = inputs.read_reasons(options.reasons_file, by_folder)
     if options.server:
-        read.judge = JudgeClient(
+        client = JudgeClient(
             options.server, options.model, max_concurrency=MAX_CONCURRENCY, form=read.form
         )
-        read.judge.check()
+        client.check()
+        read.judge = answers.Judge(client, options.continue_unknown)
     if options.pairs:
         read.user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap)
     return read

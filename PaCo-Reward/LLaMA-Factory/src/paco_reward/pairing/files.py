@@ -35,12 +35,13 @@ def stored(file: Path, output: Path) -> str:
     return name
 
 
-def claim(output: Path, inputs: Mapping[str, Any]) -> None:
+def claim(output: Path, inputs: Mapping[str, Any], continue_unknown: bool) -> None:
     """Record what a folder's parts are made from: nothing that was made of others is reused.
 
     Args:
         output: The folder.
         inputs: By the names of parts, values that JSON can hold. Images count by content.
+        continue_unknown: Trust that a part of an earlier version was made from these inputs.
 
     Raises:
         UserError: A part was made from something else, or the folder is somebody else's data set.
@@ -53,9 +54,16 @@ def claim(output: Path, inputs: Mapping[str, Any]) -> None:
         raise UserError(
             f"{output} holds a data set that was not built here; choose another --output"
         )
-    stated = {part: hash_value(value) for part, value in inputs.items()}
+    stated = {part: f"sha256:{hash_value(value)}" for part, value in inputs.items()}
     for part, digest in stated.items():
-        if known.get(part, digest) != digest:
+        before = known.get(part, digest)
+        is_recorded = before.startswith("sha256:")
+        if not is_recorded and not continue_unknown:
+            raise UserError(
+                f"{part} in {output} was built by an earlier version, so it is unknown whether "
+                "from the same images; choose another --output, or pass --continue_unknown"
+            )
+        if is_recorded and before != digest:
             raise UserError(
                 f"{part} in {output} was built from other prompts or images; choose another "
                 "--output or --name, or delete it"
