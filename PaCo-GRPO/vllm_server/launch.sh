@@ -28,6 +28,6 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/../../tools/python.sh"
 show_help "$0" "$@"
-choose_python psutil pydantic fastapi httpx uvicorn filelock aiohttp
+choose_python psutil pydantic fastapi httpx uvicorn filelock aiohttp tqdm
 export PYTHONPATH="$here/..:$here/../../PaCo-Reward/judge${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m vllm_server.launch "$@"

@@ -28,12 +28,12 @@ from paco_grpo.training import checks
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
 from paco_judge.files import (
-    fingerprint,
     read_json,
     read_json_lines,
     write_atomically,
     write_json,
 )
+from paco_judge.identity import UNRECORDED, Match, identity, match
 
 BASE = "base"
 # Name → prompt set as dataset/fetch.py writes it, its kind, the rewards that measure its images.
@@ -47,7 +47,13 @@ _OF_IMAGES = (
     "allow_tf32", "item_size", "max_sequence_length", "mixed_precision", "prompt_fn",
     "sample.guidance_scale", "sample.negative_prompt", "seed", "speed.attention", "speed.compile",
 )  # fmt: skip
-_BY_CONTENT = ("pretrained.model", "test.reward_fn", "test.reward_fn_kwargs")
+# Of those two groups: what counts by content, and what changes no image.
+_NOT_BY_NAME = (
+    "pretrained.model", "test.reward_fn", "test.reward_fn_kwargs", "test.batch_size",
+    "test.save_eval_images",
+)  # fmt: skip
+RECORD = "evaluation.json"
+_FORMAT = 2  # of it
 logger = logging.getLogger("evaluate")
 
 
@@ -90,7 +96,7 @@ def compare_adapters(options: RunOptions, command: argparse.Namespace) -> str:
         prompt_sets[folder] = prepare(set_options, accelerator, folder, images_per_prompt)
     for folder, prompt_set in prompt_sets.items():
         adapter_of = {folder / name: adapter for name, adapter in adapters.items()}
-        sample_adapters(prompt_set, strategy, adapter_of)
+        sample_adapters(prompt_set, strategy, adapter_of, command.continue_unknown)
     accelerator.end_training()
     if not accelerator.is_main_process:
         return ""
@@ -155,20 +161,27 @@ def prepare(
 
 
 def sample_adapters(
-    prompt_set: PromptSet, strategy: Strategy, adapters: Mapping[Path, Path | None]
+    prompt_set: PromptSet,
+    strategy: Strategy,
+    adapters: Mapping[Path, Path | None],
+    continue_unknown: bool,
 ) -> None:
-    """Write images and scores of each adapter (None: the base model) to its folder."""
+    """Write images and scores of each adapter (None: the base model) to its folder.
+
+    ``continue_unknown``: see ``is_complete``.
+    """
     options, items, rewards = prompt_set
     for folder, adapter in adapters.items():
-        if main_decides(
-            strategy.accelerator, partial(is_complete, folder, options, rewards, adapter)
-        ):
+        decide = partial(is_complete, folder, options, rewards, adapter, continue_unknown)
+        if main_decides(strategy.accelerator, decide):
             continue
         logger.info("evaluating %s", adapter or f"the base model {options.pretrained.model}")
         policy = load_generator(options, strategy.loading_device)
         if adapter is not None:
             option = "--against" if folder.name == "against" else "--adapter"
             add_lora(policy, lora_path=adapter, option=option)
+        if strategy.accelerator.is_main_process:
+            record_evaluation(folder, options, rewards, adapter)
         strategy.place(policy)
         apply_speed(options, policy)
         merge_lora = adapter is not None and merges_lora(options, policy.device)
@@ -182,53 +195,116 @@ def sample_adapters(
 
 
 def is_complete(
-    folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
+    folder: Path,
+    options: RunOptions,
+    rewards: Mapping[str, Reward],
+    adapter: Path | None,
+    continue_unknown: bool = False,
 ) -> bool:
     """Whether ``folder`` holds all images and scores of this evaluation.
 
-    If not, ``evaluation.json`` records what they depend on, so that only the same evaluation
-    continues there. Other rewards score the same images.
+    ``evaluation.json`` records what they depend on, so that only the same evaluation continues
+    there. Other rewards score the same images.
+
+    Args:
+        folder: Of the evaluation.
+        options, rewards, adapter: Of today.
+        continue_unknown: Also take images and scores of which it is unknown whether they are of the
+            same weights.
 
     Raises:
-        ConfigError: The folder holds images of another evaluation.
+        ConfigError: The folder holds images of another evaluation, or it is unknown of which.
     """
-    identity = _identity(options, rewards, adapter)
-    record = folder / "evaluation.json"
+    now = _identity(options, rewards, adapter)
+    record = folder / RECORD
     metrics = folder / "metrics.json"
     if record.exists() or any(folder.glob("[0-9]*.png")):
-        earlier = read_json(record) if record.exists() else {}
-        changed = [name for name in identity if earlier.get(name) != identity[name]]
-        of_images = [name for name in changed if name != "rewards"]
-        if of_images:
-            names = ", ".join(of_images)
+        before = read_json(record) if record.exists() else {}
+        changed, unknown = _differences(before, now)
+        if changed:
             raise ConfigError(
-                f"{folder} holds images with another {names}: choose another --output"
+                f"{folder} holds images with another {', '.join(changed)}: choose another --output"
             )
-        if not changed and metrics.is_file():
+        other_scores, unknown_scores = _differences_of_rewards(before.get("rewards", {}), now)
+        if metrics.is_file():
+            unknown += unknown_scores
+        if unknown and not continue_unknown:
+            raise ConfigError(
+                f"whether {folder} holds results of the same {', '.join(unknown)} is unknown: "
+                "choose another --output, or pass --continue_unknown to take them"
+            )
+        if not other_scores and metrics.is_file():
             missing_share = read_json(metrics)["eval/missing_share"]
             return missing_share == 0
     metrics.unlink(missing_ok=True)
-    write_json(record, identity)
     return False
+
+
+def record_evaluation(
+    folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
+) -> None:
+    """Write ``evaluation.json``, once the model has been loaded and is in the cache for sure."""
+    write_json(folder / RECORD, _identity(options, rewards, adapter))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What of ``now`` another evaluation had, and what is unknown of it; without rewards."""
+    changed = []
+    unknown = []
+    of_this_version = before.get("format") == _FORMAT
+    for name in now.keys() - {"format", "rewards"}:
+        if name.startswith("config."):
+            if before.get(name) != now[name]:
+                changed.append(name)
+            continue
+        recorded = before.get(name) if of_this_version else UNRECORDED
+        of_name = match(recorded, now[name])
+        if of_name is Match.DIFFERENT or not before:
+            changed.append(name)
+        elif of_name is not Match.SAME:
+            unknown.append(f"{name} ({of_name.value})")
+    return sorted(changed), sorted(unknown)
+
+
+def _differences_of_rewards(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """The rewards that must score again, and those whose scores may be of others."""
+    changed = [name for name in before if name not in now["rewards"]]
+    unknown = []
+    for name, reward in now["rewards"].items():
+        earlier = before.get(name)
+        if earlier is None:
+            changed.append(name)
+            continue
+        if isinstance(earlier, list):  # an earlier version's
+            earlier = reward | {"weights": UNRECORDED}
+        of_reward = match(earlier["weights"], reward["weights"])
+        if of_reward is Match.DIFFERENT or earlier | {"weights": reward["weights"]} != reward:
+            changed.append(name)
+        elif of_reward is not Match.SAME:
+            unknown.append(f"{name} ({of_reward.value})")
+    return changed, unknown
 
 
 def _identity(
     options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
 ) -> dict[str, Any]:
     """Everything that changes images or scores; ``rewards`` alone changes only scores."""
-    identity: dict[str, Any] = {
-        "model": fingerprint(options.pretrained.model),
+    of_all: dict[str, Any] = {
+        "format": _FORMAT,
+        "model": identity(options.pretrained.model),
         "data set": fingerprint_sets(options),
-        "adapter": fingerprint(adapter) if adapter else None,
+        "adapter": identity(adapter) if adapter else BASE,
     }
     for name in OPTIONS:
         of_images = name in _OF_IMAGES or name.startswith(("pretrained.", "test."))
-        if of_images and name not in _BY_CONTENT:
-            identity[f"config.{name}"] = attrgetter(name)(options)
-    identity["rewards"] = {}
+        if of_images and name not in _NOT_BY_NAME:
+            of_all[f"config.{name}"] = attrgetter(name)(options)
+    of_all["rewards"] = {}
     for name, reward in rewards.items():
-        identity["rewards"][name] = reward.identity()
-    return json.loads(json.dumps(identity, default=str))
+        of_all["rewards"][name] = reward.identity()
+    return json.loads(json.dumps(of_all, default=str))
 
 
 def results(folder: Path, adapter: str | None, against: str | None) -> str:

@@ -13,8 +13,11 @@ python scripts/evaluate.py --config config/grpo.py:NAME [--config.a.b=value …]
                     at least 4: also w, b and w − b (docs/rewards.md), from K noises for each prompt
     --output DIR    images, scores (eval_data.jsonl), sheet.png, results.md, results.json; of the
                     other adapter in DIR/against
+    --continue_unknown
+                    also take images and scores of which it is unknown whether they are of the same
+                    weights: the judge's server does not say which it has
 The same command continues where it stopped: images that are there are kept, and what is complete is
-not scored again.
+not scored again. Another model, adapter or prompt set is refused, other rewards score again.
 On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
 """
 
@@ -38,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--benchmarks", default="")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
+    parser.add_argument("--continue_unknown", action="store_true")
     command, configuration = parser.parse_known_args(arguments)
     is_main = start_logging()
 

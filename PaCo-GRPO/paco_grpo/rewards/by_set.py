@@ -16,6 +16,7 @@ from paco_grpo.data.sets import PromptSet, prompt_sets
 from paco_grpo.item import Item
 from paco_grpo.options import RunOptions
 from paco_grpo.rewards.registry import CheckedReward, Reward, build_rewards, reward_weights
+from paco_judge.identity import joined
 
 
 def evaluation_rewards(
@@ -60,9 +61,17 @@ class RewardBySet:
         """Whether the item's prompt set has this reward."""
         return item.dataset in self.of_sets
 
-    def identity(self) -> list[Any]:
+    def weights(self) -> str | None:
         """As of ``CheckedReward``."""
-        return [[number, reward.identity()] for number, reward in self.of_sets.items()]
+        return joined([reward.weights() for reward in self.of_sets.values()])
+
+    def identity(self) -> dict[str, Any]:
+        """As of ``CheckedReward``, with the arguments and records of each set."""
+        arguments = {}
+        for number, reward in self.of_sets.items():
+            of_set = reward.identity()
+            arguments[str(number)] = [of_set["arguments"], of_set["record"]]
+        return {"arguments": arguments, "record": self.record, "weights": self.weights()}
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing, by the reward of each item's set."""

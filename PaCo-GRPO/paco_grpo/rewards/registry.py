@@ -12,6 +12,8 @@ cannot be scored. The callable may have
 - ``remark(item)``: what is unusual about an item that can be scored, such as "are longer than 77
   tokens", or None; the log says how many such prompts there are. A factory may have it, too,
 - ``record``: a dictionary for the run's ``questions.json``,
+- ``weights()``: the identity of what gives the scores (``paco_judge.identity``), None if it is not
+  known; ``where``: the names of arguments that only say where that is,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
 - ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
   sampled.
@@ -22,9 +24,11 @@ and not here.
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +41,7 @@ from paco_grpo.item import Item
 from paco_grpo.names import find_function
 from paco_judge.errors import UserError
 from paco_judge.files import write_json
+from paco_judge.identity import identity, joined
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +141,11 @@ def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> 
 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
-    """Write the rewards' records to ``questions.json``, if there are any."""
-    records = {name: reward.record for name, reward in rewards.items() if reward.record}
+    """Write the rewards' records to ``questions.json``, if there are any, and who is asked."""
+    records = {}
+    for name, reward in rewards.items():
+        if reward.record:
+            records[name] = reward.record | {"weights": reward.weights()}
     if records:
         write_json(folder / "questions.json", records)
 
@@ -165,6 +173,22 @@ def _parameters(name: str, factory: Callable[..., Reward]) -> list[str]:
         raise UserError(f"reward {name!r} is no factory of rewards: {error}") from error
 
 
+def _places(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments, also those left at their defaults, that name files, models or hub models."""
+    bound = signature.bind(**arguments)
+    bound.apply_defaults()
+    places = {}
+    for name, value in bound.arguments.items():
+        if not isinstance(value, str) or not value:
+            continue
+        path = Path(value).expanduser()
+        is_model = path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.json")))
+        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not path.exists()
+        if path.is_file() or is_model or is_hub_name:
+            places[name] = value
+    return places
+
+
 class CheckedReward:
     """A reward whose errors name it, and whose scores are checked; see ``build_rewards``."""
 
@@ -179,6 +203,7 @@ class CheckedReward:
             factory = _remote_factory(name)
         self.name = short_name(name)
         self.kwargs = kwargs
+        self._place = REWARDS.get(name, name)
         self._check_item = getattr(factory, "check_item", None)
         remark = getattr(factory, "remark", None)
         if is_remote and "server" not in _parameters(name, factory):
@@ -215,6 +240,7 @@ class CheckedReward:
             ) from error
         except ValueError:  # Python does not know the arguments of a compiled function
             pass
+        self._places = _places(inspect.signature(factory), arguments)
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
@@ -224,11 +250,29 @@ class CheckedReward:
         """Whether the item's prompt set has this reward: always, unless sets differ (``by_set``)."""
         return True
 
-    def identity(self) -> list[Any]:
+    def weights(self) -> str | None:
+        """The identity of what gives the scores (``paco_judge.identity``); None: unknown."""
+        if hasattr(self.function, "weights"):
+            return self.function.weights()
+        return joined([self._code(), *map(identity, self._places.values())])
+
+    def _code(self) -> str | None:
+        """The identity of the reward's own code: ours counts by its name."""
+        module, _, name = self._place.rpartition(":")
+        if module.startswith("paco_grpo."):
+            return f"{module}:{name}"
+        is_file = module.lower().endswith(".py")
+        source = module if is_file else importlib.util.find_spec(module).origin
+        return identity(source) if source else f"{module}:{name}"
+
+    def identity(self) -> dict[str, Any]:
         """What its scores depend on besides images and items; JSON can hold it."""
-        arguments = dict(self.kwargs)
-        arguments.pop("api_key", None)
-        return [arguments, self.record]
+        left_out = {"api_key", *getattr(self.function, "where", ()), *self._places}
+        arguments = {}
+        for name, value in self.kwargs.items():
+            if name not in left_out:
+                arguments[name] = value
+        return {"arguments": arguments, "record": self.record, "weights": self.weights()}
 
     def check(self) -> None:
         """The reward's own ``check``, if it has one. Raises UserError."""

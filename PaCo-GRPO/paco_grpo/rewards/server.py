@@ -53,6 +53,10 @@ class ServerReward:
     max_concurrency: int = 64
     deadline_s: float = 600.0
     default_model = "PaCo-Reward-7B"
+    # Another address, or the same model under another name, gives the same scores.
+    where: ClassVar[tuple[str, ...]] = (
+        "base_url", "host", "port", "model", "max_concurrency", "deadline_s"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.base_url is not None and (self.host or self.port):
@@ -71,6 +75,10 @@ class ServerReward:
         self.check = self.client.check
         # Calls of one image each: the client limits the requests in flight.
         self.parallel_calls = self.max_concurrency
+
+    def weights(self) -> str | None:
+        """The identity of the model, as its server says it; None: it does not. Raises UserError."""
+        return self.client.identity()
 
     def form(self) -> RequestForm:
         """How a question is put to the model."""

@@ -39,7 +39,13 @@ from paco_grpo.rewards.registry import (
 )
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
-from paco_grpo.training.resume import Earlier, find_earlier
+from paco_grpo.training.resume import (
+    Earlier,
+    compare_rewards,
+    find_earlier,
+    identities,
+    reward_identities,
+)
 from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
@@ -56,13 +62,13 @@ class RunRewards:
     train: Mapping[str, Reward]
     test: Mapping[str, Reward]
 
-    def write_records(self, folder: Path) -> None:
-        """Write ``questions.json``."""
-        records = dict(self.train)
+    def all(self) -> dict[str, Reward]:
+        """All of them; those of evaluations that differ are called ``test NAME``."""
+        rewards = dict(self.train)
         for name, reward in self.test.items():
             if reward is not self.train.get(name):
-                records[f"test {name}"] = reward
-        write_records(records, folder)
+                rewards[f"test {name}"] = reward
+        return rewards
 
 
 @dataclass
@@ -174,8 +180,9 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
     rewards = build_run_rewards(options, accelerator.device, items_of_sets)
+    main_decides(accelerator, lambda: compare_rewards(options, earlier, rewards.all()))
     if accelerator.is_main_process:
-        rewards.write_records(folder)
+        write_records(rewards.all(), folder)
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
@@ -331,7 +338,7 @@ def record_start(run: Run) -> None:
     if run.options.datasets:
         names = [prompt_set.name for prompt_set in run.prompt_sets]
         plan["prompts_of_sets"] = dict(zip(names, run.sampler.groups.prompts, strict=True))
-    plan["fingerprints"] = dict(run.earlier.fingerprints)
+    plan["identities"] = identities(run.options) | reward_identities(run.rewards.all())
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)

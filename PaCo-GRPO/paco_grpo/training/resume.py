@@ -8,8 +8,8 @@ import logging
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -22,12 +22,14 @@ from paco_grpo.distributed import ProcessError, Stopped
 from paco_grpo.evaluation.evaluate import EvaluationError
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
 from paco_grpo.options.schema import TrainOptions
+from paco_grpo.policies.adapters import find_lora
 from paco_grpo.rewards.queue import ScoringError
+from paco_grpo.rewards.registry import Reward
 from paco_grpo.training import checkpoints
 from paco_grpo.training.checks import out_of_memory
 from paco_grpo.training.update import NonFiniteError
 from paco_judge.errors import UserError
-from paco_judge.files import fingerprint
+from paco_judge.identity import UNRECORDED, Match, identity, match
 
 if TYPE_CHECKING:
     from paco_grpo.training.build import Run
@@ -62,9 +64,9 @@ _UNIMPORTANT = (
 class Earlier:
     """What a run continues."""
 
-    # Option → fingerprint of the folder that it names, for plan.json; None: nothing is here.
-    fingerprints: Mapping[str, str | None]
     checkpoint: Path | None = None  # None: the run starts from its beginning
+    # Option or reward → identity (``paco_judge.identity``) in the run of the checkpoint.
+    identities: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def find_earlier(options: RunOptions, folder: Path) -> Earlier:
@@ -78,28 +80,61 @@ def find_earlier(options: RunOptions, folder: Path) -> Earlier:
         ConfigError: The folder holds a run that these options may not continue.
         CheckpointError: The checkpoint is of another version.
     """
-    fingerprints = {
-        "dataset": fingerprint_sets(options),
-        "pretrained.model": fingerprint(options.pretrained.model),
-    }
     checkpoint = None
-    is_another = (folder / "metrics.jsonl").exists()
+    own = checkpoints.list_checkpoints(folder / "checkpoints")
+    holds_a_run = bool(own) or (folder / "metrics.jsonl").exists() or (folder / "eval").exists()
+    is_another = holds_a_run
     if options.resume_from:
         checkpoint = checkpoints.find_checkpoint(options.resume_from, folder)
-        own = checkpoints.list_checkpoints(folder / "checkpoints")
-        is_another = bool(checkpoint and own) and not checkpoint.parent.samefile(own[0].parent)
+        is_another = holds_a_run and checkpoint is not None and not _is_in(checkpoint, folder)
     if is_another:
         raise ConfigError(
             f"{folder} already holds a run: give --config.resume_from=latest or another run_name"
         )
     if not options.resume_from:
-        return Earlier(fingerprints)
+        return Earlier()
     if checkpoint is None:
         logger.warning("%s has no checkpoint, starting from the beginning", folder)
-    else:
-        checkpoints.read_numbers(checkpoint)
-        _compare(options, checkpoint.parents[1], fingerprints)
-    return Earlier(fingerprints, checkpoint)
+        return Earlier()
+    checkpoints.read_numbers(checkpoint)
+    plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
+    # An earlier version wrote others, under another name.
+    earlier = Earlier(checkpoint, plan.get("identities", {}))
+    _compare(options, earlier)
+    return earlier
+
+
+def _is_in(checkpoint: Path, folder: Path) -> bool:
+    own = folder / "checkpoints"
+    return own.is_dir() and checkpoint.parent.samefile(own)
+
+
+def identities(options: RunOptions) -> dict[str, str | None]:
+    """The identities of what ``options`` name, by option."""
+    found = {
+        "dataset": fingerprint_sets(options),
+        "pretrained.model": identity(options.pretrained.model),
+    }
+    if options.train.lora_path:
+        found["train.lora_path"] = identity(find_lora(options.train.lora_path))
+    return found
+
+
+def reward_identities(rewards: Mapping[str, Reward]) -> dict[str, str | None]:
+    """The identities of what scores, by the rewards' names."""
+    return {f"the weights of {name}": reward.weights() for name, reward in rewards.items()}
+
+
+def compare_rewards(options: RunOptions, earlier: Earlier, rewards: Mapping[str, Reward]) -> None:
+    """Refuse other weights of a judge or reward than those of the run that is continued.
+
+    Raises ConfigError.
+    """
+    if earlier.checkpoint is None:
+        return
+    now = reward_identities(rewards)
+    known = {name: now[name] for name in now if name in earlier.identities}
+    _refuse_others(options, earlier, _others(earlier, known))
 
 
 def load_state(run: Run) -> None:
@@ -122,9 +157,9 @@ def load_state(run: Run) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _compare(options: RunOptions, earlier: Path, fingerprints: Mapping[str, str | None]) -> None:
-    """Log the options that differ from the run in ``earlier``, and refuse some."""
-    before = load_options(str(earlier / "config.yaml"))
+def _compare(options: RunOptions, earlier: Earlier) -> None:
+    """Log the options that differ from the earlier run, and refuse some."""
+    before = load_options(str(earlier.checkpoint.parents[1] / "config.yaml"))
     bound = []
     for name in OPTIONS:
         saved = attrgetter(name)(before)
@@ -133,15 +168,33 @@ def _compare(options: RunOptions, earlier: Path, fingerprints: Mapping[str, str 
             logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
             if name in _BOUND:
                 bound.append(f"config.{name} ({saved!r} -> {now!r})")
-    saved_fingerprints = json.loads((earlier / "plan.json").read_bytes())["fingerprints"]
-    for name, now in fingerprints.items():
-        saved = saved_fingerprints[name]
-        if None not in (saved, now) and saved != now:
-            place = attrgetter(name)(options) or "config.datasets"
-            bound.append(f"config.{name} ({place} holds other files)")
-    if bound and not options.resume_changed:
+    for name in _others(earlier, identities(options)):
+        place = attrgetter(name)(options) or "config.datasets"
+        bound.append(f"config.{name} ({place} holds other files)")
+    _refuse_others(options, earlier, bound)
+
+
+def _others(earlier: Earlier, now: Mapping[str, str | None]) -> list[str]:
+    """The names of what is known to be another; a line says of what this is unknown."""
+    others = []
+    unknown = []
+    for name, of_today in now.items():
+        of_name = match(earlier.identities.get(name, UNRECORDED), of_today)
+        if of_name is Match.DIFFERENT:
+            others.append(name)
+        elif of_name is not Match.SAME:
+            unknown.append(f"{name} ({of_name.value})")
+    if unknown:
+        logger.warning(
+            "resuming without knowing whether these are as before: %s", ", ".join(unknown)
+        )
+    return others
+
+
+def _refuse_others(options: RunOptions, earlier: Earlier, others: Sequence[str]) -> None:
+    if others and not options.resume_changed:
         raise ConfigError(
-            f"{earlier} was trained with another {', '.join(bound)}; or set "
+            f"{earlier.checkpoint.parents[1]} was trained with another {', '.join(others)}; or set "
             "--config.resume_changed=True"
         )
 

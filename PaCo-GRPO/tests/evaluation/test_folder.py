@@ -5,13 +5,15 @@ import json
 import shutil
 from itertools import pairwise
 
+import huggingface_hub
 import numpy as np
 import pytest
 from accelerate import PartialState
+from fakes import fake_judge
 from PIL import Image, ImageColor
 from tiny_run import tiny_options
 
-from paco_grpo.commands.compare import is_complete
+from paco_grpo.commands.compare import is_complete, record_evaluation
 from paco_grpo.evaluation.folder import EvaluationFolder, contact_sheet
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards
@@ -61,6 +63,7 @@ class Case:
         self.adapter.mkdir()
         (self.adapter / "a.safetensors").write_bytes(b"weights")
         assert not self.complete()
+        self.record()
         Image.new("RGB", (8, 8)).save(self.folder / "00000.png")
         self.write_metrics(0.0)
 
@@ -68,8 +71,12 @@ class Case:
         metrics = {"eval/missing_share": missing_share}
         (self.folder / "metrics.json").write_text(json.dumps(metrics))
 
-    def complete(self):
-        return is_complete(self.folder, self.options, self.rewards, self.adapter)
+    def record(self):
+        record_evaluation(self.folder, self.options, self.rewards, self.adapter)
+
+    def complete(self, continue_unknown=False):
+        case = (self.folder, self.options, self.rewards, self.adapter)
+        return is_complete(*case, continue_unknown)
 
 
 @pytest.fixture
@@ -120,13 +127,100 @@ def test_other_files_under_the_same_path_are_refused(case, change, what):
         case.complete()
 
 
+def test_two_hub_models_are_not_confused(case, monkeypatch):
+    """Both are in the cache as a download by patterns leaves them; so is another snapshot."""
+    cache = case.folder.parent / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    commits = {"org/a": ["1" * 40, "2" * 40], "org/b": ["3" * 40]}
+    for name, snapshots in commits.items():
+        folder = cache / f"models--{name.replace('/', '--')}"
+        for commit in snapshots:
+            (folder / "snapshots" / commit).mkdir(parents=True)
+            (folder / "blobs").mkdir(exist_ok=True)
+            (folder / "blobs" / commit).write_text(commit)
+            link = folder / "snapshots" / commit / "model_index.json"
+            link.symlink_to(folder / "blobs" / commit)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(snapshots[0])
+
+    def use(model):
+        pretrained = dataclasses.replace(case.options.pretrained, model=model)
+        case.options = dataclasses.replace(case.options, pretrained=pretrained)
+
+    use("org/a")
+    case.record()
+    assert case.complete()
+    (cache / "models--org--a" / "refs" / "main").write_text("2" * 40)
+    for model in ("org/a", "org/b"):
+        use(model)
+        with pytest.raises(ConfigError, match="another model"):
+            case.complete()
+    (cache / "models--org--a" / "refs" / "main").write_text("1" * 40)
+    use("org/a")
+    assert case.complete()
+    use(str(case.model))  # of which it may be a copy
+    with pytest.raises(ConfigError, match="same model .* is unknown.*--continue_unknown"):
+        case.complete()
+    assert case.complete(continue_unknown=True)
+
+
+def test_what_an_earlier_version_wrote_is_called_that(case):
+    record = case.folder / "evaluation.json"
+    written = json.loads(record.read_text())
+    earlier = {"model": "sha256:" + 32 * "0", "data set": None, "adapter": None}
+    del written["format"]
+    rewards = {name: [{}, None] for name in written["rewards"]}
+    record.write_text(json.dumps(written | earlier | {"rewards": rewards}))
+    with pytest.raises(ConfigError, match="adapter .an earlier.*brightness .an earlier"):
+        case.complete()
+    assert case.complete(continue_unknown=True)
+
+
+def test_a_smaller_batch_continues_after_running_out_of_memory(case):
+    test = dataclasses.replace(case.options.test, batch_size=77, save_eval_images=False)
+    case.options = dataclasses.replace(case.options, test=test)
+    assert case.complete()
+
+
 def test_other_rewards_only_score_again(case):
-    for model in ("one", "two"):
-        judge = {"model": model, "base_url": "http://127.0.0.1:1"}
-        case.rewards = build_rewards({"consistency_score": 1.0}, {"consistency_score": judge})
-        assert not case.complete()
+    """A judge exchanged under its name is another; under another name or address it is not."""
+    with fake_judge.FakeJudge(models=["one", "two"]) as server, fake_judge.FakeJudge() as other:
+        server.identities = {"one": "o/a@1", "two": "o/a@2"}
+        other.models = ["three"]
+        other.identities = {"three": "o/a@2"}
+        judges = [("one", server, False), ("two", server, False), ("three", other, True)]
+        for model, at, is_same in judges:
+            judge = {"model": model, "base_url": at.url}
+            case.rewards = build_rewards({"consistency_score": 1.0}, {"consistency_score": judge})
+            assert case.complete() == is_same
+            case.record()
+            case.write_metrics(0.0)
+            assert case.complete()
+        for identity, words in (("o/a@3", None), (None, "consistency_score .* is unknown")):
+            other.identities = {"three": identity}
+            case.rewards = build_rewards({"consistency_score": 1.0}, {"consistency_score": judge})
+            if words is None:
+                assert not case.complete()
+                case.write_metrics(0.0)
+                continue
+            with pytest.raises(ConfigError, match=words):
+                case.complete()
+            assert case.complete(continue_unknown=True)
+
+
+def test_a_users_reward_is_its_code(case, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def bright(level=1.0):\n    return lambda images, items: [level] * len(images)\n"
+    )
+    for level, is_same in ((1.0, False), (1.0, True), (0.5, False)):
+        case.rewards = build_rewards({f"{file}:bright": 1.0}, {f"{file}:bright": {"level": level}})
+        assert case.complete() == is_same
+        case.record()
         case.write_metrics(0.0)
-        assert case.complete()
+    file.write_text(file.read_text().replace("[level]", "[level / 2]"))
+    case.rewards = build_rewards({f"{file}:bright": 1.0}, {f"{file}:bright": {"level": 0.5}})
+    assert not case.complete()
 
 
 def test_missing_scores_are_asked_for_again(case):

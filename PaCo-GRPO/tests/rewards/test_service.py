@@ -24,6 +24,7 @@ from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.rewards.remote.service import build_app, main
 from paco_grpo.rewards.remote.wire import decode_request, encode_request
 from paco_grpo.types import Item
+from paco_judge import transport
 from paco_judge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,30 @@ def flow_factory_request(images, items, with_references: bool) -> dict:
     if with_references:
         request["condition_images"] = [list(map(encode, item.images)) for item in items]
     return request
+
+
+def test_a_service_says_whose_scores_it_gives(monkeypatch):
+    """Its reward, with arguments that change scores, but not where it is."""
+    told = []
+    for quality in (80, 80, 95):
+        kwargs = {"jpeg_compressibility": {"quality": quality}}
+        served = build_rewards({"jpeg_compressibility": 1.0}, kwargs)["jpeg_compressibility"]
+        service = TestClient(build_app(served, "jpeg_compressibility"))
+
+        async def get(method, address, *_, service=service):
+            return service.get(address).content
+
+        monkeypatch.setattr(transport, "request", get)
+        reward = remote("jpeg_compressibility", "http://127.0.0.1:1", deadline_s=quality)
+        told.append(reward.identity())
+    assert told[0] == told[1] != told[2] and told[0]["weights"]
+    monkeypatch.undo()
+    with fake_judge.FakeJudge() as judge:
+        judge.identities = {"Paco-Reward-7B": None}
+        kwargs = {"consistency_score": {"base_url": judge.url}}
+        silent = build_rewards({"consistency_score": 1.0}, kwargs)["consistency_score"]
+        service = TestClient(build_app(silent, "consistency_score"))
+        assert service.get("/health").json()["identity"] is None
 
 
 @pytest.mark.parametrize("name", ["consistency_score", "consistency_for_editing"])

@@ -2,8 +2,8 @@
 
 import json
 import shlex
-import sys
 import subprocess
+import sys
 
 import pytest
 from serving_tools import VLLM_PYTHON, option

@@ -10,6 +10,7 @@ from PIL import Image
 from serving_tools import body, top_logprobs
 
 from paco_judge.client import Pair
+from paco_judge.identity import identity
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages
 from paco_judge.verdict import p_yes_from_top_logprobs
@@ -24,7 +25,7 @@ def worker(scorer):
 
 @pytest.fixture
 async def http(worker):
-    app = build_app(worker, "Judge")
+    app = build_app(worker, "Judge", weights="org/judge@7")
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(
@@ -130,15 +131,22 @@ async def test_an_engine_that_fails_on_one_request_answers_the_others(
 async def test_routes(http):
     assert (await http.get("/health")).status_code == 200
     (row,) = (await http.get("/v1/models")).json()["data"]
-    assert row["id"] == "Judge"
+    assert (row["id"], row["identity"]) == ("Judge", "org/judge@7")
 
 
 def test_the_command_obeys_its_limit_of_pixels(judge_folder, monkeypatch):
     """Which limits are obeyed: test_weights.py in PaCo-Reward."""
     workers = []
-    monkeypatch.setattr(server, "build_app", lambda worker, *_: workers.append(worker))
+    told = []
+
+    def build_app(worker, name, key, weights):
+        workers.append(worker)
+        told.append(weights)
+
+    monkeypatch.setattr(server, "build_app", build_app)
     monkeypatch.setattr(server.uvicorn, "run", lambda app, **_: None)
     words = ["--model", str(judge_folder), "--served-model-name", "Judge", "--max-pixels", "1568"]
     monkeypatch.setattr("sys.argv", ["server", *words])
     server.serve()
     assert workers[0].scorer.processor.image_processor.size["longest_edge"] == 1568
+    assert told == [identity(judge_folder)]

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from fakes import fake_judge
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.options import ConfigError
@@ -126,13 +127,75 @@ def test_a_run_that_was_stopped_before_its_first_step(tiny_flux_dir, tmp_path):
 def test_other_files_in_the_same_folders_are_refused(
     folder, again, tiny_flux_dir, tmp_path, file, option
 ):
-    """Which changes a fingerprint sees: paco-judge's tests."""
+    """Which changes an identity sees: paco-judge's tests."""
     flux = shutil.copytree(tiny_flux_dir, tmp_path / "flux")
     build_run(again(pretrained__model=flux, resume_changed=True)).close()
     with (tmp_path / file).open("a") as content:
         content.write("\n")
     with pytest.raises(ConfigError, match=rf"config\.{option} .*resume_changed"):
         build_run(again(pretrained__model=flux))
+
+
+@pytest.mark.parametrize("traces", [("metrics.jsonl",), ("metrics.jsonl", "eval"), ("eval",)])
+def test_a_folder_with_rows_of_its_own_is_not_continued_from_another_run(
+    folder, again, tmp_path, traces
+):
+    """Its rows would stand before those of the other run; it may have died before it saved."""
+    other = tmp_path / "runs" / "died"
+    other.mkdir()
+    for name in traces:
+        copy = shutil.copytree if (folder / name).is_dir() else shutil.copyfile
+        copy(folder / name, other / name)
+    checkpoint = folder / "checkpoints" / "epoch_0001"
+    with pytest.raises(ConfigError, match="died already holds a run"):
+        build_run(again(run_name="died", resume_from=checkpoint))
+    run = build_run(again(run_name="fresh", resume_from=checkpoint))
+    run.close()
+    assert run.earlier.checkpoint == checkpoint
+    build_run(again(run_name="run", resume_from=checkpoint)).close()  # its own
+
+
+def test_a_judge_exchanged_under_its_name_is_refused(tiny_flux_dir, tmp_path, caplog):
+    """Unless on purpose. If the server does not say, the run says so and goes on."""
+
+    def options(server, **changes):
+        judge = {"base_url": server.url, "model": server.models[0]}
+        rewards = {"consistency_score": 1.0}
+        kwargs = {"train__reward_fn_kwargs": {"consistency_score": judge}}
+        return tiny_options(tiny_flux_dir, tmp_path, train__reward_fn=rewards, **kwargs, **changes)
+
+    with fake_judge.FakeJudge() as first, fake_judge.FakeJudge(models=["New"]) as second:
+        first.identities = {"Paco-Reward-7B": "o/a@1"}
+        run = build_run(options(first))
+        record_start(run)
+        run.checkpoints.save()
+        run.close()
+        asked = json.loads((run.folder / "questions.json").read_text())
+        assert asked["consistency_score"]["weights"] == "o/a@1"
+        for identity, words in (
+            ("o/a@1", ""),
+            ("o/a@2", "refused"),
+            (None, "the weights of consistency_score (a server"),
+        ):
+            second.identities = {"New": identity}
+            resumed = options(second, resume_from="latest")
+            caplog.clear()
+            if words == "refused":
+                with pytest.raises(ConfigError, match="the weights of consistency_score.*_changed"):
+                    build_run(resumed)
+                resumed = options(second, resume_from="latest", resume_changed=True)
+            build_run(resumed).close()
+            assert words in caplog.text or words == "refused"
+            assert ("without knowing" in caplog.text) == (identity is None)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_a_line(folder, again, caplog):
+    plan = json.loads((folder / "plan.json").read_text())
+    del plan["identities"]
+    plan["fingerprints"] = {"dataset": "sha256:12", "pretrained.model": None}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    build_run(again()).close()
+    assert "dataset (an earlier version wrote this" in caplog.text
 
 
 def test_a_checkpoint_of_another_version_is_refused(folder, again):

@@ -223,9 +223,7 @@ def _key(fields: Row) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _keys(
-    results: Journal, items: Sequence[Item], stamp: Row, continue_unknown: bool
-) -> set[str]:
+def _keys(results: Journal, items: Sequence[Item], stamp: Row, continue_unknown: bool) -> set[str]:
     """The keys of the items that have a row. Raises UserError: A row is of something else."""
     known = {_key(item.fields) for item in items}
     # Weights identify a judge, and neither its path nor its served name.

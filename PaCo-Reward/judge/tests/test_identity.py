@@ -1,12 +1,15 @@
 """Identities: of bytes wherever they lie, of hub models by their snapshot, of servers as told."""
 
+import json
 import os
 import time
 
+import httpx
 import pytest
 
 from paco_judge import identity as module
 from paco_judge.identity import UNRECORDED, Match, fingerprint, identity, match, served_identity
+from paco_judge.serving import SaysIdentity
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -192,3 +195,34 @@ def test_a_server_is_believed_as_far_as_it_says(tmp_path):
     here, elsewhere = told
     assert here == ["o/a@7", identity(judge), "o/a@", identity(judge, lora), None, None]
     assert elsewhere == ["o/a@7", None, "o/a@", None, None, None], "folders of another machine"
+
+
+async def test_vllm_says_whose_scores_it_gives(tmp_path):
+    """Of the weights at its first listing, which it has loaded then; other answers pass."""
+    judge = _model(tmp_path / "judge")
+    lora = _model(tmp_path / "lora")
+    (lora / "half.bin").unlink()
+    rows = [
+        {"id": "judge", "root": str(judge), "parent": None},
+        {"id": "lora", "root": str(lora), "parent": "judge"},
+        {"id": "elsewhere", "root": str(tmp_path / "gone"), "parent": None},
+    ]
+
+    async def vllm(scope, receive, send):
+        body = json.dumps({"data": rows}).encode()
+        status = 401 if b"wrong" in scope["query_string"] else 200
+        headers = [(b"content-length", str(len(body)).encode()), (b"x-request-id", b"7")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:9], "more_body": True})
+        await send({"type": "http.response.body", "body": body[9:]})
+
+    expected = [identity(judge), identity(judge, lora), None]
+    transport = httpx.ASGITransport(SaysIdentity(vllm))
+    async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+        for weights in (b"first", b"exchanged"):
+            answer = await client.get("/v1/models")
+            assert [row["identity"] for row in answer.json()["data"]] == expected
+            assert answer.headers["x-request-id"] == "7"
+            (judge / "half.bin").write_bytes(weights)
+        for path in ("/v1/models?wrong", "/v1/chat/completions"):
+            assert (await client.get(path)).json() == {"data": rows}

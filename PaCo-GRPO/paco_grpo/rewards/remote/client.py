@@ -35,6 +35,8 @@ class RemoteReward:
         request_size: Images in one request.
     """
 
+    where = ("server", "deadline_s", "request_size")
+
     def __init__(
         self,
         name: str,
@@ -48,6 +50,11 @@ class RemoteReward:
         self.deadline_s = deadline_s
         self.request_size = request_size
         self._headers = transport.json_headers(api_key or os.environ.get("REWARD_SERVICE_KEY"))
+
+    def weights(self) -> str | None:
+        """The identity of the reward in the service, arguments included. Raises UserError."""
+        self.check()
+        return self._identity
 
     def check(self) -> None:
         """Raises UserError: The service serves another reward, or nothing."""
@@ -63,9 +70,12 @@ class RemoteReward:
             if error.status == 401:
                 hint = "set REWARD_SERVICE_KEY or api_key to its key"
             raise UserError(f"no service answers at {self.server}: {error}; {hint}") from error
-        served = json.loads(health)["reward"]
-        if served != self.name:
-            raise UserError(f"the service at {self.server} serves {served!r}; correct server=")
+        told = json.loads(health)
+        if told["reward"] != self.name:
+            raise UserError(
+                f"the service at {self.server} serves {told['reward']!r}; correct server="
+            )
+        self._identity = told.get("identity")  # not of a service of an earlier version
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing. Raises UserError."""

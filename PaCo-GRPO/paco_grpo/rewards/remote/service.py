@@ -34,6 +34,7 @@ from paco_grpo.rewards.remote.wire import (
     encode_scores,
 )
 from paco_judge.errors import UserError
+from paco_judge.files import hash_value
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,11 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
     /compute`` what Flow-Factory does. All need ``api_key``.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+    own = reward.identity()
+    identity = f"sha256:{hash_value(own)}" if own["weights"] else None
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "reward": name})
+        return JSONResponse({"status": "ok", "reward": name, "identity": identity})
 
     async def answer(
         request: Request, decode: Callable, encode: Callable, failed_status: int
