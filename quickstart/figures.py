@@ -98,7 +98,8 @@ def draw_front_page(results: pd.DataFrame) -> Figure:
     grid = left.subplots(len(REWARDS), SHOWN_IMAGES, subplot_kw={"xticks": [], "yticks": []})
     for cells, (run, (label, *_)) in zip(grid, REWARDS.items(), strict=True):
         cells[0].set_ylabel(label.replace(" ", "\n", 1), rotation=0, ha="right", va="center")
-        evaluation = study.OUT / f"{run}-seed{SHOWN_SEED}" / "agreement"
+        (folder,) = study.OUT.glob(f"rewards-{run}-seed{SHOWN_SEED}-{JUDGE}-*")
+        evaluation = folder / "agreement"
         rows = read_json_lines(evaluation / "eval_data.jsonl")
         files = [evaluation / row["file"] for row in rows if SHOWN_PROMPT in row["prompt"]]
         for axes, file in zip(cells, files):  # the first ones

@@ -5,13 +5,14 @@
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-It needs quickstart/out/judge, which run.sh trains, and serves it on port 8000. A run that
-results.csv has for this commit and this judge is not repeated, and a stopped run continues. With
-NUM_PROCESSES=2 a training uses two cores.
+It serves the judge in models/study_judge on port 8000. A run that results.csv has for this commit,
+judge and version of torch is not repeated, and a stopped run continues. Its folder in out/study is
+named by all of them. With NUM_PROCESSES=2 a training uses two cores.
 
 A run has a row for each evaluation; the last row has all columns:
 
 - ``judge``: the start of the SHA-256 of its weights. Runs with different judges are not averaged.
+- ``torch``: its version; empty until November 2026.
 - ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other
   images", read by the oracle on open prompts.
 - ``consistency_after`` and the other measures of paco_toy/summary.py.
@@ -31,6 +32,7 @@ import argparse
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
@@ -44,7 +46,8 @@ HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent / "PaCo-GRPO"
 RESULTS = HERE / "results.csv"
 OUT = HERE / "out" / "study"
-KEY = ["study", "run", "seed", "commit", "judge"]
+JUDGE = HERE / "models" / "study_judge"
+KEY = ["study", "run", "seed", "commit", "judge", "torch"]
 
 ORACLE = "paco_toy.oracle:oracle_"
 # With weight 0, between_images is monitored: w and b in every epoch, and their warning.
@@ -108,13 +111,19 @@ STUDIES = {
 }
 
 
-def training_arguments(study: str, run: str, seed: int) -> list[str]:
+def folder_of(key: dict[str, Any]) -> Path:
+    """The run's folder. One of another commit, judge or torch is another run."""
+    return OUT / "{study}-{run}-seed{seed}-{judge}-{commit}-torch{torch}".format_map(key)
+
+
+def training_arguments(key: dict[str, Any]) -> list[str]:
     """Arguments of train_flux.sh."""
-    config, options = STUDIES[study][run]
+    config, options = STUDIES[key["study"]][key["run"]]
+    seed = key["seed"]
     options = {
         "seed": seed,
         "save_dir": os.path.relpath(OUT, GRPO),
-        "run_name": f"{run}-seed{seed}",
+        "run_name": folder_of(key).name,
         "resume_from": "latest",
         "max_train_minutes": 600,
         "eval_freq": 20,
@@ -138,16 +147,16 @@ def agreement_arguments(folder: Path, seed: int) -> list[str]:
     ]
 
 
-def train(study: str, run: str, seed: int) -> list[dict[str, Any]]:
+def train(key: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains and evaluates; returns the columns of each evaluation."""
-    folder = OUT / f"{run}-seed{seed}"
+    folder = folder_of(key)
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    script = ["bash", "scripts/single_node/train_flux.sh", *training_arguments(study, run, seed)]
+    script = ["bash", "scripts/single_node/train_flux.sh", *training_arguments(key)]
     is_new = not folder.exists()
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run(script, cwd=GRPO, env=environment, check=True)
     after = getrusage(RUSAGE_CHILDREN)
-    evaluate = [sys.executable, "scripts/evaluate.py", *agreement_arguments(folder, seed)]
+    evaluate = [sys.executable, "scripts/evaluate.py", *agreement_arguments(folder, key["seed"])]
     subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
 
     rows = evaluations_of(folder)
@@ -178,7 +187,8 @@ def agreement_of(folder: Path) -> dict[str, float]:
 
 def read_results() -> pd.DataFrame:
     """All rows of results.csv."""
-    return pd.read_csv(RESULTS, dtype={"commit": str, "judge": str})
+    results = pd.read_csv(RESULTS, dtype={"commit": str, "judge": str, "torch": str})
+    return results if "torch" in results else results.assign(torch=None)
 
 
 def keep(key: dict[str, Any], evaluations: list[dict[str, Any]]) -> None:
@@ -221,7 +231,10 @@ def mean_and_error(values: pd.Series) -> str:
 def train_missing(
     studies: list[str], runs: list[str] | None, seeds: list[int], judge: Path
 ) -> None:
-    """Train the runs that results.csv does not have of this commit and this judge."""
+    """Train the runs that results.csv does not have of this commit, judge and torch."""
+    if commit() == "unknown":
+        raise SystemExit("study.py notes the commit of its runs: it needs git and a clone")
+    judge_of_all = judge_id(judge)  # what is served, whatever the folder holds later
     server = os.environ | {
         "VLLM_ENGINE": os.environ.get("VLLM_ENGINE", "transformers"),
         "VLLM_LABEL": "paco-study",
@@ -234,11 +247,12 @@ def train_missing(
         for study in studies:
             for seed in seeds:
                 for run in STUDIES[study]:
-                    values = [study, run, seed, commit(), judge_id(judge)]
+                    values = [study, run, seed, commit(), judge_of_all, version("torch")]
                     is_finished = (read_results()[KEY] == values).all(axis=1).any()
                     is_chosen = runs is None or run in runs
                     if is_chosen and not is_finished:
-                        keep(dict(zip(KEY, values, strict=True)), train(study, run, seed))
+                        key = dict(zip(KEY, values, strict=True))
+                        keep(key, train(key))
     finally:
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
 
@@ -251,7 +265,7 @@ def main() -> None:
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--runs", nargs="+", help="names of runs; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--judge", type=Path, default=HERE / "out" / "judge")
+    parser.add_argument("--judge", type=Path, default=JUDGE)
     parser.add_argument("--table", action="store_true", help="only the table of finished runs")
     arguments = parser.parse_args()
     if not arguments.table:

@@ -138,19 +138,22 @@ def judge_measures(out: Path) -> dict[str, Any]:
 
 def judge_id(folder: Path) -> str:
     """The first characters of the SHA-256 of its weights."""
-    weights = b"".join(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{folder} has no weights (*.safetensors)")
+    weights = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(weights).hexdigest()[:10]
 
 
 def commit() -> str:
-    """The repository's commit, with `+changes` if files other than results.csv differ from it."""
-    command = (
-        "git rev-parse --short HEAD && git status --porcelain -uno -- . ':!quickstart/results.csv'"
-    )
+    """The repository's commit, with ``+`` and a hash of what differs from it except results.csv."""
+    command = "git rev-parse --short HEAD && git diff HEAD -- . ':!quickstart/results.csv'"
     shell = ["bash", "-c", command]
-    done = subprocess.run(shell, cwd=REPO, check=False, capture_output=True, text=True)
-    head, *changes = done.stdout.splitlines() or ["unknown"]
-    return f"{head}+changes" if changes else head
+    done = subprocess.run(shell, cwd=REPO, check=False, capture_output=True)
+    head, _, changes = done.stdout.partition(b"\n")
+    if not changes:
+        return head.decode() or "unknown"
+    return f"{head.decode()}+{hashlib.sha256(changes).hexdigest()[:7]}"
 
 
 def table(summary: dict[str, Any]) -> str:

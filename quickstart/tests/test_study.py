@@ -1,6 +1,8 @@
 """study.py: options of its runs, rows of results.csv, tables. No training."""
 
+import hashlib
 import json
+from importlib.metadata import version
 
 import pandas as pd
 import pytest
@@ -13,18 +15,23 @@ from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
 from paco_toy.darkness import darkness
 
+KEY = {"study": "rewards", "run": "variety", "seed": 2, "commit": "c7f64444", "judge": "abc"}
+KEY |= {"torch": "2.7"}
 RUNS = [(name, run) for name, runs in study.STUDIES.items() for run in runs]
 
 
 @pytest.mark.parametrize(("name", "run"), RUNS)
 def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     monkeypatch.chdir(study.GRPO)
-    config, *arguments = study.training_arguments(name, run, 3)
+    key = KEY | {"study": name, "run": run, "seed": 3}
+    config, *arguments = study.training_arguments(key)
     options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
     assert contradictions(options) == []
     _, changes = study.STUDIES[name][run]
     assert {f"--config.{key}={value}" for key, value in changes.items()} <= set(arguments)
     assert (options.seed, options.test.seed) == (3, 1003)
+    folder = study.GRPO / options.save_dir / options.run_name
+    assert folder.resolve() == study.folder_of(key)
 
 
 def test_the_results_of_a_run_become_rows(tmp_path, monkeypatch):
@@ -47,14 +54,50 @@ def test_the_results_of_a_run_become_rows(tmp_path, monkeypatch):
     assert not known.duplicated([*study.KEY, "epochs"]).any()
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
     known.to_csv(study.RESULTS, index=False)
-    key = dict(zip(study.KEY, ("rewards", "variety", 2, "c7f64444", "abc"), strict=True))
-    study.keep(key, [{"epochs": 0}, {"epochs": 2} | agreement])
+    study.keep(KEY, [{"epochs": 0}, {"epochs": 2} | agreement])
     extended = study.read_results()
     assert len(extended) == len(known) + 2
     last = study.trained(extended).iloc[-1]
-    assert last[list(key)].to_dict() == key
+    assert last[list(KEY)].to_dict() == KEY
     assert last["epochs"] == 2
     assert last["diversity"] == 0.625
+
+
+def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path, monkeypatch):
+    """Of another judge, commit or torch, it is neither continued nor taken as finished."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    weights = judge / "model.safetensors"
+    trained = []
+
+    def train(key):
+        weights.write_text("of a quickstart that ends meanwhile")
+        trained.append(key)
+        return [{"epochs": 4}]
+
+    def study_with(judge_weights, commit):
+        weights.write_text(judge_weights)
+        monkeypatch.setattr(study, "commit", lambda: commit)
+        study.train_missing(["rewards"], ["kl_0.1", "variety"], [5], judge)
+
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    pd.DataFrame([KEY]).to_csv(study.RESULTS, index=False)
+    monkeypatch.setattr(study.subprocess, "run", lambda *command, **options: None)
+    monkeypatch.setattr(study, "train", train)
+    for judge_weights, commit in [("1", "c"), ("1", "c"), ("2", "c"), ("1", "d+1f")]:
+        study_with(judge_weights, commit)
+    keys = [(key["run"], key["judge"], key["commit"]) for key in trained]
+    first, second = (hashlib.sha256(text).hexdigest()[:10] for text in (b"1", b"2"))
+    expected = [(first, "c"), (second, "c"), (first, "d+1f")]
+    assert keys == [(run, *of) for of in expected for run in ("variety", "kl_0.1")]
+    monkeypatch.setattr(study, "version", lambda package: "2.99")
+    study_with("2", "c")
+    assert [key["torch"] for key in trained] == [version("torch")] * 6 + ["2.99"] * 2
+    assert len({study.folder_of(key) for key in trained}) == len(trained)
+    rows = study.read_results()[list(KEY)].to_dict("records")
+    assert rows == [KEY, *trained]
+    with pytest.raises(SystemExit, match="git"):
+        study_with("1", "unknown")
 
 
 def test_darkness_is_the_percentage_of_dark_pixels():
@@ -73,7 +116,7 @@ def test_errors_are_between_seeds_and_of_one_judge():
         ("variety", "j2", "c", 2, 0.9),
     ]
     finished = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_w_minus_b"])
-    table = study.table(finished.assign(study="rewards", oracle_b=0.25))
+    table = study.table(finished.assign(study="rewards", torch=None, oracle_b=0.25))
     _, _, *lines = table.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "variety j1 [0, 1] 0.750 ± 0.000 0.200 ± 0.100",

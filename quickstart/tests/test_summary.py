@@ -1,6 +1,7 @@
 """The numbers of summary.json."""
 
 import json
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from paco_grpo.report import Pair
 from paco_judge.files import write_json_lines
-from paco_toy import report
+from paco_toy import report, summary
 from paco_toy.summary import judge_id, judge_measures, policy_measures, table
 from paco_toy.world import (
     CHARACTERS,
@@ -88,6 +89,30 @@ def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
             (tmp_path / f"{number}.safetensors").write_bytes(part)
         ids.add(judge_id(tmp_path))
     assert len(ids) == 2
+
+
+def test_a_commit_with_changes_is_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "REPO", tmp_path)
+    assert summary.commit() == "unknown"
+    results = tmp_path / "quickstart" / "results.csv"
+    results.parent.mkdir()
+    for file in (results, tmp_path / "code.py"):
+        file.write_text("first")
+    subprocess.run(
+        "git init -q && git add . && git -c user.name=n -c user.email=e commit -qm first",
+        cwd=tmp_path,
+        shell=True,
+        check=True,
+    )
+    clean = summary.commit()
+    results.write_text("another row")
+    assert summary.commit() == clean
+    seen = [clean]
+    for code in ("second", "third"):
+        (tmp_path / "code.py").write_text(code)
+        seen.append(summary.commit())
+    assert len(set(seen)) == 3
+    assert all(commit.startswith(f"{clean}+") for commit in seen[1:])
 
 
 def test_each_image_is_a_point_of_oracle_and_judge(monkeypatch):
