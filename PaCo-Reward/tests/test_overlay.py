@@ -65,6 +65,67 @@ def test_examples_that_cutoff_len_would_cut_are_refused(packed, judge_dir, data_
         launch.train(config)
 
 
+@pytest.fixture
+def sorted_data(tiny, tmp_path):
+    """Data set `yes_first` of 5 Yes, then 4 No; `no` of 3 No and 1 Maybe."""
+    for name, count in (("yes_first", 9), ("no", 7)):
+        file = tiny.save_pairs(tmp_path, count, name) / f"{name}.json"
+        rows = json.loads(file.read_text())
+        rows.sort(key=lambda row: row["messages"][1]["content"], reverse=True)
+        if name == "no":
+            del rows[:3]
+            rows[0]["messages"][1]["content"] = "Maybe."
+        file.write_text(json.dumps(rows))
+    return tmp_path
+
+
+PACKING = {"packing": True, "neat_packing": True, "cutoff_len": 2048}
+ONE_ANSWER = "; one answer only: accuracy means little, no AUC"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_samples": 7}, ["training pairs: 5 Yes, 2 No"]),
+        (PACKING | {"max_samples": 8}, ["training pairs: 5 Yes, 3 No"]),
+        (
+            {"dataset": "yes_first,no", "max_samples": 3, "eval_dataset": "no"},
+            [
+                "training pairs: 3 Yes, 2 No, 1 others",
+                f"evaluation pairs: 0 Yes, 2 No, 1 others{ONE_ANSWER}",
+            ],
+        ),
+        (
+            {"eval_dataset": "no,yes_first", "eval_on_each_dataset": True},
+            [
+                "training pairs: 5 Yes, 4 No",
+                f"evaluation pairs of no: 0 Yes, 3 No, 1 others{ONE_ANSWER}",
+                "evaluation pairs of yes_first: 5 Yes, 4 No",
+            ],
+        ),
+        ({"max_samples": 4}, ["training pairs: 4 Yes, 0 No"]),
+        ({"dataset": "no"}, ["training pairs: 0 Yes, 3 No, 1 others"]),
+    ],
+)
+def test_yes_and_no_are_counted_and_one_answer_is_not_trained_on(
+    changes, said, judge_dir, sorted_data, tmp_path, monkeypatch, caplog, installed
+):
+    """As LLaMA-Factory takes the rows, and before a model is loaded."""
+    from llamafactory.train.sft import workflow
+
+    def load_model(*args):
+        raise InterruptedError
+
+    monkeypatch.setattr(workflow, "load_model", load_model)
+    caplog.set_level("INFO", "paco_reward")
+    config = train_config(judge_dir, sorted_data, tmp_path / "out", dataset="yes_first")
+    has_both = "0 Yes" not in said[0] and "0 No" not in said[0]
+    expected = InterruptedError if has_both else UserError
+    with pytest.raises(expected, match=None if has_both else said[0]):
+        launch.train(config | changes)
+    assert [message for message in caplog.messages if " pairs" in message] == said
+
+
 def test_a_judge_is_asked_without_cudnns_attention(judge_dir):
     torch.backends.cuda.enable_cudnn_sdp(True)
     JudgeScorer.from_pretrained(judge_dir)

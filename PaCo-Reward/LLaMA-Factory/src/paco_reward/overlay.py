@@ -6,6 +6,7 @@
 | ``workflow.CustomSeq2SeqTrainer`` | ``_trainer_class`` | our loss and metrics, less memory |
 | ``workflow.load_tokenizer`` | ``_load_tokenizer`` | the processor limits image sizes |
 | ``workflow.get_template_and_fix_tokenizer`` | ``_get_template`` | the prompt is the servers' |
+| ``workflow.get_dataset`` | ``_get_dataset`` | counts Yes and No |
 | ``adapter.PeftModel`` | ``_Adapters`` | adapters of older names are loaded, too |
 | ``SupervisedDatasetProcessor._encode_data_example`` | ``_encode_whole`` | refuses, cuts nothing |
 | ``MMPluginMixin._regularize_images`` | ``_regularize_images`` | formats, EXIF, transparency |
@@ -18,6 +19,7 @@ import copy
 import importlib.metadata
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +79,7 @@ def install() -> None:
     workflow.get_template_and_fix_tokenizer = partial(
         _get_template, workflow.get_template_and_fix_tokenizer
     )
+    workflow.get_dataset = partial(_get_dataset, workflow.get_dataset)
     adapter.PeftModel = _Adapters
     _replace_method(SupervisedDatasetProcessor, "_encode_data_example", _encode_whole)
     _replace_method(MMPluginMixin, "_regularize_images", _regularize_images)
@@ -106,6 +109,67 @@ def _get_template(original: Callable, tokenizer: Any, data_args: Any) -> Any:
     template = original(tokenizer, data_args)
     check_prompt(template, tokenizer, chat_template)
     return template
+
+
+def _get_dataset(
+    original: Callable,
+    template: Any,
+    model_args: Any,
+    data_args: Any,
+    training_args: Any,
+    tokenizer: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """LLaMA-Factory's data sets, after saying how many answers are Yes and how many are No.
+
+    Raises:
+        UserError: The training has answers of one kind only.
+    """
+    module = original(template, model_args, data_args, training_args, tokenizer=tokenizer, **kwargs)
+    if data_args.streaming:  # counting would read all of it
+        return module
+    if training_args.do_train:
+        train = count_answers(module["train_dataset"], tokenizer)
+        logger.info("training pairs: %s", train)
+        if (train.yes == 0) != (train.no == 0):
+            raise UserError(
+                f"training pairs: {train}. A judge would learn to give one answer to "
+                "everything. Add pairs with the other answer; max_samples takes the first rows of "
+                "each data set"
+            )
+    tests = module.get("eval_dataset")
+    if tests is None or training_args.predict_with_generate:
+        return module
+    for name, dataset in (tests if isinstance(tests, dict) else {"": tests}).items():
+        test = count_answers(dataset, tokenizer)
+        note = "" if test.yes and test.no else "; one answer only: accuracy means little, no AUC"
+        logger.info("evaluation pairs%s: %s%s", f" of {name}" if name else "", test, note)
+    return module
+
+
+@dataclass(frozen=True)
+class AnswerCounts:
+    """How many answers begin with Yes, with No, and with another token."""
+
+    yes: int
+    no: int
+    others: int
+
+    def __str__(self) -> str:
+        text = f"{self.yes} Yes, {self.no} No"
+        return f"{text}, {self.others} others" if self.others else text
+
+
+def count_answers(dataset: Any, tokenizer: Any) -> AnswerCounts:
+    """Count what the rows of a tokenized data set are trained to answer; a row may have several."""
+    (yes_id,), (no_id,) = answer_ids(tokenizer)
+    counts: Counter[int] = Counter()
+    for row in dataset.select_columns("labels"):
+        answers = find_answers(torch.tensor([row["labels"]]))
+        counts.update(answers.tokens[answers.is_first].tolist())
+    yes = counts[yes_id]
+    no = counts[no_id]
+    return AnswerCounts(yes, no, counts.total() - yes - no)
 
 
 class _Adapters:
