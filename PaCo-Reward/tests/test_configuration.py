@@ -128,6 +128,44 @@ def test_a_file_with_a_base_has_its_values_unless_it_replaces_them(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("eval_strategy={}no", "no"),
+        ("save_strategy={}off", "off"),
+        ("run_name={}007", "007"),
+        ("output_dir={}2024", "2024"),
+        ("interleave_probs={}0.5", "0.5"),
+        ("do_train={}on", True),
+        ("seed={}010", 10),  # of YAML 1.1, this is 8
+        ("global_batch_size={}016", 16),
+        ("max_samples={}1e4", 10_000),
+        ("max_samples={}~", None),
+        ("learning_rate={}1e-5", 1e-5),
+        ("resume_from_checkpoint={}true", True),
+    ],
+)
+def test_the_option_decides_what_a_word_means(word, value, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(word.replace("={}", ": "))
+    (tmp_path / "b.yaml").write_text("base: a.yaml\nlora_rank: 8")
+    (tmp_path / "c.yaml").write_text("{}")
+    name = word.partition("=")[0]
+    given = [word.format("")]
+    for config in (load_config(tmp_path / "b.yaml"), load_config(tmp_path / "c.yaml", given)):
+        assert config[name] == value
+        assert type(config[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "word", ["seed=1.5", "max_samples=no", "max_samples=5k", "packing='false'", "lora_alpha=on"]
+)
+def test_a_word_that_an_option_does_not_take_is_refused(word):
+    name = word.partition("=")[0]
+    with pytest.raises(UserError, match=f"option {name}: expected "):
+        load_config(ROOT / "config" / "toy_reward_lora.yaml", [word])
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"model_name_or_path": None},

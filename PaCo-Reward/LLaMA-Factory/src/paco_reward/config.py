@@ -2,18 +2,21 @@
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 import torch
+import yaml
 from pydantic import Field, PositiveInt
 
 from paco_judge.errors import UserError, first_problem
 
 OTHER_LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_mca", "use_hyper_parallel")
 BASE = "base"  # key of a file whose other keys replace those of the file that it names
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 logger = logging.getLogger(__name__)
 
@@ -22,31 +25,81 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     """Read a YAML file of LLaMA-Factory arguments and apply "key=value" overrides.
 
     The values of overrides are YAML. ``base: FILE`` in the file names another one, relative to it,
-    for the keys that it lacks.
+    for the keys that it lacks. Where YAML and an option disagree on the type of a word, the option
+    decides: ``eval_strategy: no`` is a text, ``max_samples: 1e4`` a whole number.
 
     Raises:
-        UserError: A file or an override cannot be read.
+        UserError: A file or an override cannot be read, or a value is of a wrong type.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override!r} is not key=value; write for example learning_rate=1e-4")
     try:
-        config = OmegaConf.merge(_load_file(Path(path)), OmegaConf.from_cli(list(overrides)))
-        return OmegaConf.to_container(config, resolve=True)
-    except (YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
+        config, texts = _load_file(Path(path))
+        config = OmegaConf.merge(config, OmegaConf.from_cli(list(overrides)))
+        values = OmegaConf.to_container(config, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
         raise UserError(f"configuration {path} cannot be read: {error}") from error
+    texts |= dict(override.split("=", 1) for override in overrides)
+    types = _option_types()
+    for name in values.keys() & types.keys():
+        values[name] = _typed(name, values[name], texts.get(name), types[name])
+    return values
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The options of a file, and the same as they are written."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.load(path)
+    texts = yaml.load(path.read_bytes(), yaml.BaseLoader) or {}
     base = config.pop(BASE, None)
-    return config if base is None else OmegaConf.merge(_load_file(path.parent / base), config)
+    if base is None:
+        return config, texts
+    base_config, base_texts = _load_file(path.parent / base)
+    return OmegaConf.merge(base_config, config), base_texts | texts
+
+
+def _option_types() -> dict[str, set[type]]:
+    """What each option takes of bool, int, float and str."""
+    from llamafactory.hparams import parser
+
+    types = {}
+    for options in (*parser._TRAIN_ARGS, _Options):
+        for name, hint in get_type_hints(options).items():
+            types[name] = _scalar_types(hint)
+    return types
+
+
+def _scalar_types(hint: Any) -> set[type]:
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    if get_args(hint):
+        return set().union(*map(_scalar_types, get_args(hint)))
+    if hint is bool or not isinstance(hint, type):
+        return {hint} & {bool}
+    return {kind for kind in (int, float, str) if issubclass(hint, kind)}
+
+
+def _typed(name: str, value: Any, text: Any, types: set[type]) -> Any:
+    """The value of an option that takes ``types``; ``text`` is how it is written."""
+    kind = type(value)
+    if not types or kind not in _TYPE_NAMES:  # None, lists, and what takes them
+        return value
+    is_literal = isinstance(text, str) and "$" not in text  # else, interpolated
+    if kind is int and is_literal and re.fullmatch(r"[-+]?0[0-7_]+", text):
+        value = int(text)  # YAML 1.1: an octal number
+    if kind in types or (kind is int and float in types):
+        return value
+    if kind is float and int in types and value.is_integer():
+        return int(value)
+    if str in types:  # YAML 1.1: no, off, 007 … are no texts
+        return text if is_literal and text.lower() not in ("true", "false") else value
+    expected = " or ".join(_TYPE_NAMES[kind] for kind in _TYPE_NAMES if kind in types)
+    raise UserError(f"option {name}: expected {expected}, got {value!r}")
 
 
 def with_accumulation(config: dict[str, Any], processes: int) -> dict[str, Any]:
