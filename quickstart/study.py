@@ -209,6 +209,7 @@ LABELS = {
     "diversity": "diversity 1 − b",
     "oracle_w_minus_b": "w − b",
     "consistency_after": "consistency, full prompts",
+    "consistency_before": "the same before RL",
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
     "cpu_minutes": "CPU minutes",

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 # Programs that install gigabytes or run for 10 minutes: they only read their options here, and
 # tools/tests/test_setup.py and quickstart/tests run them.
-READ_OPTIONS = ("setup.sh", "quickstart/run.sh", "quickstart/editing.sh")
+READ_OPTIONS = ("setup.sh", "test.sh", "quickstart/run.sh", "quickstart/editing.sh")
 GRID = (
     "FOUR-PANEL Images with a 2x2 grid layout depicting a fox. "
     "[TOP]-[LEFT]:a. [TOP]-[RIGHT]:b. [BOTTOM]-[LEFT]:c. [BOTTOM]-[RIGHT]:d."
