@@ -57,8 +57,8 @@ def make_plan(options: RunOptions, num_processes: int, gradient_steps: int) -> P
     epoch, age = oldest_average(options.train, steps, options.num_epochs)
     if options.train.ema and age > oldest_allowed(epoch):
         notes.append(
-            f"after epoch {epoch}, the average of the weights, which is evaluated and saved, will "
-            f"be {age:.1f} epochs old: lower config.train.ema_update_interval "
+            f"after epoch {epoch}, the average of the weights, which is evaluated and saved, is "
+            f"{age:.1f} epochs old: lower config.train.ema_update_interval "
             f"({options.train.ema_update_interval})"
         )
     return Plan(

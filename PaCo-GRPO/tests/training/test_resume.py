@@ -96,8 +96,13 @@ def test_copies_that_a_checkpoint_lacks_start_from_its_weights(folder, again):
     assert any(tensor.any() for tensor in run.state.snapshots["old"].values())
 
 
-def test_an_average_that_has_not_moved_is_said(tiny_flux_dir, tmp_path, caplog):
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path, train__ema_update_interval=3))
+def test_an_average_that_lags_far_behind_or_has_not_moved_is_said(tiny_flux_dir, tmp_path, caplog):
+    changes = {"train__ema_update_interval": 3, "num_epochs": 9}
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    record_start(run)
+    assert caplog.text.count("ema_update_interval (3)") == 1
+    assert "after epoch 8," in caplog.text and "is 3.7 epochs old" in caplog.text
+    caplog.clear()
     for run.state.optimizer_steps in (0, 2, 3):
         run.checkpoints.save()
     run.close()
