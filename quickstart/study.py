@@ -5,13 +5,15 @@
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-It serves the judge in models/study_judge on port 8000. A run that results.csv has for this commit,
-judge and version of torch is not repeated, and a stopped run continues. Its folder in out/study is
-named by all of them. With NUM_PROCESSES=2 a training uses two cores.
+It serves the judge in models/study_judge on port 8000, and writes its prompts, the quickstart's of
+seed 0, itself. A run that results.csv has for this commit, judge and version of torch is not
+repeated, and a stopped run continues. Its folder in out/study is named by all of them. With
+NUM_PROCESSES=2 a training uses two cores.
 
 A run has a row for each evaluation; the last row has all columns:
 
-- ``judge``: the start of the SHA-256 of its weights. Runs with different judges are not averaged.
+- ``judge``: the start of the SHA-256 of its files, until November 2026 of its weights alone. Runs
+  with different judges are not averaged.
 - ``torch``: its version; empty until November 2026.
 - ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other
   images", read by the oracle on open prompts.
@@ -40,12 +42,14 @@ from typing import Any
 import pandas as pd
 
 from paco_judge.files import read_json
+from paco_toy.build_world import build_prompt_sets
 from paco_toy.summary import commit, judge_id, scores_of
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent / "PaCo-GRPO"
 RESULTS = HERE / "results.csv"
 OUT = HERE / "out" / "study"
+WORLD = OUT / "world"
 JUDGE = HERE / "models" / "study_judge"
 KEY = ["study", "run", "seed", "commit", "judge", "torch"]
 
@@ -122,6 +126,7 @@ def training_arguments(key: dict[str, Any]) -> list[str]:
     seed = key["seed"]
     options = {
         "seed": seed,
+        "dataset": os.path.relpath(WORLD / "prompts", GRPO),
         "save_dir": os.path.relpath(OUT, GRPO),
         "run_name": folder_of(key).name,
         "resume_from": "latest",
@@ -138,7 +143,7 @@ def agreement_arguments(folder: Path, seed: int) -> list[str]:
     rewards = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 1.0}
     return [
         "--config=config/grpo.py:toy_t2is",
-        "--config.dataset=../quickstart/out/world/open_prompts",
+        f"--config.dataset={os.path.relpath(WORLD / 'open_prompts', GRPO)}",
         f"--config.test.seed={1000 + seed}",
         f"--config.test.reward_fn={rewards}",
         "--images_per_prompt=8",
@@ -235,6 +240,7 @@ def train_missing(
     """Train the runs that results.csv does not have of this commit, judge and torch."""
     if commit() == "unknown":
         raise SystemExit("study.py notes the commit of its runs: it needs git and a clone")
+    build_prompt_sets(WORLD, seed=0)
     judge_of_all = judge_id(judge)  # what is served, whatever the folder holds later
     server = os.environ | {
         "VLLM_ENGINE": os.environ.get("VLLM_ENGINE", "transformers"),

@@ -94,6 +94,12 @@ def build_prompts(
         write_json_lines(out / f"{split}_metadata.jsonl", rows)
 
 
+def build_prompt_sets(out: Path, seed: int) -> None:
+    """``prompts`` for training and its evaluations; ``open_prompts`` for w and b."""
+    build_prompts(out / "prompts", seed)
+    build_prompts(out / "open_prompts", seed, train=4, test=24, open_share=1.0)
+
+
 def _random_panel(character: world.Character, side: int, rng: np.random.Generator) -> np.ndarray:
     view = world.VIEWS[rng.integers(len(world.VIEWS))]
     return world.render_panel(character, view, side, world.random_jitter(rng))
@@ -398,8 +404,7 @@ def main() -> None:
     drawn = out / "drawn"
     reward_data = out / "reward_data"
     if arguments.command == "world":
-        build_prompts(out / "prompts", seed)
-        build_prompts(out / "open_prompts", seed, train=4, test=24, open_share=1.0)
+        build_prompt_sets(out, seed)
         build_rank_benchmark(out / "ConsistencyRank-Bench", seed)
         draw(drawn, seed)
     elif arguments.command == "annotate":

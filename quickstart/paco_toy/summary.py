@@ -15,6 +15,7 @@ import pandas as pd
 import yaml
 
 from paco_judge.files import read_json, read_json_lines, write_json
+from paco_judge.identity import identity
 from paco_judge.images import read_image
 from paco_toy.oracle import evenness, read_grids, read_prompt
 from paco_toy.world import ATTRIBUTES
@@ -137,12 +138,11 @@ def judge_measures(out: Path) -> dict[str, Any]:
 
 
 def judge_id(folder: Path) -> str:
-    """The first characters of the SHA-256 of its weights."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise SystemExit(f"{folder} has no weights (*.safetensors)")
-    weights = b"".join(path.read_bytes() for path in files)
-    return hashlib.sha256(weights).hexdigest()[:10]
+    """The first characters of the SHA-256 of its files (``paco_judge.identity``)."""
+    found = identity(folder)
+    if found is None:
+        raise SystemExit(f"{folder} is no judge's folder")
+    return found.removeprefix("sha256:")[:10]
 
 
 def commit() -> str:

@@ -1,6 +1,5 @@
 """study.py: options of its runs, rows of results.csv, tables. No training."""
 
-import hashlib
 import json
 from importlib.metadata import version
 
@@ -13,6 +12,7 @@ from paco_grpo.commands.compare import results
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
+from paco_judge.files import read_json_lines
 from paco_toy.darkness import darkness
 
 KEY = {"study": "rewards", "run": "variety", "seed": 2, "commit": "c7f64444", "judge": "abc"}
@@ -68,6 +68,10 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
     judge = tmp_path / "judge"
     judge.mkdir()
     weights = judge / "model.safetensors"
+    judges = []
+    for text in "12":
+        weights.write_text(text)
+        judges.append(study.judge_id(judge))
     trained = []
 
     def train(key):
@@ -81,13 +85,14 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
         study.train_missing(["rewards"], ["kl_0.1", "variety"], [5], judge)
 
     monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(study, "WORLD", tmp_path / "world")
     pd.DataFrame([KEY]).to_csv(study.RESULTS, index=False)
     monkeypatch.setattr(study.subprocess, "run", lambda *command, **options: None)
     monkeypatch.setattr(study, "train", train)
     for judge_weights, commit in [("1", "c"), ("1", "c"), ("2", "c"), ("1", "d+1f")]:
         study_with(judge_weights, commit)
     keys = [(key["run"], key["judge"], key["commit"]) for key in trained]
-    first, second = (hashlib.sha256(text).hexdigest()[:10] for text in (b"1", b"2"))
+    first, second = judges
     expected = [(first, "c"), (second, "c"), (first, "d+1f")]
     assert keys == [(run, *of) for of in expected for run in ("variety", "kl_0.1")]
     monkeypatch.setattr(study, "version", lambda package: "2.99")
@@ -98,6 +103,8 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
     assert rows == [KEY, *trained]
     with pytest.raises(SystemExit, match="git"):
         study_with("1", "unknown")
+    first_row = read_json_lines(tmp_path / "world" / "open_prompts" / "test_metadata.jsonl")[0]
+    assert first_row["open"]
 
 
 def test_darkness_is_the_percentage_of_dark_pixels():
