@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paco_grpo.commands import parse_beside_options
+from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 # Options of a run that only trains.
@@ -41,10 +43,10 @@ CHANGES = {
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=style)
     parser.add_argument("--random_weights", action="store_true", help="at the real size")
     parser.add_argument("--repeats", type=int, default=3, help="measured epochs")
-    arguments, rest = parser.parse_known_args(words)
+    arguments, rest = parse_beside_options(parser, words)
 
     def command() -> None:
         print(json.dumps(measure(read(rest), arguments.repeats, arguments.random_weights)))

@@ -27,6 +27,7 @@ from huggingface_hub import snapshot_download
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.ocr import quoted_texts
+from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines, read_text, write_json_lines
 from paco_judge.grid import split_prompt
@@ -313,9 +314,7 @@ def fetch(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 with one message."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(SETS))
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
     parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")

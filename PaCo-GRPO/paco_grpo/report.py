@@ -3,7 +3,6 @@
 ``python -m paco_grpo.report RUN_DIR``, or ``scripts/report.py``.
 """
 
-import argparse
 import base64
 import io
 import json
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from paco_grpo.monitoring.metrics import means
+from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines
 from paco_judge.images import data_url, load_image
@@ -442,7 +442,7 @@ def svg_url(figure: Figure) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if there is nothing to report on."""
-    parser = argparse.ArgumentParser(prog="report.py", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="report.py", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dir", type=Path, help="{save_dir}/{run_name} of a training run")
     parser.add_argument("--title", default="", help="heading of the page (default: the run's name)")
     parser.add_argument("--out", type=Path, help="the page (default RUN_DIR/report.html)")

@@ -7,7 +7,6 @@ the client computes P(Yes). Requests that arrive while a batch runs become the n
 this answers five times as many.
 """
 
-import argparse
 import asyncio
 import base64
 import logging
@@ -29,6 +28,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
+from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 from paco_judge.identity import identity
 from paco_judge.images import read_image
@@ -229,9 +229,7 @@ def build_app(
 
 def serve() -> None:
     """The command, which runs until it is ended."""
-    parser = argparse.ArgumentParser(
-        description="Serve a judge with transformers (a subset of OpenAI's API)"
-    )
+    parser = Parser(description="Serve a judge with transformers (a subset of OpenAI's API)")
     parser.add_argument("--model", required=True, help="local folder or hub name")
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--host", default="127.0.0.1")

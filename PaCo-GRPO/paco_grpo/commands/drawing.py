@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from paco_grpo.data.prompts import read_items, read_reference
+from paco_grpo.data.prompts import make_item, read_items, read_reference
 from paco_grpo.data.sets import has_references, reward_arguments
 from paco_grpo.evaluation.evaluate import (
     EvaluationImage,
@@ -84,7 +84,7 @@ def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item
     ``--image`` replaces the images of the file.
     """
     images = command.image
-    items = [Item(0, prompt) for prompt in command.prompt]
+    items = [make_item(0, {"prompt": prompt}, "--prompt") for prompt in command.prompt]
     if command.prompts_file is not None:
         items += read_items(command.prompts_file, has_references(options) and not images)
     if not items:

@@ -21,12 +21,12 @@ not scored again. Another model, adapter or prompt set is refused, other rewards
 On all visible GPUs: bash scripts/launch.sh scripts/evaluate.py --config …
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paco_grpo.commands import start_logging
+from paco_grpo.commands import parse_beside_options, start_logging
+from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--adapter")
     parser.add_argument("--against")
     parser.add_argument("--benchmarks", default="")
     parser.add_argument("--images_per_prompt", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("evaluation"))
     parser.add_argument("--continue_unknown", action="store_true")
-    command, configuration = parser.parse_known_args(arguments)
+    command, configuration = parse_beside_options(parser, arguments)
     is_main = start_logging()
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.

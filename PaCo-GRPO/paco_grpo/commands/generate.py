@@ -20,7 +20,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paco_grpo.commands import start_logging
+from paco_grpo.commands import parse_beside_options, start_logging
+from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 _MOST_SEEDS = 100_000  # seeds of an evaluation are larger
@@ -31,16 +32,16 @@ def main(arguments: Sequence[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
-    parser.add_argument("--prompts_file", "--prompts-file", type=Path)
+    parser.add_argument("--prompts_file", type=Path)
     parser.add_argument("--image", action="append", default=[], type=Path)
     parser.add_argument("--seeds", type=read_seeds, default=[0])
     parser.add_argument("--judge")
     parser.add_argument("--best", type=int)
     parser.add_argument("--output", type=Path, default=Path("generated"))
-    command, configuration = parser.parse_known_args(arguments)
+    command, configuration = parse_beside_options(parser, arguments)
     start_logging()
 
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.

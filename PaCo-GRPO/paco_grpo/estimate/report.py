@@ -15,6 +15,8 @@ Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 import argparse
 from collections.abc import Sequence
 
+from paco_grpo.commands import parse_beside_options
+from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 GIB = 2**30
@@ -43,13 +45,13 @@ GPUS = {
 def main(words: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=style)
     cards = ", ".join(GPUS)
     parser.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
     share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
     parser.add_argument("--share", type=float, help=share)
-    arguments, rest = parser.parse_known_args(words)
+    arguments, rest = parse_beside_options(parser, words)
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
 
 

@@ -25,6 +25,8 @@ from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
 from paco_judge.errors import UserError
 
 _RUN_OPTIONS = TypeAdapter(RunOptions)
+# Options that nobody means to be empty. config.dataset may be, beside config.datasets.
+_PLACES = ("pretrained.model", "resume_from", "save_dir", "train.lora_path")
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
 
 
@@ -194,6 +196,10 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     kinds = {typing.get_origin(annotation), *typing.get_args(annotation)}
     may_be_none = not kinds.isdisjoint({type(None), dict})
     value: Any = text  # which pydantic reads
+    if not text and name in _PLACES:
+        raise ConfigError(
+            f"config.{name} is empty (is a variable unset?): leave it out, or name a place"
+        )
     if may_be_none and text.lower() in ("none", "null", ""):
         value = None
     elif is_entry or text.startswith(("[", "{")):

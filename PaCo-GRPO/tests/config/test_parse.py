@@ -104,6 +104,11 @@ def load_yaml(text):
 
 
 WRONG = [
+    ("pretrained.model", ""),
+    ("resume_from", ""),
+    ("save_dir", ""),
+    ("train.lora_path", ""),
+    ("datasets.a.folder", ""),
     ("train.learning_rate", "none"),
     ("train.learning_rate", "nan"),
     ("seed", "None"),

@@ -40,6 +40,23 @@ def test_seeds(text, seeds):
             read_seeds(number)
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--seed", "42"], "--seeds"),
+        (["--adapter", ""], "--adapter is empty"),
+        (["--judge="], "--judge is empty"),
+        (["--prompts-file", ""], "--prompts_file is empty"),
+        (["--confg.seed=3"], "--confg.seed"),
+    ],
+)
+def test_arguments_that_would_do_something_else_are_refused(capsys, words, named):
+    for script in ("generate", "evaluate"):
+        with pytest.raises(SystemExit, match="2"):
+            load_script(script).main(["--config", f"{ROOT}/config/grpo.py:toy_t2is", *words])
+    assert named in capsys.readouterr().err
+
+
 def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
     """Of an editor with true CFG, which the toy configuration does not use."""
     name = "qwen_image_edit"

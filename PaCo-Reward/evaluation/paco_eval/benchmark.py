@@ -18,6 +18,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from paco_eval.judges import ScorePairs, make_engine
+from paco_judge.arguments import Parser
 from paco_judge.client import DEFAULT_MODEL, JudgeClient
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import Journal, hash_value, read_json_lines
@@ -63,9 +64,7 @@ class Benchmark(Protocol):
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
     """The parser of a command with this ``--help``."""
-    return argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
 ``/compute`` is for Flow-Factory (docs/other-trainers.md).
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -33,6 +32,7 @@ from paco_grpo.rewards.remote.wire import (
     encode_rewards,
     encode_scores,
 )
+from paco_judge.arguments import Parser
 from paco_judge.errors import UserError
 from paco_judge.files import hash_value
 
@@ -92,7 +92,7 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns 2 if the reward cannot work."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
     )
     parser.add_argument(

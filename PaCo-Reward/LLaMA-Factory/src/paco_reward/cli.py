@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
 from paco_judge.questions import EDITING, add_form_arguments, form_of
 from paco_reward import demo, score
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="paco-reward", description=__doc__)
+    parser = Parser(prog="paco-reward", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     text = "train a judge with a LLaMA-Factory configuration"
