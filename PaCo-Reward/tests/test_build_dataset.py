@@ -183,8 +183,8 @@ def test_data_sets_of_other_inputs_stay_and_are_not_made_from_exchanged_ones(
     lines = read_lines(edits / "edits.jsonl")
     lines[0]["instruction"] = "another"
     file = write_lines(tmp_path / "changed.jsonl", lines)
-    with pytest.raises(UserError, match="sharegpt_editing"):
-        build(None, tmp_path / "out", editing=file)
+    with pytest.raises(UserError, match="sharegpt_editing.*choose another --output, or"):
+        build(None, tmp_path / "out", editing=file, name="other")  # which names no edits
     assert all_bytes(tmp_path / "out") == whole
 
 

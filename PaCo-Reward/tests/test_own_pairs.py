@@ -115,7 +115,8 @@ def test_both_orders_with_both_labels_are_dropped_unless_the_question_is_a_users
 
 
 LABELS = {
-    "label": [("Yes", "Yes"), ("no", "No"), (True, "Yes"), (0, "No"), ("FALSE", "No")],
+    "label": [("Yes", "Yes"), ("no", "No"), (True, "Yes"), (0, "No"), ("FALSE", "No")]
+    + [("1.0", "Yes"), (1.0, "Yes"), ("Yes ", "Yes"), ("\xa0no", "No"), ("0.0", "No"), (0.0, "No")],
     "score": [(1, "Yes"), (0.55, "Yes"), (0.54, None), (0.5, None), ("0.46", None), ("0.45", "No")],
 }
 
@@ -142,7 +143,7 @@ def test_labels_and_scores(pairs, tmp_path):
 def test_a_large_group_of_connected_images_does_not_become_the_test_set(
     pairs, tmp_path, caplog, connected, tested
 ):
-    """If there is nothing else, there is no test set, and a line says so."""
+    """If there is nothing else, there is no test set, and a line says so, as of a small one."""
     for line in pairs[1:connected]:
         line["image1"] = pairs[0]["image1"]
     file = write_lines(tmp_path / "pairs.jsonl", pairs)
@@ -151,6 +152,8 @@ def test_a_large_group_of_connected_images_does_not_become_the_test_set(
         testing = stats["datasets"].get("consistency_reward_test", {})
         assert testing.get("pairs") == tested
     assert ("no pairs for testing" in caplog.text) == (tested is None)
+    assert ("only 2 of 20 pairs are for testing" in caplog.text) >= (connected == 1)
+    assert ("--test_share (0.1)" in caplog.text) == (tested is not None)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +164,9 @@ def test_a_large_group_of_connected_images_does_not_become_the_test_set(
         ({"label": "maybe"}, "label"),
         ({"score": 0.3}, "score"),
         ({"reason": "yes: both show it."}, "reason"),
+        ({"label": "Yes", "reason": "No they differ."}, "reason"),
+        ({"theme": "a <image> of a fox"}, "<image>"),
+        ({"reason": "both show <|video_pad|> it."}, "<|video_pad|>"),
     ],
 )
 def test_problems_of_a_row(pairs, tmp_path, change, named):

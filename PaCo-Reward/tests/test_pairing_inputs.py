@@ -28,14 +28,43 @@ def problem(*arguments, **options) -> str:
         (0, {"image": "nowhere.png"}, "nowhere.png"),
         (2, {"file": ["p2/0.png", "p1/2.png"]}, "p1/2.png"),
         (0, {"prompt": "a 1x2 grid of a cat"}, "1x2"),
+        (0, {"prompt": "a 1x2 grid of <image>. [LEFT]: a. [RIGHT]: b."}, "<image>"),
     ],
 )
 def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, named):
+    """The message names the row."""
     lines[number] |= change
     file = write_lines(tmp_path / "lines.jsonl", lines)
     message = problem(world, tmp_path / "out", metadata=file, sets_only=True)
     assert named in message and f"{file} row {number + 1}" in message
     assert not (tmp_path / "out").exists()
+
+
+def test_several_unusable_rows_are_named_at_once(world, tmp_path, lines):
+    """Of each kind of input file."""
+    images = {"source": lines[0]["idx"], "edited": "b.png"}
+    edits = [images | {"instruction": text} for text in ("x", "<image>", "", "y <audio>")]
+    ranking = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "x.png"]}
+    rankings = [ranking, ranking | {"folder": "none"}]
+    metadata = [line | {"file": ["none.png"]} for line in lines]
+    files = {}
+    for name, content in (("editing", edits), ("rankings", rankings), ("metadata", metadata)):
+        files[name] = write_lines(tmp_path / f"{name}.jsonl", content)
+    message = problem(None, tmp_path / "out", editing=files["editing"])
+    assert [line.split()[2] for line in message.splitlines()] == ["2:", "3:", "4:"]
+    message = problem(None, tmp_path / "out", editing=write_lines(files["editing"], edits[:1] * 30))
+    assert len(message.splitlines()) == 21 and message.endswith("10 more rows cannot be used")
+    message = problem(world, tmp_path / "out", rankings=files["rankings"])
+    assert "x.png" in message.splitlines()[0] and "none" in message.splitlines()[1]
+    message = problem(world, tmp_path / "out", metadata=files["metadata"], sets_only=True)
+    assert message.count("none.png") == len(lines)
+
+
+@pytest.mark.parametrize("option", ["question", "image_labels"])
+def test_what_is_asked_cannot_hold_an_images_place(world, tmp_path, option):
+    (tmp_path / "mine.txt").write_text("Same {theme} in <image>?")
+    value = {"question": tmp_path / "mine.txt", "image_labels": "<image>: "}[option]
+    assert "<image>" in problem(world, tmp_path / "out", sets_only=True, **{option: value})
 
 
 def test_a_downloaded_data_set_is_not_written_over(world, tmp_path):

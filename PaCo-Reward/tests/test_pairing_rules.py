@@ -6,9 +6,12 @@ from collections import Counter
 import imagehash
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pairing_tools import noise
 from PIL import Image
 
+from paco_judge.questions import EDITING
 from paco_reward.pairing import build, select
 from paco_reward.pairing.answers import read_reason, split_verdict
 from paco_reward.pairing.inputs import Ranking
@@ -97,8 +100,36 @@ def test_near_duplicates_differ_in_so_many_bits_as_stated(fewer, count, tmp_path
 
 
 def test_the_seed_decides_which_share_of_the_groups_is_for_testing():
-    testing = {frozenset(select.groups_for_testing("abcdefgh", 0.35, seed)) for seed in range(4)}
+    """Groups of different sizes, each with both labels."""
+    pairs = []
+    for number, group in enumerate("abcdefgh"):
+        for label in (True, False):
+            for copy in range(5 + number):
+                pairs.append(LabeledPair(f"{group}{copy}", "x", "q", label, "theme", group))
+    testing = {frozenset(select.groups_for_testing(pairs, 0.35, seed)) for seed in range(9)}
     assert len(testing) > 1 and set(map(len, testing)) == {3}
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=12),
+    st.sampled_from([0.05, 0.2, 0.4]),
+    st.integers(0, 99),
+)
+def test_each_kind_of_question_has_both_labels_for_testing_and_for_training(edits, share, seed):
+    """Wherever two of each label can be found; of each edit there are two questions."""
+    pairs = []
+    for number, labels in enumerate(edits):
+        for kind, label in zip(EDITING, labels, strict=True):
+            pairs.append(LabeledPair("a", "b", kind, label, kind, f"g{number}"))
+    total = Counter((pair.kind, pair.label) for pair in pairs)
+    testing = select.groups_for_testing(pairs, share, seed)
+    tested = Counter((pair.kind, pair.label) for pair in pairs if pair.group in testing)
+    for kind in EDITING:
+        for label in (True, False):
+            assert tested[kind, label] <= total[kind, label] / 2
+            if min(total.values()) >= 2 * len(total) and len(total) == 4:
+                assert tested[kind, label] >= max(1, round(share * total[kind, label]))
+    assert select.groups_for_testing(pairs, 0.0, seed) == set()
 
 
 PAIRS = [  # first, second, label, kind, and whether it is kept
@@ -139,6 +170,10 @@ def test_repeated_and_disputed_pairs_are_left_out():
         ('"yes" - the same fox in both.', True, "The same fox in both."),
         ("NO: “Luna” is missing", False, "“Luna” is missing"),
         ("Yes both are red", True, "Both are red"),
+        ("No they differ in color", False, "They differ in color"),
+        ("no, its hat is missing", False, "Its hat is missing"),
+        ("NO the hat is missing", False, "The hat is missing"),
+        ("No other hat is shown.", None, "No other hat is shown."),
         ("> _NO_: the hat is missing here.", False, "The hat is missing here."),
         ("No.", False, ""),
         ("No difference can be seen.", None, "No difference can be seen."),

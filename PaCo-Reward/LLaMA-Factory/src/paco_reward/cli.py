@@ -187,7 +187,7 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         nargs="+",
         default=list(EDITING),
         metavar="NAME|FILE",
-        help=template + "%(default)s)",
+        help=f"{template}{' '.join(EDITING)})",
     )
     add_form_arguments(parser, answer_tokens="variants")
 
@@ -216,7 +216,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--min_gap",
         type=fraction,
         default=0.1,
-        help="smallest gap of P(Yes), or of --pairs' scores, between Yes and No "
+        help="in a ranking: smallest difference of P(Yes) between the last Yes and the first No; for "
+        "edits and the scores of --pairs: width of the range around 1/2 that is left out "
         "(default %(default)s)",
     )
     add(
@@ -231,7 +232,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--test_share",
         type=fraction,
         default=0.05,
-        help="share of the themes that go to test, or of --pairs (default %(default)s)",
+        help="share of the themes that go to test; of --pairs and edits, share of the groups that "
+        "have no image in common (default %(default)s)",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(

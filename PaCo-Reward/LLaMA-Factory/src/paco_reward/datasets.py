@@ -14,6 +14,7 @@ from paco_judge.verdict import verdict_of
 
 TAG = "<image>"
 RESERVED = ("<|image_pad|>", "<|video_pad|>")  # stand for images in the models
+PLACEHOLDERS = (TAG, "<video>", "<audio>", *RESERVED)  # in a text, LLaMA-Factory takes them for it
 DOWNLOAD = "hf download X-GenGroup/PaCo-Dataset --repo-type dataset --local-dir PaCo-Dataset"
 UNPACK = "decompress.sh"  # comes with the authors' data set, whose images are in archives
 # LLaMA-Factory's defaults where an entry of dataset_info.json has no columns or tags.
@@ -140,7 +141,7 @@ def _example(row: Any, place: str, info: dict[str, Any], media: Path) -> Example
     for image in images if isinstance(images, list) else [images]:
         file = media / image
         paths.append(file if file.is_file() else Path(image))
-    num_tags = prompt.count(TAG)
+    num_tags = sum(text.count(TAG) for text in texts)
     if num_tags != len(paths):
         raise ValueError(f"{num_tags} times {TAG} in the messages, but {len(paths)} images")
     return Example(place, prompt, tuple(texts[1::2]), tuple(paths), system)

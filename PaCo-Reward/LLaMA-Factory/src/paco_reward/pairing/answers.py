@@ -18,17 +18,22 @@ from paco_judge.files import Journal
 from paco_judge.identity import UNRECORDED, Match, match
 from paco_judge.images import load_image
 from paco_judge.questions import Pair, load_question
-from paco_reward.datasets import TAG
+from paco_reward.datasets import PLACEHOLDERS
 from paco_reward.pairing.inputs import CandidateSet, Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair
 
 REASON = "reason"  # the template of a request for reasons
 REASON_TOKENS = 256
 _PAIRS_AT_ONCE = 64
+# Words that follow the answer No ("No they differ"), never the "no" of "no difference".
+_AFTER_NO = """they the it its it's it’s this that these those there their he she his her we you i both
+a an some each all every because since as in on at with while when where if but although not only is
+are was were has have do does"""
 # A verdict at the start of an answer, and the marks that people and models put around it.
 _VERDICT = re.compile(
-    r"""[\s"'“”*_#>-]*(yes|no)
-    (?:["'”*_]+ | (?=\s*[.,:;!–—\n]) | (?=\s+-\s) | (?=\s*$) | (?<=yes)(?=\s))
+    rf"""[\s"'“”*_#>-]*(yes|no)
+    (?:["'”*_]+ | (?=\s*[.,:;!–—\n]) | (?=\s+-\s) | (?=\s*$) | (?<=yes)(?=\s)
+    | (?<=no)(?=\s+(?:{"|".join(_AFTER_NO.split())})\b))
     \s*[.,:;!–—]*(?:-\s)?["'”*_]*\s*""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -245,7 +250,8 @@ def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> l
 def read_reason(answer: str) -> tuple[str, str] | None:
     """``("Yes", "Both show …")`` of a model's answer; None without a verdict or without reasons."""
     says_yes, reasons = split_verdict(answer)
-    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or TAG in reasons:
+    is_plain = not any(placeholder in reasons for placeholder in PLACEHOLDERS)
+    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or not is_plain:
         return None
     return "Yes" if says_yes else "No", reasons
 
@@ -255,7 +261,7 @@ def split_verdict(answer: str) -> tuple[bool | None, str]:
 
     People and models write the verdict in bold, in quotation marks or in capitals, too. None, and
     the whole answer, where it begins with neither: "Nothing", "No-one". "No difference can be
-    seen" is no verdict either: a mark or the line's end follows one.
+    seen" is no verdict either: a mark, the line's end or a word like "they" follows one.
     """
     match = _VERDICT.match(answer)
     reasons = answer if match is None else answer[match.end() :]

@@ -11,6 +11,7 @@ OUTPUT/
 """
 
 import logging
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from paco_reward.pairing.select import LabeledPair
 
 EDITING_NAME = "sharegpt_editing"
 STATS = "stats.json"
+_FEW_PAIRS = 40  # for testing
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     OSError, UserError).
     """
     read = read_inputs(options)
-    files.claim(options.output, _identity(options, read), options.continue_unknown)
+    files.claim(options.output, _identity(options, read), options.name, options.continue_unknown)
     stats = {}
 
     def step(name: str, label_pairs: Callable, questions: Sequence[Question]) -> None:
@@ -120,6 +122,13 @@ def read_inputs(options: Namespace) -> Inputs:
         read.judge = answers.Judge(client, options.continue_unknown)
     if options.pairs:
         read.user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap)
+    problems = inputs.Problems()
+    for asked in (question, *read.editing_questions):
+        with problems.of(f"question {asked.name}"):
+            inputs.plain_text(asked.template)
+    with problems.of("--image_labels"):
+        inputs.plain_text(read.form.image_labels or "")
+    problems.raise_if_any()
     return read
 
 
@@ -244,14 +253,14 @@ def _write(
             raise UserError(_nothing_left("sets", counts))
         return {}
     pairs = clean(labeled, options, counts)
-    parts = split(pairs, testing_groups(pairs, read.items, options), options.seed, counts)
+    testing = testing_groups(pairs, read.items, options)
+    parts = split(pairs, testing, options.seed, counts)
     has_reasons = options.reasons or read.reasons is not None and name != EDITING_NAME
     if has_reasons:
         parts = with_reasons(parts, options, read, counts)
     if not any(parts.values()):
         raise UserError(_nothing_left("balanced pairs", counts))
-    if options.test_share and not parts[TEST]:
-        logger.warning("no pairs for testing: raise --test_share, or bring pairs of other images")
+    _warn_of_few(parts, options)
     full_name = f"{name}{COT}" if has_reasons else name
     datasets = {}
     for part, pairs in parts.items():
@@ -279,12 +288,29 @@ def testing_groups(
     pairs: Sequence[LabeledPair], items: Sequence[PromptItem], options: Namespace
 ) -> set[str]:
     """Groups for testing: those that the metadata names, and a share of the rest."""
-    if options.pairs:
-        return select.connected_for_testing(pairs, options.test_share, options.seed)
     decided = {item.group: item.split for item in items if item.split}
-    undecided = {pair.group for pair in pairs} - set(decided)
+    undecided = [pair for pair in pairs if pair.group not in decided]
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     return testing | {group for group, part in decided.items() if part == TEST}
+
+
+def _warn_of_few(parts: Parts, options: Namespace) -> None:
+    """Say that there are no pairs for testing, or few."""
+    num_tested = len(parts[TEST])
+    if options.test_share and not num_tested:
+        logger.warning(
+            "no pairs for testing: pairs of a theme, or that share an image, stay together, and "
+            "none of these groups can be spared; bring pairs of other images"
+        )
+    elif options.test_share and num_tested < _FEW_PAIRS:
+        logger.warning(
+            "only %d of %d pairs are for testing, which tells an accuracy to ±%.2f: raise "
+            "--test_share (%s), or bring more pairs",
+            num_tested,
+            num_tested + len(parts[TRAIN]),
+            1 / math.sqrt(num_tested),  # two standard errors of a share near one half
+            options.test_share,
+        )
 
 
 def split(pairs: Sequence[LabeledPair], testing: set[str], seed: int, counts: Counter) -> Parts:

@@ -35,12 +35,13 @@ def stored(file: Path, output: Path) -> str:
     return name
 
 
-def claim(output: Path, inputs: Mapping[str, Any], continue_unknown: bool) -> None:
+def claim(output: Path, inputs: Mapping[str, Any], name: str, continue_unknown: bool) -> None:
     """Record what a folder's parts are made from: nothing that was made of others is reused.
 
     Args:
         output: The folder.
         inputs: By the names of parts, values that JSON can hold. Images count by content.
+        name: The part that --name names.
         continue_unknown: Trust that a part of an earlier version was made from these inputs.
 
     Raises:
@@ -64,9 +65,10 @@ def claim(output: Path, inputs: Mapping[str, Any], continue_unknown: bool) -> No
                 "from the same images; choose another --output, or pass --continue_unknown"
             )
         if is_recorded and before != digest:
+            options = "--output or --name" if part == name else "--output"
             raise UserError(
                 f"{part} in {output} was built from other prompts or images; choose another "
-                "--output or --name, or delete it"
+                f"{options}, or delete the folder"
             )
     write_json(note, known | stated)
 

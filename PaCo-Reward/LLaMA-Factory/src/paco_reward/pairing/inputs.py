@@ -5,7 +5,8 @@ Grid images of a prompt, the first of these that exists (``idx``: of its line in
 named in the line (``image``, ``file`` or ``images``), FOLDER/<idx>/*, FOLDER/<idx>.png
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,17 +19,36 @@ from paco_judge.errors import UserError, first_problem
 from paco_judge.files import read_json_rows
 from paco_judge.grid import GridPrompt, split_prompt
 from paco_judge.images import FORMATS
+from paco_reward.datasets import PLACEHOLDERS
 
 _SUFFIXES = (".jpg", *(f".{name.lower()}" for name in FORMATS))
+_NAMED_ROWS = 20  # of those that cannot be used
+
+
+def plain_text(text: str) -> str:
+    """The text. Raises ValueError: A training would take a part of it for an image."""
+    for placeholder in PLACEHOLDERS:
+        if placeholder in text:
+            raise ValueError(f"holds {placeholder}, which stands for an image; write it otherwise")
+    return text
 
 
 def _prompt(text: str) -> str:
-    split_prompt(text)  # panels must match the layout
+    plain_text(split_prompt(text).theme)  # panels must match the layout
     return text
 
 
 def _as_list(files: Any) -> Any:
     return files if isinstance(files, list) else [files]
+
+
+def _as_label(value: Any) -> Any:
+    """Tables with empty cells have 1.0 for 1."""
+    return value.strip().removesuffix(".0") if isinstance(value, str) else value
+
+
+PlainText = Annotated[str, AfterValidator(plain_text)]
+Label = Annotated[bool, BeforeValidator(_as_label)]
 
 
 class Row(pydantic.BaseModel):
@@ -83,7 +103,7 @@ class ReasonRow(Row):
 
     folder: str
     images: tuple[str, str]
-    reason: str = ""  # until it is written
+    reason: PlainText = ""  # until it is written
 
 
 class EditRow(Row):
@@ -94,9 +114,9 @@ class EditRow(Row):
 
     source: str
     edited: str
-    instruction: str
-    consistency: bool | None = None
-    follows: bool | None = None
+    instruction: PlainText
+    consistency: Label | None = None
+    follows: Label | None = None
 
 
 AnyModel = TypeVar("AnyModel", bound=pydantic.BaseModel)
@@ -125,15 +145,38 @@ class PromptItem:
         return names
 
 
+class Problems:
+    """What is wrong with the rows of a file, so that one message names several of them."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    @contextmanager
+    def of(self, place: str) -> Iterator[None]:
+        """Keep the ValueError of the block, which is about the row at ``place``."""
+        try:
+            yield
+        except ValueError as error:
+            self.messages.append(f"{place}: {error}")
+
+    def raise_if_any(self) -> None:
+        """Raises UserError: Names the first ones, and how many more there are."""
+        named = self.messages[:_NAMED_ROWS]
+        if len(self.messages) > len(named):
+            named.append(f"{len(self.messages) - len(named)} more rows cannot be used")
+        if named:
+            raise UserError("\n".join(named))
+
+
 def read_rows(file: Path, kind: type[AnyRow]) -> list[AnyRow]:
     """All rows of JSON lines or of a JSON list. Raises UserError."""
     rows = []
+    problems = Problems()
     for number, values in enumerate(read_json_rows(file), start=1):
         place = f"{file} row {number}"
-        try:
+        with problems.of(place):
             rows.append(row_of(values | {"place": place}, kind))
-        except ValueError as error:
-            raise UserError(f"{place}: {error}") from error
+    problems.raise_if_any()
     if not rows:
         raise UserError(f"{file} holds no rows")
     return rows
@@ -157,47 +200,62 @@ def row_of(values: Mapping[str, Any], kind: type[AnyModel]) -> AnyModel:
 
 def read_prompts(metadata: Path, folder: Path) -> list[PromptItem]:
     """All prompts with their images. Raises UserError."""
+    problems = Problems()
     prompts: dict[str, list[PromptRow]] = {}  # the lines of each, by idx
     for row in read_rows(metadata, PromptRow):
         prompts.setdefault(row.idx, []).append(row)
         first = prompts[row.idx][0]
-        if (row.prompt, row.split) != (first.prompt, first.split):
-            raise UserError(
-                f"{row.place}: idx {row.idx} has another prompt or split than {first.place}"
-            )
+        with problems.of(row.place):
+            if (row.prompt, row.split) != (first.prompt, first.split):
+                raise UserError(f"idx {row.idx} has another prompt or split than {first.place}")
+            for name in row.files:
+                existing(folder, name)
+    problems.raise_if_any()
     items: list[PromptItem] = []
     themes: dict[str, PromptRow] = {}
     owners: dict[Path, PromptRow] = {}  # the prompt of each image
-    for idx, (row, *others) in prompts.items():
-        grid = split_prompt(row.prompt)
-        first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
-        if row.split != first.split:
-            raise UserError(
-                f"{row.place}: split {row.split!r}, but {first.split!r} for its theme "
-                f"({first.place})"
-            )
-        named = []
-        for line in (row, *others):
-            named += [existing(folder, file, line.place) for file in line.files]
-        in_folder = sorted((folder / idx).glob("*"))
-        alone = [folder / f"{idx}{suffix}" for suffix in _SUFFIXES]
-        files = list(dict.fromkeys(named)) or _images(in_folder) or _images(alone)
-        if not files:
-            raise UserError(f"{row.place}: no image in {folder} is named in the line or {idx}/*")
-        for file in files:
-            owner = owners.setdefault(file.resolve(), row)
-            if owner.idx != idx:  # it would be labeled under a theme that is not its own
-                raise UserError(f"{row.place}: {file} is an image of idx {owner.idx}, too")
-        items.append(PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, files))
+    for lines in prompts.values():
+        with problems.of(lines[0].place):
+            items.append(_item(lines, folder, themes, owners))
+    problems.raise_if_any()
     return items
 
 
-def existing(folder: Path, name: str, place: str) -> Path:
+def _item(
+    lines: list[PromptRow],
+    folder: Path,
+    themes: dict[str, PromptRow],
+    owners: dict[Path, PromptRow],
+) -> PromptItem:
+    """The prompt of lines with one idx. Raises UserError.
+
+    ``themes`` and ``owners``: the first row of each theme, the row of each image.
+    """
+    row = lines[0]
+    idx = row.idx
+    grid = split_prompt(row.prompt)
+    first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
+    if row.split != first.split:
+        raise UserError(f"split {row.split!r}, but {first.split!r} for its theme ({first.place})")
+    named = []
+    for line in lines:
+        named += [folder / name for name in line.files]
+    in_folder = sorted((folder / idx).glob("*"))
+    alone = [folder / f"{idx}{suffix}" for suffix in _SUFFIXES]
+    files = list(dict.fromkeys(named)) or _images(in_folder) or _images(alone)
+    if not files:
+        raise UserError(f"no image in {folder} is named in the line or {idx}/*")
+    for file in files:
+        owner = owners.setdefault(file.resolve(), row)
+        if owner.idx != idx:  # it would be labeled under a theme that is not its own
+            raise UserError(f"{file} is an image of idx {owner.idx}, too")
+    return PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, files)
+
+
+def existing(folder: Path, name: str) -> Path:
     """The path of a file that a row names. Raises UserError: It does not exist."""
     if not (folder / name).is_file():
-        raise UserError(
-            f"{place}: image {folder / name} does not exist; correct the line or the folder"
-        )
+        raise UserError(f"image {folder / name} does not exist; correct the line or the folder")
     return folder / name
 
 
@@ -208,43 +266,47 @@ def _images(files: Iterable[Path]) -> list[Path]:
 def read_rankings(file: Path, items: Mapping[str, PromptItem]) -> list[Ranking]:
     """All rankings of a file. Raises UserError."""
     rankings = read_rows(file, Ranking)
+    problems = Problems()
     for row in rankings:
-        _check_names(row, (row.ref_image, *row.rank_images), items)
+        with problems.of(row.place):
+            _check_names(row.folder, (row.ref_image, *row.rank_images), items)
+    problems.raise_if_any()
     return rankings
 
 
 def read_reasons(file: Path, items: Mapping[str, PromptItem]) -> dict[frozenset[str], ReasonRow]:
     """Reasons by the two images' paths in the data set. Raises UserError."""
     reasons = {}
+    problems = Problems()
     for row in read_rows(file, ReasonRow):
-        _check_names(row, row.images, items)
+        with problems.of(row.place):
+            _check_names(row.folder, row.images, items)
         if row.reason:
             reasons[frozenset(f"images/{row.folder}/{name}" for name in row.images)] = row
+    problems.raise_if_any()
     return reasons
 
 
-def _check_names(
-    row: Ranking | ReasonRow, images: Iterable[str], items: Mapping[str, PromptItem]
-) -> None:
-    if row.folder not in items:
-        raise UserError(f"{row.place}: no prompt in the metadata has idx {row.folder}")
-    known = list(chain(*items[row.folder].generations))
+def _check_names(folder: str, images: Iterable[str], items: Mapping[str, PromptItem]) -> None:
+    if folder not in items:
+        raise UserError(f"no prompt in the metadata has idx {folder}")
+    known = list(chain(*items[folder].generations))
     for name in images:
         if name not in known:
             raise UserError(
-                f"{row.place}: {name!r} is not a sub-figure of prompt {row.folder}; "
-                f"known: {', '.join(known[:5])} …"
+                f"{name!r} is not a sub-figure of prompt {folder}; known: {', '.join(known[:5])} …"
             )
 
 
 def read_edits(file: Path, has_server: bool) -> list[EditRow]:
     """Edits with the paths of their images. Raises UserError."""
     edits = read_rows(file, EditRow)
+    problems = Problems()
     for row in edits:
-        row.source = str(existing(file.parent, row.source, row.place))
-        row.edited = str(existing(file.parent, row.edited, row.place))
-        if row.consistency is None and row.follows is None and not has_server:
-            raise UserError(
-                f"{row.place} has no label (consistency or follows); add one, or name a --server"
-            )
+        with problems.of(row.place):
+            row.source = str(existing(file.parent, row.source))
+            row.edited = str(existing(file.parent, row.edited))
+            if row.consistency is None and row.follows is None and not has_server:
+                raise UserError("it has no label (consistency or follows); add one, or a --server")
+    problems.raise_if_any()
     return edits

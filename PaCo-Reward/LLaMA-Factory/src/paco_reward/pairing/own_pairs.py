@@ -3,7 +3,7 @@
 FILE is .jsonl, .csv or .json, one pair in each row:
 
   image1, image2   image files, relative to FILE
-  label            Yes or No (also true, false, 1, 0), or instead of it
+  label            Yes or No (also true, false, 1, 0, 1.0, 0.0), or instead of it
   score            0 (not consistent) to 1
   theme, reason    optional: what both images are about, why the label is right
 """
@@ -24,10 +24,8 @@ from paco_judge.files import read_json_rows, read_text
 from paco_judge.images import content_digest, load_image
 from paco_judge.questions import Question, load_question, shipped
 from paco_reward.pairing.answers import split_verdict
-from paco_reward.pairing.inputs import row_of
+from paco_reward.pairing.inputs import Label, PlainText, Problems, row_of
 from paco_reward.pairing.select import LabeledPair
-
-_NAMED_ROWS = 20  # of those that cannot be used: each run decodes all images
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +37,10 @@ class PairRow(pydantic.BaseModel):
 
     image1: str
     image2: str
-    label: bool | None = None
+    label: Label | None = None
     score: float | None = Field(None, ge=0, le=1)
-    theme: str | None = None
-    reason: str | None = None
+    theme: PlainText | None = None
+    reason: PlainText | None = None
 
     @pydantic.model_validator(mode="after")
     def _either(self) -> "PairRow":
@@ -113,18 +111,14 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
         UserError: Names the first rows that cannot be used, and how many more there are.
     """
     usable = OwnPairs()
-    problems = []
+    problems = Problems()  # all of them: each run decodes all images
     rows = _rows(file)
     for number, values in enumerate(tqdm(rows, desc="pairs"), start=1):
-        try:
+        with problems.of(f"{file} row {number}"):
+            if None in values:
+                raise UserError("it has too many cells: put quotes around texts with commas")
             usable.add(row_of(values, PairRow), file.parent, question_name, min_gap)
-        except ValueError as error:
-            problems.append(f"{file} row {number}: {error}")
-    if problems:
-        named = problems[:_NAMED_ROWS]
-        if len(problems) > len(named):
-            named.append(f"{len(problems) - len(named)} more rows cannot be used")
-        raise UserError("\n".join(named))
+    problems.raise_if_any()
     usable.counts = {"pairs": len(rows), "unclear": len(rows) - len(usable.pairs)}
     return usable
 
@@ -138,22 +132,18 @@ def _answer(label: bool, reason: str) -> str:
     return f"{verdict}. {sentences}" if sentences else verdict
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """The values of each row by column. Raises UserError."""
+def _rows(file: Path) -> list[dict[str | None, Any]]:
+    """The values of each row by column, cells without a column by None. Raises UserError."""
     if file.suffix.lower() == ".csv":
         text = io.StringIO(read_text(file))
         rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
     else:
         rows = read_json_rows(file)
     table = []
-    unused: set[str] = set()
+    unused: set[str | None] = set()
     for row in rows:
-        if None in row:
-            raise UserError(
-                f"a row has too many cells: put quotes around texts with commas ({row})"
-            )
-        values = {name.strip().casefold(): value for name, value in row.items()}
-        unused |= values.keys() - PairRow.model_fields.keys()
+        values = {name and name.strip().casefold(): value for name, value in row.items()}
+        unused |= values.keys() - {*PairRow.model_fields, None}
         table.append(values)
     if unused:
         logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))

@@ -201,41 +201,42 @@ def connected(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[L
     return grouped
 
 
-def groups_for_testing(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """``share`` of the groups, rounded.
+def groups_for_testing(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
+    """Groups for testing: ``share`` of those with a Yes, and with a No, of each kind of question.
 
-    Unless it is 0, of two or more at least one is for testing, and one is not.
+    The numbers are rounded; unless the share is 0, they are at least 1. At most half of the pairs
+    with one label of a kind are for testing, or ``share`` of them if that is more: a large group
+    stays in training. If no kind has a Yes and a No for testing then, the set is empty.
     """
-    known = sorted(set(groups), key=lambda group: order_key(seed, "split", group))
-    if share <= 0 or len(known) < 2:
-        return set()
-    return set(known[: min(max(1, round(share * len(known))), len(known) - 1)])
-
-
-def connected_for_testing(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
-    """Groups of connected pairs for testing that hold ``share`` of each label, rounded.
-
-    Unless it is 0, they hold at least one Yes and one No. No group of more than half of a label is
-    taken, nor one that brings the groups over half. Without enough others the set is empty.
-    """
-    total = Counter(pair.label for pair in pairs)
-    sizes: dict[str, Counter[bool]] = {}
+    total = Counter((pair.kind, pair.label) for pair in pairs)
+    # A kind with one label will be dropped, as it cannot be balanced.
+    counted = [(kind, label) for kind, label in total if (kind, not label) in total]
+    sizes: dict[str, Counter[tuple[str, bool]]] = {}
     for pair in pairs:
-        sizes.setdefault(pair.group, Counter())[pair.label] += 1
-    taken: Counter[bool] = Counter()
+        sizes.setdefault(pair.group, Counter())[pair.kind, pair.label] += 1
+    num_groups: Counter[tuple[str, bool]] = Counter()
+    for group in sizes.values():
+        num_groups.update(group.keys())
+    largest_share = max(0.5, share)
+    num_taken: Counter[tuple[str, bool]] = Counter()
+    taken: Counter[tuple[str, bool]] = Counter()  # pairs
     testing: set[str] = set()
     for group in sorted(sizes, key=lambda group: order_key(seed, "split", group)):
-        adds_lacking = False
-        for label in total:
-            fewest = max(1, round(share * total[label]))
-            if taken[label] < fewest and sizes[group][label]:
-                adds_lacking = True
         after = taken + sizes[group]
-        leaves_half = all(2 * after[label] <= total[label] for label in total)
-        if leaves_half and adds_lacking:
+        is_needed = False
+        leaves_enough = True
+        for key in counted:
+            fewest = max(1, round(share * num_groups[key]))
+            if sizes[group][key] and num_taken[key] < fewest:
+                is_needed = True
+            if after[key] > largest_share * total[key]:
+                leaves_enough = False
+        if is_needed and leaves_enough:
             testing.add(group)
+            num_taken.update(sizes[group].keys())
             taken = after
-    return testing if share > 0 and len(taken) == 2 else set()
+    is_balanced = any(taken[kind, True] and taken[kind, False] for kind, _ in counted)
+    return testing if share > 0 and is_balanced else set()
 
 
 def balanced(pairs: Sequence[LabeledPair], seed: int) -> list[LabeledPair]:
