@@ -145,6 +145,7 @@ class RunReport:
     seconds: Mapping[str, float]  # phase → total
     pairs: Sequence[Pair]
     epochs: int
+    best: Row | None  # the best evaluation; None: none has a trained reward
 
 
 # --- reading a run ------------------------------------------------------------------------------
@@ -190,7 +191,16 @@ def read_run(folder: Path) -> RunReport:
         seconds=seconds,
         pairs=_read_pairs(folder / "eval"),
         epochs=max(row["epoch"] for row in rows),
+        best=_best(test),
     )
+
+
+def _best(evaluations: Sequence[Row]) -> Row | None:
+    """The evaluation that the run calls the best (``training.best``)."""
+    if not evaluations:
+        return None
+    epoch = evaluations[-1].get("eval/best_epoch")
+    return next((row for row in evaluations if row["epoch"] == epoch), None)
 
 
 def _curve(rows: Sequence[Row], name: str, error: str = "", divisor: float = 1.0) -> np.ndarray:
@@ -326,6 +336,11 @@ def _settings(run: RunReport, seconds: Mapping[str, float]) -> str:
         f"evaluated at {config['test']['resolution']} px",
         f"seed {config['seed']}",
     ]
+    if run.best:
+        reward = run.best["eval/trained_reward"]
+        parts.append(
+            f"best evaluation after epoch {run.best['epoch']}: trained reward {reward:.3f}"
+        )
     if seconds:
         total = sum(seconds.values()) / 60
         phases = ", ".join(f"{phase} {value / 60:.1f}" for phase, value in seconds.items())

@@ -1,5 +1,6 @@
 """Reward factories that tests name by import path."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +137,9 @@ def absent_while(file):
         return scores
 
     return score_unless
+
+
+def scripted(values=(0.5, 0.25)):
+    """The next of ``values`` for all images of a call, again from the first after the last."""
+    turn = itertools.cycle(values)
+    return lambda images, items: np.full(len(images), next(turn))

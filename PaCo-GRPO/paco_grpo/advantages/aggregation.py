@@ -9,7 +9,7 @@ call.
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -81,22 +81,42 @@ class log_tame_aggregate_fn:
         variations = {}
         for name, groups in grouped_rewards.items():
             variations[name] = _coefficient_of_variation(concatenate(groups))
+        tamed = self._tamed(variations)
+        self.stats = {}
+        for name, variation in variations.items():
+            self.stats[f"cv/{name}"] = variation
+            self.stats[f"log_tamed/{name}"] = float(name in tamed)
+        return self._sum(tamed, grouped_rewards)
+
+    def as_for(self, scores: Mapping[str, np.ndarray]) -> AggregateFn:
+        """The aggregation that always tames what this one would in a batch of these scores.
+
+        ``scores`` are (images,), NaN = missing.
+        """
+        variations = {}
+        for name, values in scores.items():
+            variations[name] = _coefficient_of_variation(values[~np.isnan(values)])
+        tamed = self._tamed(variations)
+        return lambda **grouped_rewards: self._sum(tamed, grouped_rewards)
+
+    def _tamed(self, variations: Mapping[str, float]) -> list[str]:
         threshold = self.threshold
         if threshold == "mean":
             threshold = np.mean(list(variations.values()))
         elif threshold == "median":
             threshold = np.median(list(variations.values()))
-        self.stats = {}
-        tamed = {}
+        return [name for name, variation in variations.items() if variation > threshold]
+
+    def _sum(
+        self, tamed: Sequence[str], grouped_rewards: Mapping[str, GroupedRewards]
+    ) -> dict[str, np.ndarray]:
+        rewards = {}
         for name, groups in grouped_rewards.items():
-            is_tamed = variations[name] > threshold
-            self.stats[f"cv/{name}"] = variations[name]
-            self.stats[f"log_tamed/{name}"] = float(is_tamed)
-            tamed[name] = _log_tamed(name, groups) if is_tamed else groups
+            rewards[name] = _log_tamed(name, groups) if name in tamed else groups
         weights = self.reward_weights
         if weights is None:
             weights = dict.fromkeys(grouped_rewards, 1.0)
-        return weighted_sum(weights, **tamed)
+        return weighted_sum(weights, **rewards)
 
 
 def _coefficient_of_variation(values: np.ndarray) -> float:

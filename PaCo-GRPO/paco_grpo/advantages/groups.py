@@ -62,9 +62,7 @@ def compute_advantages(
     item_ids = np.asarray(item_ids)
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
     missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
-    # With one image each, items that an epoch repeats would be groups, and the others none.
-    per_prompt = options.per_prompt_stat_tracking and options.sample.num_images_per_prompt > 1
-    groups = _groups(item_ids, prompts, missing, per_prompt)
+    groups = _groups(item_ids, prompts, missing, options)
     members_of_groups = list(groups.values())
     kept = np.zeros(len(item_ids), dtype=bool)
     for members in members_of_groups:
@@ -99,6 +97,27 @@ def compute_advantages(
     for name, value in getattr(aggregate_fn, "stats", {}).items():
         stats[name] = float(value)
     return AdvantageResult(advantages, kept, stats)
+
+
+def aggregate(
+    rewards: Mapping[str, np.ndarray],
+    item_ids: np.ndarray,
+    prompts: Sequence[str],
+    aggregate_fn: AggregateFn,
+    options: RunOptions,
+) -> np.ndarray:
+    """What ``aggregate_fn`` makes of the rewards of each of N images, also of a prompt's only one.
+
+    Arguments and errors are those of ``compute_advantages``. Returns (N,), NaN where a reward is
+    missing.
+    """
+    missing = np.isnan(np.stack(list(rewards.values()))).any(axis=0)
+    groups = _groups(item_ids, prompts, missing, options, least=1)
+    totals = np.full(len(item_ids), np.nan)
+    if groups:
+        for key, values in _aggregate(aggregate_fn, rewards, groups).items():
+            totals[groups[key]] = values
+    return totals
 
 
 def advantages_of_sets(
@@ -226,23 +245,29 @@ def _aggregate(
 
 
 def _groups(
-    item_ids: np.ndarray, prompts: Sequence[str], missing: np.ndarray, per_prompt: bool
+    item_ids: np.ndarray,
+    prompts: Sequence[str],
+    missing: np.ndarray,
+    options: RunOptions,
+    least: int = 2,
 ) -> dict[str, np.ndarray]:
-    """Key → positions of the kept samples of each group of at least two, in order of appearance.
+    """Key → positions of the kept samples of each group of at least ``least``, in order.
 
     A key is the prompt's text; where two items share it, text plus item id; "all" for one group of
     everything.
     """
+    # With one image each, items that an epoch repeats would be groups, and the others none.
+    per_prompt = options.per_prompt_stat_tracking and options.sample.num_images_per_prompt > 1
     if not per_prompt:
         everything = np.flatnonzero(~missing)
-        if len(everything) < 2:
+        if len(everything) < least:
             return {}
         one_item = len(set(item_ids[everything].tolist())) == 1
         return {prompts[everything[0]] if one_item else "all": everything}
     groups = {}
     for item in dict.fromkeys(item_ids.tolist()):
         members = np.flatnonzero((item_ids == item) & ~missing)
-        if len(members) >= 2:
+        if len(members) >= least:
             groups[item] = members
     texts = [prompts[members[0]] for members in groups.values()]
     keyed = {}

@@ -48,7 +48,11 @@ class MetricsFile:
 
     def keep_until(self, epoch: int) -> None:
         """Drop the rows after ``epoch``: a run that resumes there writes them again."""
-        write_json_lines(self.path, [row for row in self.rows() if row["epoch"] <= epoch])
+        self.replace([row for row in self.rows() if row["epoch"] <= epoch])
+
+    def replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``rows`` in place of those that are there."""
+        write_json_lines(self.path, rows)
 
     def set_aside(self) -> None:
         """Rename the file where a run starts over: no checkpoint belongs to its rows."""

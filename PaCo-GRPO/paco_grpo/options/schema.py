@@ -285,11 +285,15 @@ class RunOptions:
     run_name: str = option("", "folder in save_dir; empty: name and time")
     seed: Seed = option(42, "seed of samples, noise, shuffling and the adapter")
     save_dir: Place = option("runs", "folder that holds the folders of runs")
-    save_freq: Whole = option(10, "epochs between checkpoints; 0 = only at the end")
+    save_freq: Whole = option(
+        10, "epochs between checkpoints; 0 = only at the end and after the best evaluations"
+    )
     eval_freq: Whole = option(
         10, "epochs between evaluations, the first before training; 0 = only at the end"
     )
-    num_checkpoint_limit: Count = option(5, "newest checkpoints that are kept")
+    num_checkpoint_limit: Count = option(
+        5, "newest checkpoints that are kept, besides the one of the best evaluation"
+    )
     resume_from: Place | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = beyond_paper(
         False, "resume with another model, prompt set, adapter, objective or seed than before"

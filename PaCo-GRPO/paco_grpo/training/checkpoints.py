@@ -45,6 +45,11 @@ def checkpoint_name(epoch: int) -> str:
     return f"epoch_{epoch:04d}"
 
 
+def epoch_of(path: Path) -> int:
+    """The inverse of ``checkpoint_name``, for a path."""
+    return int(path.name.removeprefix("epoch_"))
+
+
 def _by_epoch(folder: Path) -> list[tuple[int, Path]]:
     """Epoch and path of what ``checkpoint_name`` named, oldest first.
 
@@ -106,10 +111,22 @@ def archive_superseded(folder: Path, epoch: int) -> None:
             path.rename(target)
 
 
-def prune(root: Path, limit: int) -> None:
-    """Remove the oldest checkpoints beyond ``limit``, and what was killed while it was written."""
+def prune(root: Path, limit: int, best: int | None = None) -> None:
+    """Remove the oldest checkpoints beyond ``limit``, and what was killed while it was written.
+
+    Not the one after ``best`` epochs.
+    """
     for path in (*list_checkpoints(root)[:-limit], *root.glob(".*.partial")):
-        shutil.rmtree(path, ignore_errors=True)
+        if best is None or path.name != checkpoint_name(best):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def link(path: Path, target: Path) -> None:
+    """Let ``path`` be a relative symbolic link to ``target``; a reader finds the old or this one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(os.path.relpath(target, path.parent))
+    beside.replace(path)
 
 
 @torch.no_grad()
@@ -142,6 +159,8 @@ class Checkpoints:
         self.state = state
         self.accelerator = state.strategy.accelerator
         self.saved_epoch: int | None = None  # of the newest one that this process wrote or read
+        self.best: int | None = None  # the epoch whose checkpoint is not pruned
+        self.link = folder / "best"  # to that checkpoint
 
     def save_epoch(self) -> None:
         """Save the state after the current epoch, unless that was done."""
@@ -168,9 +187,28 @@ class Checkpoints:
             if is_main:
                 commit(partial, final)
         if name is None and is_main:
-            prune(self.root, self.options.num_checkpoint_limit)
+            prune(self.root, self.options.num_checkpoint_limit, self.best)
         logger.info("saved %s", final)
         return final
+
+    def mark_best(self, epoch: int | None) -> None:
+        """Keep the checkpoint after ``epoch`` and link it as ``best``, in place of an earlier one.
+
+        Without a checkpoint of it (the weights before training have none), there is no link. Done
+        on the main process.
+        """
+        self.best = epoch
+        target = self.root / checkpoint_name(epoch or 0)
+        try:
+            if epoch is not None and target.is_dir():
+                link(self.link, target)
+            elif self.link.is_symlink():
+                self.link.unlink()
+        except OSError as error:  # such as a file system without links
+            logger.warning(
+                "%s cannot link to the best checkpoint, %s: %s", self.link, target, error
+            )
+        prune(self.root, self.options.num_checkpoint_limit, self.best)
 
     def _write_state(self, folder: Path, final: Path) -> None:
         """Everything that a resumed run needs. Sharded tensors are gathered part by part."""

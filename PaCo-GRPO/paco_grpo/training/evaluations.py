@@ -25,6 +25,7 @@ from paco_grpo.rewards.registry import reward_weights
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import at_size
 from paco_grpo.training import checkpoints
+from paco_grpo.training.best import BEST_EPOCH, BestEvaluation
 from paco_grpo.training.build import Run
 from paco_grpo.training.model_card import add_check
 from paco_grpo.training.resume import require_scores
@@ -45,6 +46,7 @@ class Evaluations:
     def __init__(self, run: Run, is_signaled: Callable[[], bool]) -> None:
         self.run = run
         self.is_signaled = is_signaled
+        self.best = BestEvaluation(run)
 
     def evaluate_if_due(self, finished: bool = False) -> None:
         """Evaluate every ``config.eval_freq`` epochs and when training has ``finished``."""
@@ -58,8 +60,10 @@ class Evaluations:
         if epoch in evaluated:
             return  # before the run was resumed
         metrics = self._evaluate(epoch)
+        metrics |= main_decides(self.run.accelerator, lambda: self.best.rate(metrics))
         self.run.log("eval", metrics)
         self._report(epoch, metrics)
+        self.best.keep(metrics.get(BEST_EPOCH))
 
     def _folder(self, epoch: int) -> Path:
         return self.run.folder / "eval" / checkpoints.checkpoint_name(epoch)

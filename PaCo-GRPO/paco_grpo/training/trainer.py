@@ -90,9 +90,11 @@ class Trainer:
         checkpoints = run.checkpoints
         try:
             load_state(run)
+            self.evaluations.best.find_again()
             if self.accelerator.is_main_process:
                 record_start(run)
-            with self.signals.listening(), resumable(run, self.signals):
+            named_at_end = self.evaluations.best.named_at_end()
+            with self.signals.listening(), named_at_end, resumable(run, self.signals):
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.
                     run.probe.prepare()

@@ -1,0 +1,281 @@
+"""The best evaluation of a run: whose weights are kept, and linked as ``best`` in its folder."""
+
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paco_grpo.advantages.groups import AggregateFn, SetRewards, aggregate, weighted_sum
+from paco_grpo.data.sets import PromptSet
+from paco_grpo.monitoring import health
+from paco_grpo.options import RunOptions
+from paco_grpo.training.build import Run
+from paco_grpo.training.checkpoints import checkpoint_name, epoch_of, list_checkpoints
+from paco_judge.files import read_json_lines
+
+logger = logging.getLogger(__name__)
+
+# Metrics of evaluations:
+TRAINED_REWARD = "eval/trained_reward"
+BEST_EPOCH = "eval/best_epoch"  # of the best evaluation so far
+
+Row = Mapping[str, Any]
+
+
+def best_evaluation(
+    rows: Sequence[Row],
+    trained: Mapping[str, Collection[str]],
+    saved: Collection[int] | None = None,
+) -> Row | None:
+    """The evaluation with the highest trained reward; the earliest of equal ones.
+
+    Only evaluations count where no guard has fallen (``health.judge_evaluation``) and no sign of
+    collapse stood in the epoch before (``health.judge_epoch``). Where there is none, the first
+    evaluation is the best.
+
+    Args:
+        rows: Of metrics.jsonl.
+        trained: What the names of a prompt set's metrics begin with → the rewards it is trained on.
+        saved: Epochs whose weights are there; None: of all.
+
+    Returns:
+        Its row; None if no evaluation has a trained reward and weights.
+    """
+    evaluations = [row for row in rows if row["phase"] == "eval"]
+    epochs = {row["epoch"]: row for row in rows if row["phase"] == "train"}
+    candidates = []
+    for number, row in enumerate(evaluations, start=1):
+        epoch = dict(epochs.get(row["epoch"], {}))
+        epoch |= dict.fromkeys(epoch.get("not_finite", ()), math.nan)
+        findings = health.judge_epoch(epoch)
+        for group, names in trained.items():
+            findings += health.judge_evaluation(evaluations[:number], names, group)
+        if not findings:
+            candidates.append(row)
+    known = []
+    for row in candidates or evaluations[:1]:
+        if TRAINED_REWARD in row and (saved is None or row["epoch"] in saved):
+            known.append(row)
+    return max(known, key=lambda row: row[TRAINED_REWARD], default=None)
+
+
+class BestEvaluation:
+    """Keeps the weights of the best evaluation of ``run`` and names it in the log."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.trained_reward = TrainedReward(
+            run.folder / "eval", run.prompt_sets, run.set_rewards, run.options
+        )
+
+    def rate(self, metrics: Row) -> dict[str, float]:
+        """The trained reward of a new evaluation and the epoch of the best one, if there are any.
+
+        Its row is not in metrics.jsonl yet.
+        """
+        epoch = self.run.state.epoch
+        rows = self.run.metrics.rows()
+        row = {"phase": "eval", "epoch": epoch, **metrics}
+        self._measure([*rows, row], [row])
+        best = self._find([*rows, row])
+        if best is not None:
+            row[BEST_EPOCH] = best["epoch"]
+        return {name: row[name] for name in (TRAINED_REWARD, BEST_EPOCH) if name in row}
+
+    def keep(self, epoch: int | None) -> None:
+        """Keep the weights after ``epoch``, those of the best evaluation, and link them as ``best``.
+
+        They are saved if they are the current ones; a collective operation. The weights before
+        training are not: they are the base model, or ``train.lora_path``.
+        """
+        run = self.run
+        is_new = epoch == run.state.epoch
+        if is_new and epoch > 0:
+            run.checkpoints.save_epoch()
+        if run.accelerator.is_main_process:
+            run.checkpoints.mark_best(epoch)
+            if is_new or epoch is None:
+                logger.info("%s", self._describe())
+
+    def find_again(self) -> None:
+        """Find the best of the evaluations before the run was resumed, if it was.
+
+        Their trained rewards are measured again: their weights may be others now.
+        """
+        run = self.run
+        if run.accelerator.is_main_process:
+            rows = run.metrics.rows()
+            evaluations = [row for row in rows if row["phase"] == "eval"]
+            self._measure(rows, evaluations)
+            best = self._find(rows)
+            epoch = None if best is None else best["epoch"]
+            if evaluations:
+                evaluations[-1].pop(BEST_EPOCH, None)
+                if best is not None:
+                    evaluations[-1][BEST_EPOCH] = epoch
+                run.metrics.replace(rows)
+            run.checkpoints.mark_best(epoch)
+        run.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def named_at_end(self) -> Iterator[None]:
+        """However the block ends, the log then names the best evaluation and its checkpoint."""
+        try:
+            yield
+        finally:
+            if self.run.accelerator.is_main_process:
+                logger.info("%s", self._describe())
+
+    def _measure(self, rows: Sequence[Row], evaluations: Iterable[dict[str, Any]]) -> None:
+        """Set the trained reward of these among ``rows``, where their images' scores are there."""
+        evaluated = [row["epoch"] for row in rows if row["phase"] == "eval"]
+        for row in evaluations:
+            if self.trained_reward.has(row["epoch"]):
+                row.pop(TRAINED_REWARD, None)
+                value = self.trained_reward.measure(row["epoch"], evaluated)
+                if value is not None:
+                    row[TRAINED_REWARD] = value
+
+    def _find(self, rows: Sequence[Row]) -> Row | None:
+        """The best evaluation whose weights are there or can still be saved."""
+        run = self.run
+        saved = {0, run.state.epoch}
+        for path in list_checkpoints(run.checkpoints.root):
+            saved.add(epoch_of(path))
+        trained = {}
+        for prompt_set, of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
+            trained[prompt_set.metrics] = list(of_set.weights)
+        return best_evaluation(rows, trained, saved)
+
+    def _describe(self) -> str:
+        run = self.run
+        row = self._find(run.metrics.rows())
+        if row is None:
+            return "no evaluation measures a trained reward, so none is the best"
+        epoch = row["epoch"]
+        folder = f"{run.checkpoints.link} -> checkpoints/{checkpoint_name(epoch)}"
+        place = folder if epoch else "the weights before training"
+        reward = row[TRAINED_REWARD]
+        return f"best evaluation: after epoch {epoch}, trained reward {reward:.4f}; {place}"
+
+
+class TrainedReward:
+    """The number that training raises, measured on the images of an evaluation.
+
+    An image's rewards are weighted and aggregated as in training, and the mean is taken over the
+    images that have all of them. Rewards without any score in the first evaluation are left out:
+    the evaluation does not have them, or its prompts have one image each and the reward compares
+    several.
+
+    Some numbers have a meaning only among the images of one batch. Statistics of the run's first
+    evaluation take their place, so that evaluations can be compared: where training divides rewards
+    by their spread (``returns_advantages``, ``train.rank_grpo``) or prompt sets by theirs, it is
+    the spread there, and ``log_tame_aggregate_fn`` tames what it would tame there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prompt_sets: Sequence[PromptSet],
+        set_rewards: Sequence[SetRewards],
+        options: RunOptions,
+    ) -> None:
+        """``folder``: of the run's evaluations."""
+        self.folder = folder
+        self.prompt_sets = prompt_sets
+        self.set_rewards = set_rewards
+        self.options = options
+
+    def measure(self, epoch: int, evaluated: Sequence[int]) -> float | None:
+        """The number of the evaluation after ``epoch``; None if it has none.
+
+        ``evaluated``: epochs of the run's evaluations, of which the first that is there is compared
+        with.
+        """
+        first = next(filter(self.has, evaluated), epoch)
+        try:
+            return self._measure(self._rows(epoch), self._rows(first))
+        except Exception as error:  # noqa: BLE001 - the aggregation may be the user's
+            logger.warning(
+                "config.train.aggregate_fn failed on the images of the evaluation after epoch %d "
+                "(%s: %s), which therefore cannot be the best",
+                epoch,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def has(self, epoch: int) -> bool:
+        """Whether the scores of the evaluation after ``epoch`` are there."""
+        return self._file(epoch).is_file()
+
+    def _file(self, epoch: int) -> Path:
+        return self.folder / checkpoint_name(epoch) / "eval_data.jsonl"
+
+    def _rows(self, epoch: int) -> list[Row]:
+        return read_json_lines(self._file(epoch))
+
+    def _measure(self, rows: Sequence[Row], first_rows: Sequence[Row]) -> float | None:
+        values = []
+        shares = []
+        for prompt_set, of_set in zip(self.prompt_sets, self.set_rewards, strict=True):
+            first = _of_set(first_rows, prompt_set.name)
+            names = []
+            for reward in of_set.weights:
+                if any(row["rewards"].get(reward) is not None for row in first):
+                    names.append(reward)
+            if not names:
+                continue
+            function = self._comparable(of_set, names, first)
+            totals = self._totals(function, names, _of_set(rows, prompt_set.name))
+            if np.isnan(totals).all():
+                return None
+            value = np.nanmean(totals)
+            if len(self.prompt_sets) > 1:
+                value /= _spread(self._totals(function, names, first))
+            values.append(value)
+            shares.append(prompt_set.share)
+        return float(np.average(values, weights=shares)) if values else None
+
+    def _comparable(
+        self, of_set: SetRewards, names: Sequence[str], first: Sequence[Row]
+    ) -> AggregateFn:
+        """The aggregation of a prompt set with the statistics of the ``first`` evaluation."""
+        # A copy: one that keeps a state must not see the images of evaluations.
+        function = copy.deepcopy(of_set.aggregate_fn)
+        scores = _scores(first, names)
+        if getattr(function, "returns_advantages", False) or self.options.train.rank_grpo:
+            weights = getattr(function, "reward_weights", None) or of_set.weights
+            by_spread = {name: weights[name] / _spread(scores[name]) for name in names}
+            return partial(weighted_sum, by_spread)
+        if hasattr(function, "as_for"):
+            return function.as_for(scores)
+        return function
+
+    def _totals(
+        self, function: AggregateFn, names: Sequence[str], rows: Sequence[Row]
+    ) -> np.ndarray:
+        item_ids = np.array([row["item_id"] for row in rows])
+        prompts = [row["prompt"] for row in rows]
+        return aggregate(_scores(rows, names), item_ids, prompts, function, self.options)
+
+
+def _of_set(rows: Sequence[Row], name: str) -> list[Row]:
+    return [row for row in rows if row.get("dataset", "") == name]
+
+
+def _scores(rows: Sequence[Row], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Name → (images,) float64, NaN = missing."""
+    return {name: np.array([row["rewards"].get(name) for row in rows], float) for name in names}
+
+
+def _spread(values: np.ndarray) -> float:
+    """The standard deviation of what is there; 1 where nothing varies."""
+    values = values[~np.isnan(values)]
+    return float(values.std()) if np.ptp(values) > 0 else 1.0
