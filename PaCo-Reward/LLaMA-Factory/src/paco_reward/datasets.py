@@ -53,6 +53,29 @@ class Example:
         return verdict_of(self.answer)
 
 
+@dataclass(frozen=True)
+class AnswerCounts:
+    """How many answers begin with Yes, with No, and with neither."""
+
+    yes: int
+    no: int
+    others: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.yes} Yes, {self.no} No"
+        return f"{text}, {self.others} others" if self.others else text
+
+    @property
+    def are_all_one(self) -> bool:
+        """Whether only one of Yes and No is there."""
+        return (self.yes == 0) != (self.no == 0)
+
+    def for_measures(self) -> str:
+        """What to say of pairs that a judge is measured on."""
+        note = "; one answer only: accuracy means little, no AUC"
+        return f"{self}{note}" if self.are_all_one else str(self)
+
+
 def load_examples(
     dataset_dir: str | Path, name: str, media_dir: str | Path | None = None
 ) -> list[Example] | None:
@@ -255,4 +278,6 @@ def labeled_pairs(
             )
         rows.append((*example.images, example.prompt.removeprefix(prefix)))
         labels.append(example.label)
+    counts = AnswerCounts(sum(labels), len(labels) - sum(labels))
+    logger.info("%s: %s", dataset, counts.for_measures())
     return FilePairs(rows), labels

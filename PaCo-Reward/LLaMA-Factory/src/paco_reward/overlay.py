@@ -34,6 +34,7 @@ from paco_judge.errors import UserError
 from paco_judge.images import load_image, read_image
 from paco_judge.scorer import answer_ids
 from paco_judge.weights import with_adapter
+from paco_reward.datasets import AnswerCounts
 from paco_reward.families import check_prompt, limit_images
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
 from paco_reward.metrics import answer_statistics, judge_metrics
@@ -131,7 +132,7 @@ def _get_dataset(
     if training_args.do_train:
         train = count_answers(module["train_dataset"], tokenizer)
         logger.info("training pairs: %s", train)
-        if (train.yes == 0) != (train.no == 0):
+        if train.are_all_one:
             raise UserError(
                 f"training pairs: {train}. A judge would learn to give one answer to "
                 "everything. Add pairs with the other answer; max_samples takes the first rows of "
@@ -142,22 +143,9 @@ def _get_dataset(
         return module
     for name, dataset in (tests if isinstance(tests, dict) else {"": tests}).items():
         test = count_answers(dataset, tokenizer)
-        note = "" if test.yes and test.no else "; one answer only: accuracy means little, no AUC"
-        logger.info("evaluation pairs%s: %s%s", f" of {name}" if name else "", test, note)
+        kind = f" of {name}" if name else ""
+        logger.info("evaluation pairs%s: %s", kind, test.for_measures())
     return module
-
-
-@dataclass(frozen=True)
-class AnswerCounts:
-    """How many answers begin with Yes, with No, and with another token."""
-
-    yes: int
-    no: int
-    others: int
-
-    def __str__(self) -> str:
-        text = f"{self.yes} Yes, {self.no} No"
-        return f"{text}, {self.others} others" if self.others else text
 
 
 def count_answers(dataset: Any, tokenizer: Any) -> AnswerCounts:
