@@ -18,7 +18,7 @@ from paco_judge.files import locked
 from paco_judge.questions import Pair, theme_question
 from paco_judge.scorer import JudgeScorer
 from paco_reward.datasets import check_data
-from paco_reward.launch import DATA, run, with_resume
+from paco_reward.launch import DATA, MODEL, run, weights_of, with_resume
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,38 @@ def test_other_options_or_data_than_the_resumed_training_had_are_named(tiny, tmp
     state.parent.mkdir()
     state.touch()
     before = {"learning_rate": 1e-4, "seed": 7, "dataset": "a", "overwrite_output_dir": True}
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before | {DATA: content}))
+    before |= {DATA: content, MODEL: "o/a@1"}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(before))
     config = {"output_dir": str(tmp_path), "do_train": True, "learning_rate": 2e-4, "seed": 7}
-    with_resume(config | {DATA: check_data(data)})
+    with_resume(config | {DATA: check_data(data), MODEL: "o/a@1"})
     assert f"another dataset, {DATA}, do_train, learning_rate, output_dir;" in caplog.text
+    assert "unknown" not in caplog.text
+
+
+def test_another_model_at_the_same_place_is_named(judge_dir, tmp_path, caplog):
+    """As a resumed training goes on, what is unknown is a line."""
+    judge = shutil.copytree(judge_dir, tmp_path / "judge")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"first")
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state.parent.mkdir()
+    state.touch()
+    (state.parent / "optimizer.pt").touch()
+    config = {"output_dir": str(tmp_path), "do_train": True}
+    config |= {"model_name_or_path": str(judge), "adapter_name_or_path": str(adapter)}
+    before = config | {MODEL: weights_of(config)}
+    (adapter / "adapter_model.safetensors").write_bytes(b"other")
+    for recorded, words in (
+        (before, f"another {MODEL};"),
+        (before | {MODEL: None}, "same model is unknown (a server or a folder"),
+        (config, "same model is unknown (an earlier version"),
+        (config | {MODEL: weights_of(config)}, ""),
+    ):
+        (tmp_path / "train.yaml").write_text(yaml.safe_dump(recorded))
+        caplog.clear()
+        with_resume(config | {MODEL: weights_of(config)})
+        assert words in caplog.text and bool(words) == bool(caplog.text)
 
 
 def test_two_trainings_do_not_write_into_one_folder(judge_dir, data_dir, tmp_path):

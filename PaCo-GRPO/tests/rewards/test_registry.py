@@ -3,6 +3,7 @@
 import math
 from unittest.mock import Mock
 
+import huggingface_hub
 import numpy as np
 import pytest
 import reward_factories
@@ -166,3 +167,24 @@ def test_all_rewards_that_cannot_be_used_are_named():
     unusable, quoted = find_problems([checked(broken), *rewards], ITEMS)
     assert "no file" in unusable and "reward_fn_kwargs.reward_factories:wrong" in unusable
     assert "item 0 " in quoted and "'ocr'" in quoted
+
+
+def test_a_reward_is_its_weights(tmp_path, monkeypatch):
+    """Those that its arguments name, and those of its defaults; a path alone is not a difference."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshots = tmp_path / "hub" / "models--openai--clip-vit-large-patch14" / "snapshots"
+    (snapshots / "4f4f").mkdir(parents=True)
+    (snapshots.parent / "refs").mkdir()
+    (snapshots.parent / "refs" / "main").write_text("4f4f")
+    told = {}
+    for name in ("first", "second", "third"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("other" if name == "third" else "weights")
+        kwargs = {"clipscore": {"model": str(folder), "scale": 20.0}}
+        told[name] = build_rewards({"clipscore": 1.0}, kwargs)["clipscore"].identity()
+    assert told["first"] == told["second"] != told["third"]
+    default = build_rewards({"clipscore": 1.0})["clipscore"]
+    assert "openai/clip-vit-large-patch14@4f4f" in default.weights()
+    absent = build_rewards({"clipscore": 1.0}, {"clipscore": {"model": "org/absent"}})
+    assert absent["clipscore"].weights() is None

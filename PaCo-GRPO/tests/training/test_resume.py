@@ -194,6 +194,21 @@ def test_a_judge_exchanged_under_its_name_is_refused(tiny_flux_dir, tmp_path, ca
             assert ("without knowing" in caplog.text) == (identity is None)
 
 
+def test_another_adapter_to_start_from_is_refused(tiny_flux_dir, trained_run, tmp_path):
+    """Its place is the same. What the run trained since is in its checkpoint."""
+    start = shutil.copytree(trained_run.folder / "checkpoints" / "epoch_0002", tmp_path / "start")
+    (start / "adapter" / "README.md").write_text("no loader reads it")
+    changes = {"train__lora_path": start, "num_epochs": 1}
+    train(tiny_options(tiny_flux_dir, tmp_path, **changes))
+    (start / "adapter" / "README.md").unlink()
+    changes |= {"resume_from": "latest", "num_epochs": 2}
+    build_run(tiny_options(tiny_flux_dir, tmp_path, **changes)).close()
+    other = trained_run.folder / "checkpoints" / "epoch_0001" / "adapter"
+    shutil.copytree(other, start / "adapter", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match="train.lora_path .* holds other files.*resume_changed"):
+        build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+
+
 def test_a_run_of_an_earlier_version_goes_on_with_a_line(folder, again, caplog):
     plan = json.loads((folder / "plan.json").read_text())
     del plan["identities"]

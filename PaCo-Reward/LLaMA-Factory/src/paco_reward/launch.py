@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from paco_judge.errors import UserError, end_with_parent, run_command
 from paco_judge.files import locked, write_atomically
+from paco_judge.identity import UNRECORDED, Match, identity, match
 from paco_reward import overlay
 from paco_reward.config import check_combinations, check_options, load_config, with_accumulation
 from paco_reward.datasets import check_data
@@ -22,6 +23,7 @@ from paco_reward.families import with_template
 
 CONFIG_FILE = "train.yaml"  # the options that a training was started with
 DATA = "dataset_content"  # among them: a hash, so that a resumed training notices other rows
+MODEL = "model_content"  # and the identity of the model, and of the adapter that it starts from
 STATE_FILE = "trainer_state.json"  # the last file that transformers writes into a checkpoint
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 # Without a traceback. Other errors come from inside LLaMA-Factory, where it helps.
@@ -33,12 +35,14 @@ logger = logging.getLogger(__name__)
 def run(config_path: str, overrides: list[str], environment: Mapping[str, str]) -> int:
     """Check a training configuration, then run it; returns the exit status."""
     config = load_config(config_path, overrides)
-    config.pop(DATA, None)  # of a training whose train.yaml is repeated
+    for name in (DATA, MODEL):  # of a training whose train.yaml is repeated
+        config.pop(name, None)
     overlay.install()
     check_options(config)
     config |= {DATA: check_data(config)}
     config = with_template(config)
     check_combinations(config)
+    config |= {MODEL: weights_of(config)}
     torchrun_arguments = plan_processes(config, environment)
 
     folder = Path(config["output_dir"])
@@ -68,7 +72,8 @@ def train(config: dict[str, Any]) -> int:
     torch.backends.cuda.enable_cudnn_sdp(False)
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     config = with_template(config)
-    config.pop(DATA, None)
+    for name in (DATA, MODEL):
+        config.pop(name, None)
     run_exp(with_accumulation(config, num_processes))
     return 0
 
@@ -89,6 +94,12 @@ def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> li
     for name, default_value in defaults.items():
         arguments.append(f"--{name.lower()}={environment.get(name, default_value)}")
     return arguments
+
+
+def weights_of(config: dict[str, Any]) -> str | None:
+    """The identity of what is trained (``paco_judge.identity``)."""
+    adapters = str(config.get("adapter_name_or_path") or "")
+    return identity(config["model_name_or_path"], *filter(None, adapters.split(",")))
 
 
 def with_resume(config: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +140,12 @@ def _warn_of_changes(file: Path, config: dict[str, Any]) -> None:
     before = yaml.safe_load(file.read_bytes())
     how_it_began = ("resume_from_checkpoint", "overwrite_output_dir")
     changed = []
+    of_model = match(before.get(MODEL, UNRECORDED), config.get(MODEL))
+    if of_model not in (Match.SAME, Match.DIFFERENT):
+        logger.warning(
+            "whether %s was trained on the same model is unknown (%s)", file.parent, of_model.value
+        )
+        before[MODEL] = config.get(MODEL)
     for key in sorted(before | config):
         if before.get(key) != config.get(key) and key not in how_it_began:
             changed.append(key)
