@@ -9,6 +9,7 @@ fresh=""
 overrides=()
 stages=0
 child=""
+START_OVER="--fresh deletes it and starts over, or move it away"
 
 # begin CONFIGURATION ARGUMENT …    Reads and checks the arguments, then prepares the environment
 # and the folder `out`.
@@ -22,7 +23,7 @@ begin() {
     source "$repo/tools/python.sh" # glibc's settings
     export VIRTUAL_ENV="$repo/.venv" PYTHON="$repo/.venv/bin/python" PATH="$repo/.venv/bin:$PATH"
     export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-    # Options are read before anything is computed or set aside.
+    # Options are read before anything is computed or deleted.
     (
         cd "$repo/PaCo-GRPO" &&
             "$PYTHON" scripts/train.py --config "config/grpo.py:$configuration" \
@@ -109,10 +110,8 @@ lock() {
     echo "$$ (bash)" >"$lock_file"
 }
 
-# prepare_out    Makes the folder `out`. Stages are repeated if what they depend on has changed, and
-# their results are moved to quickstart/out/earlier: of another seed or another judge's
-# configuration all, of other options or configurations of RL the training. With other --minutes,
-# the training goes on.
+# prepare_out    Makes the folder `out`, and refuses to continue what was begun with other settings.
+# With other --minutes, the training goes on.
 prepare_out() {
     local data options
     done_file="$out/done"
@@ -121,14 +120,15 @@ prepare_out() {
     mkdir -p "$out"
     touch "$done_file"
     if [[ -n "$fresh" ]]; then
-        results | xargs -0 -r rm -rf
+        # Not what other commands or earlier versions left there.
+        find "$out" -mindepth 1 -maxdepth 1 \
+            -not -name editing -not -name study -not -name earlier -exec rm -rf {} +
     elif has_changed data "$data"; then
-        results | set_aside
+        refuse "$out is of another --seed or another configuration of the judge; $START_OVER"
     elif has_changed options "$options"; then
-        printf '%s\0' "$out/$training" | set_aside
-        repeat server rl report
+        refuse "$out is of other --config options or other files in PaCo-GRPO/config; $START_OVER"
     elif has_changed minutes "$minutes"; then
-        repeat rl report
+        sed -i '/^rl /d; /^report /d' "$done_file"
     fi
     touch "$done_file"
     printf '%s\n' "data $data" "options $options" "minutes $minutes" >"$out/settings"
@@ -137,27 +137,6 @@ prepare_out() {
 # has_changed NAME VALUE    Whether the last run was with another value.
 has_changed() {
     [[ -s "$done_file" ]] && ! grep -qsxF "$1 $2" "$out/settings"
-}
-
-# repeat STAGE …    Forgets that these stages are done.
-repeat() {
-    for name in "$@"; do
-        sed -i "/^$name /d" "$done_file"
-    done
-}
-
-# set_aside    Moves the files on standard input, each ended by a zero byte.
-set_aside() {
-    local aside earlier="$repo/quickstart/out/earlier"
-    mkdir -p "$earlier"
-    aside="$(mktemp -d "$earlier/$(basename "$out")-$(date +%Y%m%d-%H%M%S)-XXX")"
-    xargs -0 -r mv -t "$aside"
-    echo "other settings or configurations than last time: the earlier results are in $aside"
-}
-
-# results    The files and folders of `out` that belong to this command, each ended by a zero byte.
-results() {
-    find "$out" -mindepth 1 -maxdepth 1 -not -name editing -not -name earlier -print0
 }
 
 interrupted() {

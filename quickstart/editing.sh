@@ -6,7 +6,7 @@
 # --minutes M         most time for RL's epochs (default 5); with more, RL goes on
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues, and
-#                     repeats stages whose settings have changed
+#                     needs the same settings
 # Everything is written to quickstart/out/editing. Installs on first use.
 # QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine
 set -euo pipefail

@@ -6,7 +6,7 @@
 # --minutes M         most time for RL's 16 epochs (default 12); with more, RL goes on
 # --config.a.b=value  passed to the training script
 # --fresh             deletes the results and starts over; without it, a second run continues after
-#                     the last finished stage, and repeats stages whose settings have changed
+#                     the last finished stage, and needs the same settings
 # Everything is written to quickstart/out, each command's output to quickstart/out/logs. Installs on
 # first use. The judge's server has a port of this clone's own; VLLM_PORT=N chooses another.
 # QUICKSTART_DEVICE=gpu  uses this machine's GPUs; the default, cpu, does the same on every machine

@@ -46,7 +46,6 @@ COMMANDS = {
     "setup.sh": "",
     ".venv/bin/python": PYTHON,
     ".venv/bin/paco-reward": NOTE,
-    ".venv/bin/date": "echo now",  # what is set aside twice in a second has two places
     "PaCo-Reward/train/paco_reward.sh": NOTE,
     "PaCo-GRPO/vllm_server/launch.sh": LAUNCH,
     "PaCo-GRPO/vllm_server/stop.sh": NOTE + 'rm -f "$STATE/serving"',
@@ -152,37 +151,43 @@ def test_what_cannot_be_used_is_refused_before_anything_begins(repo, argument):
     assert {call.split()[0] for call in calls(repo)} == {"stop.sh"}
 
 
-# What changes after a run with --seed=3: the programs that run again, and what is moved aside.
-RL_AGAIN = ["launch.sh", "train_flux.sh", "paco_toy.summary", "paco_toy.report"]
-CHANGES = [
-    (["--seed=4"], "", [word for word in ORDER if word != "stop.sh"], ["judge", "runs"]),
-    (["--seed=3"], "PaCo-Reward/config/toy_reward_lora.yaml", None, ["judge", "runs"]),
-    (["--seed=3", "--config.num_epochs=2"], "", RL_AGAIN, ["toy_t2is_nft"]),
-    (["--seed=3", "--minutes=20"], "", RL_AGAIN, []),
-]
-
-
-@pytest.mark.parametrize(("arguments", "file", "programs", "moved"), CHANGES)
-def test_a_change_repeats_the_stages_that_depend_on_it(repo, arguments, file, programs, moved):
+@pytest.mark.parametrize(
+    ("argument", "file"),
+    [
+        ("--seed=4", ""),
+        ("--seed=3", "PaCo-Reward/config/toy_reward_lora.yaml"),
+        ("--config.num_epochs=2", ""),
+        ("--seed=3", "PaCo-GRPO/config/grpo.py"),
+    ],
+)
+def test_other_settings_are_refused_unless_it_starts_over(repo, argument, file):
     out = repo / "quickstart" / "out"
     assert drive(repo, "--seed=3")[0] == 0
     calls(repo)
-    for folder in ("judge", "runs/toy_t2is_nft", "editing"):
-        (out / folder).mkdir(parents=True)
+    for folder in ("judge", "editing", "study", "earlier"):
+        (out / folder).mkdir()
         (out / folder / "weights").write_text("hours of work")
     if file:
         (repo / file).write_text("beta: 0.1")
-    assert drive(repo, *arguments)[0] == 0
-    called = [call for call in calls(repo) if not call.startswith("stop.sh")]
-    expected = programs or CHANGES[0][2]
-    assert len(called) == len(expected)
-    assert all(word in call for word, call in zip(expected, called, strict=True))
-    aside = {path.parent.name for path in (out / "earlier").rglob("weights")}
-    assert aside == ({"judge", "toy_t2is_nft"} if "judge" in moved else set(moved))
-    assert (out / "editing" / "weights").exists()
-    assert drive(repo, "--fresh")[0] == 0  # deletes only what this command wrote
+    arguments = ("--seed=3", argument)
+    status, _, error = drive(repo, *arguments)
+    assert status == 2
+    assert "--fresh" in error and str(out) in error
+    assert [call.split()[0] for call in calls(repo)] == ["stop.sh", "stop.sh"]
+    assert (out / "judge" / "weights").exists()
+    assert drive(repo, *arguments, "--fresh")[0] == 0
+    assert len(calls(repo)) == len(ORDER)
     kept = {path.parent.name for path in out.rglob("weights")}
-    assert kept == {"editing", *aside}
+    assert kept == {"editing", "study", "earlier"}  # deletes only what this command wrote
+
+
+def test_with_more_minutes_the_training_goes_on(repo):
+    assert drive(repo, "--seed=3")[0] == 0
+    calls(repo)
+    assert drive(repo, "--seed=3", "--minutes=20")[0] == 0
+    called = [call for call in calls(repo) if not call.startswith("stop.sh")]
+    again = ["launch.sh", "train_flux.sh", "paco_toy.summary", "paco_toy.report"]
+    assert all(word in call for word, call in zip(again, called, strict=True))
 
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
