@@ -22,13 +22,14 @@ Faces = Callable[[Image.Image], np.ndarray]
 
 TOLERANCE = 16.0  # of 255: a VAE changes pixels that an edit keeps
 MIN_CHANGED = 0.005
+MIN_OUTSIDE = 0.01  # share of the image outside the edit
 
 
 def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> Reward:
     """Share of pixels outside the edit that are as in the first reference image, in [0, 1].
 
     Where the edit is, an item's row may say: ``"edit_box": [left, top, right, bottom]`` in shares
-    of width and height. Else all pixels count.
+    of width and height, not over everything. Else all pixels count.
 
     Args:
         tolerance: Mean difference over RGB, of 255, up to which a pixel is kept.
@@ -39,13 +40,9 @@ def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) 
         changed = _changed(image, item, tolerance)
         if changed.mean() < min_changed:
             return 0.0
-        outside = np.ones_like(changed)
         box = item.metadata.get("edit_box")
-        if box:
-            height, width = changed.shape
-            left, top, right, bottom = np.array(box) * (width, height, width, height)
-            outside[round(top) : round(bottom), round(left) : round(right)] = False
-        return 1 - changed[outside].mean() if outside.any() else math.nan
+        outside = _outside(box, *changed.shape) if box else np.ones_like(changed)
+        return 1 - changed[outside].mean()
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         return np.array([share(*pair) for pair in zip(images, items, strict=True)])
@@ -85,18 +82,37 @@ def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED
 
 
 def _check_box(item: Item, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError: The item has no reference image, or a box in pixels."""
+    """Raises ValueError: The item has no reference image, or a box in pixels or over everything."""
     check_references(item, "kept_pixels")
-    left, top, right, bottom = item.metadata.get("edit_box") or (0, 0, 1, 1)
+    box = item.metadata.get("edit_box")
+    if not box:
+        return
+    left, top, right, bottom = box
     if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
         raise ValueError(
-            f"kept_pixels: item {item.item_id} has edit_box={item.metadata['edit_box']}, not "
+            f"kept_pixels: item {item.item_id} has edit_box={box}, not "
             "[left, top, right, bottom] in shares of width and height"
+        )
+    if 1 - (right - left) * (bottom - top) < MIN_OUTSIDE:
+        raise ValueError(
+            f"kept_pixels: item {item.item_id} has edit_box={box}, which leaves less than "
+            f"{MIN_OUTSIDE:.0%} of the image to be kept"
         )
 
 
 kept_pixels.check_item = _check_box
 face_likeness.check_item = lambda item, kwargs: check_references(item, "face_likeness")
+
+
+def _outside(box: Sequence[float], height: int, width: int) -> np.ndarray:
+    """(height, width) bool: the pixels outside the box; a small image has some, too."""
+    left, top, right, bottom = np.array(box) * (width, height, width, height)
+    outside = np.ones((height, width), dtype=bool)
+    outside[round(top) : round(bottom), round(left) : round(right)] = False
+    if not outside.any():
+        outside[:] = True
+        outside[math.ceil(top) : math.floor(bottom), math.ceil(left) : math.floor(right)] = False
+    return outside
 
 
 def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:

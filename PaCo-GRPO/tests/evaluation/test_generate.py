@@ -93,13 +93,13 @@ def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
 
 
 def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
-    """The second prompt is a row of a file, with the shape of its images."""
-    prompts = ("1x2 grid. [LEFT]: a. [RIGHT]: b.", "2x1 grid. [TOP]: a. [BOTTOM]: b.")
-    row = {"prompt": prompts[1], "height": 640, "width": 320}
+    """The second item has the same prompt. It is a row of a file, with the shape of its images."""
+    prompt = "2x1 grid. [TOP]: a. [BOTTOM]: b."
+    row = {"prompt": prompt, "height": 640, "width": 320}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     out = tmp_path / "out"
     command = ["--config", str(trained_run.folder / "saved.yaml"), "--seeds", "3", "--best", "1"]
-    command += ["--output", str(out), "--prompt", prompts[0]]
+    command += ["--output", str(out), "--prompt", prompt]
     command += ["--prompts_file", str(tmp_path / "rows.jsonl")]
 
     def respond(number, request):
@@ -111,7 +111,7 @@ def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
         rows = read_json_lines(out / "scores.jsonl")
         reward = build_rewards({NAME: 1.0}, {NAME: {"base_url": judge.url}})[NAME]
         best = [max(three, key=lambda row: row["judge"] or 0) for three in (rows[:3], rows[3:])]
-        for row, prompt in zip(best, prompts, strict=True):
+        for row in best:
             (score,) = reward([Image.open(out / row["file"])], [Item(0, prompt)])
             assert row["judge"] == pytest.approx(score)
     assert [Image.open(out / row["file"]).size for row in best] == [(32, 32), (24, 48)]

@@ -137,15 +137,18 @@ def test_kept_pixels_are_counted_outside_the_edit_and_a_copy_keeps_none():
         (edit((0, 0, 24, 59)), left, 1.0),
         (edit((0, 0, 0, 0), shift=9), left, 0.0),
         (edit(shift=20), {}, 0.0),
+        # Rounded, the box would be everything; outside are its first column and last row.
+        (edit((0, 0, 99, 58), (5, 59, 9, 59)), {"edit_box": [0.004, 0, 1, 0.993]}, 1 - 64 / 159),
     ]
     images, rows, expected = zip(*cases, strict=True)
     items = [Item(0, "edit", metadata=row, references=(PHOTO,)) for row in rows]
     assert built("kept_pixels")(images, items) == pytest.approx(expected)
     built("kept_pixels").check_items(items)
-    in_pixels = Item(0, "edit", metadata={"edit_box": [0, 0, 25, 60]}, references=(PHOTO,))
-    for bad in (Item(0, "no reference"), in_pixels):
+    boxes = ([0, 0, 25, 60], [0, 0, 1, 1], [0.001, 0.001, 0.999, 0.999], [0, 0, 1, 0.995])
+    bad = [Item(0, "edit", metadata={"edit_box": box}, references=(PHOTO,)) for box in boxes]
+    for item in (Item(0, "no reference"), *bad):
         with pytest.raises(UserError, match="kept_pixels"):
-            built("kept_pixels").check_items([bad])
+            built("kept_pixels").check_items([item])
 
 
 def test_likeness_is_of_the_largest_face_of_each_reference(packages, monkeypatch):
