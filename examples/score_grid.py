@@ -2,7 +2,8 @@
 
 python examples/score_grid.py grid.png "A 1x2 grid layout of one fox. [LEFT]: It eats. [RIGHT]: It runs."
 
-Ask a server (``--server http://127.0.0.1:8000``) or load a judge here (``--model``).
+Load a judge here (``--model``: folder or hub name), or ask a server
+(``--server http://127.0.0.1:8000``, and ``--model``: the name under which it serves the judge).
 """
 
 import argparse
@@ -16,10 +17,13 @@ parser = argparse.ArgumentParser(description="P(Yes) of every two panels, and th
 parser.add_argument("image")
 parser.add_argument("prompt")
 parser.add_argument("--server")
-parser.add_argument("--model", default="X-GenGroup/PaCo-Reward-7B")
+parser.add_argument("--model")
 arguments = parser.parse_args()
 
-judge = Judge(arguments.server) if arguments.server else Judge.from_pretrained(arguments.model)
+if arguments.server:
+    judge = Judge(arguments.server, arguments.model or "PaCo-Reward-7B")
+else:
+    judge = Judge.from_pretrained(arguments.model or "X-GenGroup/PaCo-Reward-7B")
 grid = split_prompt(arguments.prompt)
 panels = split_image(Image.open(arguments.image), grid.rows, grid.cols)
 numbers = index_pairs(len(panels))

@@ -30,14 +30,14 @@ async def consistency(
 
     Args:
         data_source: Not read.
-        solution_image: Array or tensor (C, H, W), or (N, C, H, W) of which the first counts: uint8,
-            or floats in [0, 1].
+        solution_image: Array or tensor (3, H, W) or (H, W, 3), or several of which the first counts
+            (N, …): uint8, or floats in [0, 1].
         ground_truth: The prompt, of a grid of sub-figures.
         extra_info: Of an edit, ``source_img`` and ``instruction`` (default: the prompt).
         base_url, model: The judge's server, and the name under which it serves the judge.
 
     Raises:
-        ValueError: The prompt is of no grid.
+        ValueError: The prompt is of no grid, or the image is no picture.
         RuntimeError: The judge gave no score, which must not count as 0.
     """
     judge = _judge(base_url, model)
@@ -56,7 +56,10 @@ def _score(judge: Judge, image: Image.Image, prompt: str, extra: Mapping[str, An
     grid = split_prompt(prompt)
     cells = split_image(image, grid.rows, grid.cols)
     if len(cells) < 2:
-        raise ValueError(f"the prompt states no grid of sub-figures: {prompt!r}")
+        hint = ""
+        if "instruction" in extra:
+            hint = "; an edit needs source_img in its extra_info (docs/other-trainers.md)"
+        raise ValueError(f"the prompt states no grid of sub-figures: {prompt!r}{hint}")
     question = theme_question(grid.theme)
     pairs = [Pair(cells[i], cells[j], question) for i, j in index_pairs(len(cells))]
     return mean_score(judge.verdicts(pairs))
@@ -68,9 +71,36 @@ def _picture(image: Any) -> Image.Image:
         return read_image(image.get("bytes") or image["path"])
     if isinstance(image, str | Image.Image):
         return load_image(image)
-    pixels = np.asarray(image)
-    if pixels.ndim == 4:
+    pixels = _array(image)
+    shape = pixels.shape
+    if pixels.ndim == 4 and len(pixels):
         pixels = pixels[0]
+    if pixels.ndim != 3 or 3 not in (pixels.shape[0], pixels.shape[-1]) or not pixels.size:
+        raise ValueError(f"an image must be (3, H, W) or (H, W, 3), got {shape}")
+    if pixels.shape[0] == 3:
+        pixels = np.moveaxis(pixels, 0, -1)
     if pixels.dtype.kind == "f":
-        pixels = (pixels * 255).round().clip(0, 255)
-    return Image.fromarray(np.moveaxis(pixels, 0, -1).astype(np.uint8))
+        pixels = _to_bytes(pixels)
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"an image must be of uint8 or of floats in [0, 1], got {pixels.dtype}")
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def _array(image: Any) -> np.ndarray:
+    """Of an array, or of a tensor on any device; NumPy has no bfloat16."""
+    if hasattr(image, "detach"):
+        image = image.detach().cpu()
+        image = image.float() if image.is_floating_point() else image
+    return np.asarray(image)
+
+
+def _to_bytes(pixels: np.ndarray) -> np.ndarray:
+    """Floats in [0, 1] as uint8. Raises ValueError: They are others; a judge would score them."""
+    if not np.isfinite(pixels).all():
+        raise ValueError("an image has values that are not finite: the generator is broken")
+    levels = (pixels.astype(np.float64) * 255).round()
+    if levels.min() < 0 or levels.max() > 255:
+        raise ValueError(
+            f"an image of floats must be in [0, 1], got {pixels.min():.4g} to {pixels.max():.4g}"
+        )
+    return levels.astype(np.uint8)

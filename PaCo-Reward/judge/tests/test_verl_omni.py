@@ -2,9 +2,13 @@
 
 import asyncio
 import math
+import re
+from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
+import torch
 from fakes import fake_judge
 from wired import IMAGES, ITEMS, respond
 
@@ -47,10 +51,71 @@ def test_grids_and_edits_are_scored_as_by_the_rewards(server):
         edits.append({"source_img": item.image, "instruction": item.prompt})
     del edits[1]["instruction"]
     edits[2]["source_img"] = {"bytes": encode(ITEMS[2].image), "path": None}
+    edits[3]["source_img"] = torch.tensor(np.asarray(ITEMS[3].image))  # height, width, colors
     prompts[0] = "is not asked about"
     scores = ask(server, arrays, prompts, edits)
     assert scores == pytest.approx(rewards[names[1]](IMAGES[:4], ITEMS[:4]))
     assert len(set(scores)) == 4 and not any(map(math.isnan, scores))
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (np.full((3, 8, 16), np.nan, np.float32), "not finite"),
+        (torch.full((3, 8, 16), torch.inf, dtype=torch.bfloat16), "not finite"),
+        (np.linspace(-1, 1, 384).reshape(3, 8, 16), "-1 to 1"),
+        (np.linspace(0, 255, 384).reshape(3, 8, 16), "0 to 255"),
+        (np.full((3, 8, 16), 1.003), "1.003"),
+        (np.full((3, 8, 16), True), "bool"),
+        (np.full((3, 8, 16), 200, np.uint16), "uint16"),
+        (torch.full((3, 8, 16), 200), "int64"),
+        (np.zeros((1, 8, 16), np.uint8), "(1, 8, 16)"),
+        (np.zeros((0, 3, 8, 16), np.uint8), "(0, 3, 8, 16)"),
+        (np.zeros((8, 16), np.uint8), "(8, 16)"),
+    ],
+)
+def test_what_is_no_picture_has_no_score(server, values, named):
+    """A generator that breaks must not be rewarded; nor is another picture the source of an edit."""
+    with pytest.raises(ValueError, match=re.escape(named)):
+        ask(server, [values], [ITEMS[0].prompt], [None])
+    edit = {"source_img": values, "instruction": "x"}
+    with pytest.raises(ValueError, match=re.escape(named)):
+        ask(server, [np.zeros((3, 8, 16), np.uint8)], ["x"], [edit])
+    assert not server.requests
+
+
+def test_a_picture_has_one_score_in_every_form(server):
+    """Also with values that rounding moved out of [0, 1], and in bfloat16 where it is exact."""
+    pixels = np.asarray(IMAGES[0].point(lambda value: value // 128 * 255))
+    planes = np.moveaxis(pixels, -1, 0)
+    floats = torch.tensor(planes / 255.0)
+    forms = [pixels, torch.tensor(pixels), planes[None], floats, floats.bfloat16(), floats.half()]
+    forms.append(np.where(planes == 255, 1.0019, -0.0019))
+    scores = ask(server, forms, [ITEMS[0].prompt] * len(forms), [None] * len(forms))
+    assert len(set(scores)) == 1
+
+
+def test_edits_as_verl_omni_prepares_them_get_their_source(server, tmp_path, monkeypatch):
+    """By the lines of the page."""
+    rows = []
+    for index, item in enumerate(ITEMS[:3]):
+        extra = {"instruction": item.prompt, "image": f"{index}.png", "index": index}
+        rows.append({"images": [{"bytes": encode(item.image)}], "extra_info": extra})
+    for name in ("train.parquet", "test.parquet"):
+        pandas.DataFrame(rows).to_parquet(tmp_path / name)
+    arrays = [np.asarray(image) for image in IMAGES[:3]]
+    with pytest.raises(ValueError, match="source_img"):
+        ask(server, arrays[:1], ["make it blue"], [rows[0]["extra_info"]])
+    page = Path(__file__).parents[3] / "docs" / "other-trainers.md"
+    (lines,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})  # noqa: S102 - as a reader runs them
+    reward = "consistency_for_editing"
+    rewards = build_rewards({reward: 1.0}, {reward: {"base_url": server.url}})
+    expected = rewards[reward](IMAGES[:3], ITEMS[:3])
+    for name in ("train.parquet", "test.parquet"):
+        extra = list(pandas.read_parquet(name)["extra_info"])
+        assert ask(server, arrays, ["x"] * 3, extra) == pytest.approx(expected)
 
 
 def test_a_missing_score_is_an_error_and_not_0(server):
