@@ -9,10 +9,19 @@ import inspect
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+
+def without_keys(value: Any) -> Any:
+    """``value`` without the arguments ``api_key`` in its tables: what may be written to a file."""
+    if isinstance(value, Mapping):
+        return {key: without_keys(entry) for key, entry in value.items() if key != "api_key"}
+    if isinstance(value, list | tuple):
+        return [without_keys(entry) for entry in value]
+    return value
 
 
 def find_function(place: str, known: Sequence[str] = ()) -> Any:

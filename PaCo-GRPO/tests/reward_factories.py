@@ -143,3 +143,10 @@ def scripted(values=(0.5, 0.25)):
     """The next of ``values`` for all images of a call, again from the first after the last."""
     turn = itertools.cycle(values)
     return lambda images, items: np.full(len(images), next(turn))
+
+
+def keyed(api_key, of=()):
+    """Asks a server that needs a key, and records more than it should."""
+    score = factory(2.0)
+    score.record = {"arguments": {"api_key": api_key}}
+    return score

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class Tracker:
     ) -> None:
         self.name = name
         self.tracker = None
+        # wandb and SwanLab record the command line.
+        sys.argv[:] = [word.partition("=")[0] if "api_key" in word else word for word in sys.argv]
         try:
             if name == "tensorboard":
                 self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard

@@ -7,6 +7,7 @@ from paco_grpo.options.parse import (
     load_options,
     make_options,
     options_to_yaml,
+    public_options,
     read_options,
 )
 from paco_grpo.options.schema import OPTIONS, RunOptions, TrainOptions
@@ -21,5 +22,6 @@ __all__ = [
     "load_options",
     "make_options",
     "options_to_yaml",
+    "public_options",
     "read_options",
 ]

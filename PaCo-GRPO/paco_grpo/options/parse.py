@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from paco_grpo.names import did_you_mean, in_words
+from paco_grpo.names import did_you_mean, in_words, without_keys
 from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
 from paco_judge.errors import UserError
 
@@ -81,6 +81,7 @@ def read_options(arguments: Sequence[str]) -> tuple[RunOptions, str]:
 
 def describe_options(options: RunOptions) -> str:
     """Two lines for each option: its value and its meaning."""
+    options = public_options(options)
     lines = []
     for name, field in OPTIONS.items():
         lines.append(f"--config.{name}={attrgetter(name)(options)!r}\n    {field.description}")
@@ -283,10 +284,17 @@ def _problem(error: Mapping[str, Any]) -> str:
 def options_to_dict(options: RunOptions) -> dict[str, Any]:
     """Nested plain values, from which ``make_options`` makes equal options.
 
+    Keys of servers (``api_key``) are left out.
+
     Of ``train.aggregate_fn``, only its description can be saved
     (``advantages.aggregation.describe``), not a function.
     """
-    return _RUN_OPTIONS.dump_python(options, mode="json")
+    return without_keys(_RUN_OPTIONS.dump_python(options, mode="json"))
+
+
+def public_options(options: RunOptions) -> RunOptions:
+    """The options without keys of servers: what a file or the log may show."""
+    return make_options(options_to_dict(options))
 
 
 def options_to_yaml(options: RunOptions) -> str:

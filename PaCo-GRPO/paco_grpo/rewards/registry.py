@@ -38,7 +38,7 @@ import numpy as np  # and no torch: the environment of a service need not have i
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.names import find_function
+from paco_grpo.names import find_function, without_keys
 from paco_judge.errors import UserError
 from paco_judge.files import write_json
 from paco_judge.identity import identity, joined
@@ -147,7 +147,7 @@ def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
         if reward.record:
             records[name] = reward.record | {"weights": reward.weights()}
     if records:
-        write_json(folder / "questions.json", records)
+        write_json(folder / "questions.json", without_keys(records))
 
 
 def find_factory(name: str) -> Callable[..., Reward]:
@@ -217,7 +217,8 @@ class CheckedReward:
         arguments = dict(kwargs)
         if "device" in parameters:
             arguments.setdefault("device", device)
-        self._options = f"config.train.reward_fn_kwargs.{name}.{'|'.join(parameters[:2])}"
+        hinted = dict.fromkeys([*parameters[:2], *({"api_key"} & set(parameters))])
+        self._options = f"config.train.reward_fn_kwargs.{name}.{'|'.join(hinted)}"
         try:
             self.function = factory(**arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
@@ -267,12 +268,13 @@ class CheckedReward:
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on besides images and items; JSON can hold it."""
-        left_out = {"api_key", *getattr(self.function, "where", ()), *self._places}
+        left_out = {*getattr(self.function, "where", ()), *self._places}
         arguments = {}
         for name, value in self.kwargs.items():
             if name not in left_out:
                 arguments[name] = value
-        return {"arguments": arguments, "record": self.record, "weights": self.weights()}
+        public = without_keys({"arguments": arguments, "record": self.record})
+        return public | {"weights": self.weights()}
 
     def check(self) -> None:
         """The reward's own ``check``, if it has one. Raises UserError."""

@@ -40,7 +40,7 @@ class ServerReward:
     Args:
         base_url: Default: http://127.0.0.1:8000. Or give ``host`` and ``port``.
         model: Served name; None = ``default_model``.
-        api_key: Default: the environment's VLLM_API_KEY, which keeps it out of options and files.
+        api_key: Default: the environment's VLLM_API_KEY. No file has it.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until a pair counts as missing.
     """

@@ -20,7 +20,7 @@ import torch
 from paco_grpo.data.sets import fingerprint_sets
 from paco_grpo.distributed import ProcessError, Stopped
 from paco_grpo.evaluation.evaluate import EvaluationError
-from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options
+from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.rewards.queue import ScoringError
@@ -159,7 +159,8 @@ def load_state(run: Run) -> None:
 
 def _compare(options: RunOptions, earlier: Earlier) -> None:
     """Log the options that differ from the earlier run, and refuse some."""
-    before = load_options(str(earlier.checkpoint.parents[1] / "config.yaml"))
+    before = public_options(load_options(str(earlier.checkpoint.parents[1] / "config.yaml")))
+    options = public_options(options)
     bound = []
     for name in OPTIONS:
         saved = attrgetter(name)(before)

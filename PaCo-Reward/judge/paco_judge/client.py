@@ -96,8 +96,8 @@ class JudgeClient:
         except transport.NoAnswer as error:
             if error.status in (401, 403):
                 raise UserError(
-                    f"the judge at {self.base_url} refuses the API key ({error}); set VLLM_API_KEY "
-                    "to its key, or api_key in Python"
+                    f"the judge at {self.base_url} refuses the API key ({error}); give its "
+                    "key in the environment variable VLLM_API_KEY, or as the argument api_key"
                 ) from error
             raise UserError(
                 f"no judge answers at {url}: {error}; start one (in PaCo-GRPO: `bash "

@@ -29,8 +29,7 @@ class RemoteReward:
     Args:
         name: The reward that the service must serve.
         server: ``http://HOST:PORT``.
-        api_key: Default: the environment's REWARD_SERVICE_KEY, which keeps it out of options and
-            files.
+        api_key: Default: the environment's REWARD_SERVICE_KEY. No file has it.
         deadline_s: Seconds for one request, retries after connection errors included.
         request_size: Images in one request.
     """
@@ -68,7 +67,10 @@ class RemoteReward:
                 "or correct server= (the address of a judge is base_url=)"
             )
             if error.status == 401:
-                hint = "set REWARD_SERVICE_KEY or api_key to its key"
+                hint = (
+                    "give its key in the environment variable REWARD_SERVICE_KEY, or as the "
+                    "argument api_key"
+                )
             raise UserError(f"no service answers at {self.server}: {error}; {hint}") from error
         told = json.loads(health)
         if told["reward"] != self.name:
