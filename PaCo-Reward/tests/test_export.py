@@ -89,3 +89,27 @@ def test_a_merged_model_with_other_scores_is_not_written(
     assert main(arguments) == 1
     assert f"by up to {np.abs(lost).max():.3f}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [strong]
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("adapter", "nan"), ("adapter", "-inf"), ("base", "nan")]
+)
+def test_weights_that_are_not_finite_are_one_sentence(
+    judge_dir, adapter_dir, tmp_path, capsys, part, value
+):
+    """Of one number in the last tensor; nothing is left behind."""
+    folders = {"base": judge_dir, "adapter": adapter_dir}
+    folders[part] = shutil.copytree(folders[part], tmp_path / part)
+    (file,) = folders[part].glob("*.safetensors")
+    weights = load_file(file)
+    name = max(weights)
+    weights[name].view(-1)[3] = float(value)
+    save_file(weights, file, {"format": "pt"})
+    arguments = []
+    for option, folder in (folders | {"output": tmp_path / "merged"}).items():
+        arguments += [f"--{option}", str(folder)]
+    assert main(["export", *arguments]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert (f"1 of its {len(weights)} tensors ({name}" in message) == (part == "adapter")
+    assert list(tmp_path.iterdir()) == [folders[part]]

@@ -126,8 +126,8 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
     """The model with a peft adapter. Logs how much of the model it changes.
 
     Raises:
-        UserError: The adapter is missing, or has tensors that no layer takes, too few, or other
-            shapes.
+        UserError: The adapter is missing, or has tensors that no layer takes, too few, other
+            shapes, or values that are not finite.
     """
     from peft import get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
@@ -143,6 +143,12 @@ def load_adapter(model: "torch.nn.Module", adapter: str | Path) -> "torch.nn.Mod
         raise UserError(
             f"the adapter in {folder} has {len(untaken)} tensors for layers that its base lacks: "
             f"{some_of(untaken)}"
+        )
+    if broken := sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all()):
+        raise UserError(
+            f"the adapter in {folder} has values that are not finite in {len(broken)} of its "
+            f"{len(tensors)} tensors ({some_of(broken)}): its training diverged, or the file is "
+            "damaged; use an earlier checkpoint"
         )
     layers = [module for module in loaded.modules() if isinstance(module, LoraLayer)]
     _report(folder, layers, tensors)

@@ -35,7 +35,8 @@ def export(base: str, adapter: str, output: str | Path) -> float:
         The largest difference of P(Yes), in [0, 1].
 
     Raises:
-        UserError: ``output`` has files, or the merged model has other scores.
+        UserError: ``output`` has files, the adapter's values are not finite, or the merged model
+            has other scores or none.
     """
     output = Path(output).resolve()
     if output.exists() and any(output.iterdir()):
@@ -73,11 +74,20 @@ def save_merged(base: str, adapter: str, folder: Path) -> None:
 
 
 def largest_difference(base: str, adapter: str, merged: Path) -> float:
-    """The largest difference of P(Yes) between base with adapter and the merged model."""
+    """The largest difference of P(Yes) between base with adapter and the merged model.
+
+    Raises UserError: One of them gives a pair no score.
+    """
     pairs = synthetic_pairs()
     scores = []
-    for judge in ((base, adapter), (merged,)):
+    for name, *judge in (("base with adapter", base, adapter), ("merged model", merged)):
         verdicts = JudgeScorer.from_pretrained(*judge).score(pairs)
+        errors = [verdict.error for verdict in verdicts if not verdict.ok]
+        if errors:
+            raise UserError(
+                f"the {name} gives {len(errors)} of {len(pairs)} test pairs no score: {errors[0]}; "
+                "nothing is written"
+            )
         scores.append([verdict.p_yes for verdict in verdicts])
     return float(np.abs(np.subtract(*scores)).max())
 
