@@ -27,8 +27,10 @@ from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.build import build_run
 from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.sample import Sampler
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
+from paco_judge.errors import UserError
 
 RUN = {
     "num_epochs": 3,
@@ -69,11 +71,16 @@ def out_of_memory(*_) -> None:
     raise torch.OutOfMemoryError("GPU 1 is full. Tried to allocate 7 GiB.")
 
 
+def read_bad_image(*_) -> None:
+    raise UserError("train_metadata.jsonl: row 7 cannot be read")
+
+
 # Name → what process 1 does before which call of a method of its: class, method, call, action.
 FAULTS = {
     "signal": (FluxPolicy, "decode", 3, terminate),
     "not finite": (Updater, "_micro_batches", 2, lose_log_probs),
     "old log-probability": (Objective, "first_deviation", 1, out_of_memory),
+    "bad image": (Sampler, "load", 2, read_bad_image),
     "group weights": (Dgpo, "error_change", 1, out_of_memory),
 }
 

@@ -25,6 +25,7 @@ from paco_grpo.policies.loading import apply_speed, load_generator, text_length
 from paco_grpo.rewards.by_set import evaluation_rewards
 from paco_grpo.rewards.registry import Reward, short_name, write_records
 from paco_grpo.training import checks
+from paco_grpo.training.references import check_headers, stored_images
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
 from paco_judge.files import (
@@ -145,6 +146,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     items = load_items(options, "test")
     checks.check_items(options, {"test": items})
+    main_decides(accelerator, lambda: check_headers(stored_images(items)))
     if images_per_prompt > 1:
         test = dataclasses.replace(options.test, num_images=images_per_prompt * len(items))
         options = dataclasses.replace(options, test=test)

@@ -29,6 +29,7 @@ from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
 from paco_grpo.training.checks import check_items, with_text_length
+from paco_grpo.training.references import check_headers, stored_images
 from paco_grpo.types import Item
 from paco_judge.files import write_json_lines
 
@@ -39,6 +40,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
     items = items_to_draw(options, command)
     check_items(options, {"given": items})
+    check_headers(stored_images(items))
     adapter = find_lora(command.adapter, "--adapter") if command.adapter else None
     if command.best is not None and (command.best < 1 or not command.judge):
         raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")

@@ -4,9 +4,10 @@ import codecs
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 from PIL import Image
@@ -17,7 +18,7 @@ from paco_grpo.types import Item
 from paco_judge.errors import UserError, first_problem
 from paco_judge.files import read_json, read_json_lines, read_text
 from paco_judge.grid import PromptLayoutError, split_prompt
-from paco_judge.images import UnreadableImage, read_image
+from paco_judge.images import UnreadableImage, check_header, read_image
 
 _LARGEST_SIDE = 1 << 16  # pixels
 _FILE_FORMAT = b"ARROW1"  # the first bytes of Arrow's file format
@@ -143,10 +144,8 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, {"prompt": row} if isinstance(row, str) else row
 
 
-def _references(
-    folder: Path, row: Mapping[str, Any], where: str
-) -> list[Callable[[], Image.Image]]:
-    """What reads the images that a row names, by paths from ``folder``."""
+def _references(folder: Path, row: Mapping[str, Any], where: str) -> list["StoredImage"]:
+    """The images that a row names, by paths from ``folder``."""
     field = "images" if "images" in row else "image"
     names = row.get("images", [row.get("image")])
     references = []
@@ -154,8 +153,9 @@ def _references(
         # os.path, because a text that is too long for a name is no error there.
         if not isinstance(name, str) or not os.path.isfile(folder / name):
             raise UserError(f"{where}: field {field!r} must name a file in {folder}, got {name!r}")
-        source = f"{where}: field {field!r} ({name!r})"
-        references.append(partial(read_reference, folder / name, source))
+        file = folder / name
+        what = f"{where}: field {field!r} ({name!r})"
+        references.append(StoredImage(str(file), file, what, partial(Path, file)))
     return references
 
 
@@ -222,7 +222,8 @@ def read_table(path: Path, with_images: bool) -> list[Item]:
             raise UserError(f"{what} has no image")
         references = []
         for place in range(count):
-            references.append(partial(_image_of_row, images, number, place, what))
+            content = partial(_content_of_row, images, number, place)
+            references.append(StoredImage(f"{path}:{number}:{place}", path, what, content))
         items.append(make_item(number, row, where, references))
     return items
 
@@ -253,13 +254,40 @@ def _is_plain(kind: Any) -> bool:
     return isinstance(kind, Value) and kind.dtype.startswith(_PLAIN)
 
 
-def _image_of_row(images: Any, row: int, place: int, what: str) -> Image.Image:
-    value = images[row].as_py()
-    encoded = value[place] if isinstance(value, list) else value
-    encoded = encoded.get("bytes") if isinstance(encoded, dict) else encoded
-    if not isinstance(encoded, bytes):
-        raise UserError(f"{what} has no bytes; save the set with its images embedded")
-    return read_reference(encoded, what)
+def _content_of_row(images: pa.ChunkedArray, row: int, place: int) -> BinaryIO:
+    """An image of a row, of which only what is read is copied. Raises UnreadableImage."""
+    value = images[row]
+    if pa.types.is_list(value.type) or pa.types.is_large_list(value.type):
+        value = value[place]
+    if pa.types.is_struct(value.type) and value.is_valid:
+        value = value.get("bytes")
+    if not isinstance(value, pa.BinaryScalar) or not value.is_valid:
+        raise UnreadableImage("has no bytes; save the set with its images embedded")
+    return pa.BufferReader(value.as_buffer())
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image of a prompt set; calling it reads it."""
+
+    name: str  # its file, and its place in a table
+    file: Path  # it alone, or the table
+    what: str  # where the prompt set names it
+    content: Callable[[], Path | BinaryIO]
+
+    def __call__(self) -> Image.Image:
+        """RGB, upright according to its EXIF data. Raises UserError."""
+        try:
+            return read_image(self.content())
+        except UnreadableImage as error:
+            raise UserError(f"{self.what} {error}") from error
+
+    def check_header(self) -> None:
+        """Raise a UserError if the beginning of the file is not that of an image."""
+        try:
+            check_header(self.content())
+        except UnreadableImage as error:
+            raise UserError(f"{self.what} {error}") from error
 
 
 def read_reference(source: Path | bytes, what: str) -> Image.Image:

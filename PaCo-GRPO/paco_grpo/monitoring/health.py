@@ -93,19 +93,28 @@ class ReferenceProbe:
         self.policy = policy
         self.items = list(items)
         self.options = options
+        self._sized: list[Item] = []  # with their images
         self._states: list[_State] = []  # of each item
+
+    def load(self) -> None:
+        """Read the items' images, without a forward."""
+        options = self.options
+        for item in self.items:
+            sized = at_size(item, options.train.resolution, options.item_size, self.policy)
+            self._sized.append(sized)
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Compute the reference's states and velocities, at the first call only."""
         if self._states:
             return
+        if not self._sized:
+            self.load()
         options = self.options
         policy = self.policy
         step = min(options.sample.noise_steps, default=min(1, options.sample.num_steps - 1))
         with reference_weights(policy):
-            for number, item in enumerate(self.items):
-                sized = at_size(item, options.train.resolution, options.item_size, policy)
+            for number, sized in enumerate(self._sized):
                 size = sized.height, sized.width
                 text = policy.encode([sized], options.train.max_sequence_length)
                 velocity = partial(self._velocity, text, size)

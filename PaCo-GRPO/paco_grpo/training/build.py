@@ -39,6 +39,7 @@ from paco_grpo.rewards.registry import (
 )
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
+from paco_grpo.training.references import References
 from paco_grpo.training.resume import (
     Earlier,
     compare_rewards,
@@ -81,6 +82,7 @@ class Run:
     earlier: Earlier
     objective: Objective
     prompt_sets: list[PromptSet]
+    references: References
     train_items: list[Item]  # of all prompt sets
     test_items: list[Item]
     rewards: RunRewards
@@ -122,6 +124,7 @@ class Run:
 
     def close(self) -> None:
         """Close the tracker, and let another trainer have the folder."""
+        self.references.close()
         with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
             self.claim.close()
 
@@ -175,7 +178,8 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
     items = {"train": train_items, "test": test_items}
     earlier = main_decides(accelerator, lambda: find_earlier(options, folder))
     checks.check_items(options, items)
-    main_decides(accelerator, lambda: checks.check_references(items))
+    references = References([*train_items, *test_items], folder, accelerator)
+    references.check_headers()
     options = with_text_lengths(options, [*train_items, *test_items])
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
@@ -234,6 +238,7 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
         earlier=earlier,
         objective=objective,
         prompt_sets=sets,
+        references=references,
         train_items=train_items,
         test_items=test_items,
         rewards=rewards,

@@ -2,12 +2,10 @@
 
 import dataclasses
 import importlib.util
-import itertools
 import logging
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import torch
@@ -303,26 +301,6 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             problem = f"edits one image, but {where} have several"
         if problem:
             raise UserError(f"config.pretrained.model={model} {problem}")
-
-
-def check_references(splits: Mapping[str, Sequence[Item]]) -> None:
-    """Read every reference image once: a bad one would end the run in the epoch that draws it.
-
-    Raises a ``UserError`` that names the first bad one of each item.
-    """
-
-    def problem_of(item: Item) -> str | None:
-        try:
-            item.load()
-        except UserError as error:
-            return str(error)
-        return None
-
-    items = itertools.chain.from_iterable(splits.values())
-    with ThreadPoolExecutor() as threads:
-        problems = dict.fromkeys(filter(None, threads.map(problem_of, items)))
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def with_text_length(options: RunOptions) -> RunOptions:

@@ -84,7 +84,8 @@ class Evaluations:
                 run.state.strategy,
                 merges_lora(options, policy.device),
             )
-            metrics = evaluation.run(self._folder(epoch), self.is_signaled)
+            with run.references.all_named(self.is_signaled):
+                metrics = evaluation.run(self._folder(epoch), self.is_signaled)
         if metrics is None:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started

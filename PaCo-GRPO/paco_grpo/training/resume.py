@@ -29,6 +29,7 @@ from paco_grpo.training import checkpoints
 from paco_grpo.training.checks import out_of_memory
 from paco_grpo.training.update import NonFiniteError
 from paco_judge.errors import UserError
+from paco_judge.files import write_atomically
 from paco_judge.identity import UNRECORDED, Match, identity, match
 
 if TYPE_CHECKING:
@@ -155,6 +156,13 @@ def load_state(run: Run) -> None:
             checkpoints.archive_superseded(run.folder / "eval", epoch)
             run.metrics.keep_until(epoch)
     run.accelerator.wait_for_everyone()
+
+
+def forget_prompts(folder: Path) -> None:
+    """Let the run in ``folder`` resume with a prompt set whose files have changed."""
+    plan = json.loads((folder / "plan.json").read_bytes())
+    plan["identities"]["dataset"] = None
+    write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
 
 
 def _compare(options: RunOptions, earlier: Earlier) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
-from paco_grpo.distributed import Stopped, any_process
+from paco_grpo.distributed import Stopped, any_process, same_outcome
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.health import SampleObserver
 from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
@@ -67,6 +67,7 @@ class Trainer:
                 # This needs no scores, so it is done while the last images are scored.
                 run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
+        run.references.finish(self._signaled)
         result = self._advantages(scores, rollouts)
         with self._timed("train"):
             losses = run.updater.update(
@@ -95,8 +96,11 @@ class Trainer:
                 record_start(run)
             named_at_end = self.evaluations.best.named_at_end()
             with self.signals.listening(), named_at_end, resumable(run, self.signals):
+                run.references.start()
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.
+                    with self._reading_images():
+                        run.probe.load()
                     run.probe.prepare()
                 while not self._finished():
                     self.evaluations.evaluate_if_due()
@@ -156,15 +160,28 @@ class Trainer:
             self.observer.add(images, numbers)
 
         def should_stop() -> bool:
-            return self._signaled() or queue.failed()
+            return self._signaled() or queue.failed() or run.references.failed()
 
         try:
-            with self._timed("sample"), sampled_weights, self.state.strategy.same_outcome():
-                return run.sampler.sample(deliver, should_stop)
+            with self._timed("sample"):
+                with self._reading_images():
+                    items = run.sampler.load()
+                with sampled_weights, self.state.strategy.same_outcome():
+                    return run.sampler.sample(deliver, should_stop, items)
         except Stopped:
-            if not any_process(self.accelerator, self._signaled()):
-                self._scores(queue)  # a reward has failed, and this raises its error
+            if any_process(self.accelerator, self._signaled()):
+                raise
+            # A bad image has been found, or a reward has failed; these raise the error.
+            if any_process(self.accelerator, run.references.failed()):
+                run.references.finish(self._signaled)
+            self._scores(queue)
             raise
+
+    @contextlib.contextmanager
+    def _reading_images(self) -> Iterator[None]:
+        """A bad image that one process reads inside ends all of them; no forward is inside."""
+        with self.run.references.all_named(self._signaled), same_outcome(self.accelerator):
+            yield
 
     def _scores(self, queue: ScoreQueue) -> dict[str, np.ndarray]:
         """Scores of all N images of the epoch by position, (N,) each; NaN = missing."""

@@ -13,6 +13,7 @@ from PIL import Image
 
 from paco_grpo.data import prompts
 from paco_grpo.data.prompts import load_prompts, read_items
+from paco_grpo.training.references import check_headers, stored_images
 from paco_judge.errors import UserError
 
 COLORS = ["red", "lime", "blue", "white", "black"]
@@ -121,6 +122,25 @@ def test_a_damaged_table_is_named(tmp_path, form):
         with pytest.raises(UserError, match="train.arrow") as error:
             _ = [item.images for item in load_prompts(tmp_path, "train", "arrow_editing")]
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_headers_of_images_are_checked_without_the_rest(tmp_path, suffix, saved):
+    """A cut image is found when it is read."""
+    cut = encoded("red", "JPEG", size=(64, 64))[:-40]
+    contents = [RED, b"", cut, b"GIF89a", None]
+    column = [{"bytes": data, "path": None} for data in contents] if saved else contents
+    write(tmp_path / f"train.{suffix}", prompt=list("abcde"), image=column)
+    items = load_prompts(tmp_path, "train", "arrow_editing")
+    with pytest.raises(UserError) as refused:
+        check_headers(stored_images(items))
+    rows = [line.partition(": field")[0] for line in str(refused.value).splitlines()]
+    assert rows == [f"{tmp_path}/train.{suffix}: row {number}" for number in (2, 4, 5)]
+    good, _, damaged, *_ = stored_images(items)
+    assert corner(good()) == (255, 0, 0)
+    with pytest.raises(UserError, match="row 3"):
+        damaged()
 
 
 @pytest.mark.parametrize("suffix", ["arrow", "parquet"])

@@ -1,6 +1,7 @@
 """What ends a run early: the finished epochs are saved, and the message says what to do."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -37,18 +38,48 @@ def failing_at(call, error):
     return wrap
 
 
-def test_bad_reference_images_are_named_together_before_the_first_epoch(tiny_folder, tmp_path):
+def test_files_that_are_no_images_are_named_together_before_weights_are_loaded(
+    tiny_folder, tmp_path
+):
     options = tiny_edit_options(tiny_folder("flux_kontext"), tmp_path)
     prompts = tmp_path / "prompts"
-    whole = (prompts / "train3.png").read_bytes()
-    (prompts / "train3.png").write_bytes(whole[: len(whole) // 2])
     (prompts / "train1.png").write_bytes(b"")
     (prompts / "test2.png").write_bytes(b"GIF")
     with pytest.raises(UserError) as refused:
         build_run(options)
-    for name in ("train1.png", "train3.png", "test2.png"):
-        assert str(refused.value).count(name) == 1
+    for name in ("train_metadata.jsonl: row 2: .*train1.png", "test_metadata.jsonl: row 3: "):
+        assert len(re.findall(name, str(refused.value))) == 1
     assert "train0.png" not in str(refused.value)
+
+
+@pytest.mark.parametrize("eval_freq", [0, 1])
+def test_cut_reference_images_end_the_first_epoch_and_a_resume_reads_only_them(
+    tiny_folder, tmp_path, eval_freq
+):
+    """One is drawn in the first evaluation, two in no epoch before the last."""
+    changes = {"sample__unique_sample_num_per_epoch": 1, "num_epochs": 4, "save_freq": 0}
+    options = tiny_edit_options(
+        tiny_folder("flux_kontext"), tmp_path, **changes, eval_freq=eval_freq
+    )
+    run = build_run(options)
+    drawn = [run.sampler.groups.samples(epoch).item_ids[0] for epoch in range(4)]
+    names = ["test1.png", *(f"train{number}.png" for number in drawn[2:])]
+    whole = {name: (tmp_path / "prompts" / name).read_bytes() for name in names}
+    for name, content in whole.items():
+        (tmp_path / "prompts" / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(TrainingStopped) as stopped:
+        Trainer(run).fit()
+    for name in names:
+        assert str(stopped.value).count(f"({name!r})") == 1
+    assert saved(tmp_path) == ["epoch_0000"]
+    for name, content in whole.items():
+        (tmp_path / "prompts" / name).write_bytes(content)
+    options = dataclasses.replace(options, resume_from="latest")
+    run = build_run(options)
+    read_again = [run.references.images[number].file.name for number in run.references._pending]
+    assert sorted(read_again) == sorted(names)
+    Trainer(run).fit()
+    assert build_run(options).references._pending == []
 
 
 @pytest.mark.parametrize(("call", "kept"), [(5, "epoch_0001"), (7, None)])

@@ -41,3 +41,12 @@ def test_an_error_before_the_update_of_one_process_ends_both(
     assert "GPU 1 is full). Lower config" in message(tmp_path, rank=0)
     assert message(tmp_path, rank=0) == message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0000"]
+
+
+@pytest.mark.slow
+def test_a_bad_image_of_one_process_ends_both_before_a_forward(tiny_flux_dir, tmp_path):
+    """Also where a forward is a collective operation."""
+    changes = {"train__sharding": "fsdp2", "save_freq": 0}
+    assert run(tiny_flux_dir, tmp_path, 2, "bad image", **changes) == [STOPPED] * 2
+    assert "row 7" in message(tmp_path, rank=0) == message(tmp_path, rank=1)
+    assert checkpoints(tmp_path) == ["epoch_0001"]

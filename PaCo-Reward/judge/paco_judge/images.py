@@ -4,7 +4,9 @@ import base64
 import hashlib
 import io
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
@@ -26,16 +28,27 @@ class UnreadableImage(ValueError):
     """An image that cannot be decoded."""
 
 
-def read_image(source: str | Path | bytes) -> Image.Image:
+def read_image(source: str | Path | bytes | BinaryIO) -> Image.Image:
     """An image of ``FORMATS`` from a file or a file's content, as ``to_rgb`` makes it.
 
     Raises UnreadableImage.
     """
+    return _open(source, to_rgb)
+
+
+def check_header(source: str | Path | bytes | BinaryIO) -> None:
+    """Raise UnreadableImage if the beginning of a file is not that of an image to be read."""
+    _open(source, lambda image: image)
+
+
+def _open(
+    source: str | Path | bytes | BinaryIO, read: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
     content = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(content, formats=FORMATS) as image:  # only the header is read
             if image.width * image.height <= MAX_PIXELS:
-                return to_rgb(image)
+                return read(image)
     except Image.UnidentifiedImageError as error:
         raise UnreadableImage(f"is none of {', '.join(FORMATS)}; convert it to PNG") from error
     except Exception as error:  # decoders raise many types on damaged files
