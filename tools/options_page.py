@@ -29,8 +29,11 @@ bash scripts/single_node/train_flux.sh t2is --config.train.reward_fn='{"my.modul
 bash scripts/single_node/train_flux.sh runs/NAME/config.yaml --config.run_name=AGAIN
 ```
 
-`None` on the command line gives None where that is allowed. † marks options that go beyond the
-published ones. The paper's settings are
+`None` on the command line gives None where that is allowed. Arguments of rewards are numbers, true,
+false and null as JSON writes them, True, False and None, lists `[…]` and tables `{…}`. Anything else
+is a text, such as `007`, `off` or `~`. In quotes, everything is a text: `"'7'"`.
+
+† marks options that go beyond the published ones. The paper's settings are
 [three configurations](method.md#7-named-configurations).
 """
 _TYPES = {

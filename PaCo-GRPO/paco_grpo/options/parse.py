@@ -1,7 +1,7 @@
 """Configuration files, saved runs and the command line become ``RunOptions``.
 
 A command line has the form of ml_collections flags: ``--config SOURCE --config.a.b=value``. Names
-are taken apart here; pydantic reads the values (``schema``), and OmegaConf those of tables.
+are taken apart here; pydantic reads the values (``schema``), and ``_read_value`` those of tables.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ from paco_judge.errors import UserError
 _RUN_OPTIONS = TypeAdapter(RunOptions)
 # Options that nobody means to be empty. config.dataset may be, beside config.datasets.
 _PLACES = ("pretrained.model", "resume_from", "save_dir", "train.lora_path")
+_WORDS = {"true": True, "false": False, "none": None, "null": None, "": None}
+_NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _MODULE = "paco_grpo_run_config"  # the name of a configuration file while it runs
 
 
@@ -204,7 +206,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     if may_be_none and text.lower() in ("none", "null", ""):
         value = None
     elif is_entry or text.startswith(("[", "{")):
-        value = _read_yaml(text)
+        value = _read_value(text)
     for key in keys[:-1]:
         if not isinstance(values.get(key), dict):
             values[key] = {}
@@ -212,18 +214,46 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
     values[keys[-1]] = value
 
 
-def _read_yaml(text: str) -> Any:
-    """A value in YAML, of which JSON is a part, or the text itself where it is none.
+def _read_value(text: str) -> Any:
+    """A list or table in YAML's flow style, of which JSON is a part, a quoted text, or ``_plain``.
 
-    Of plain texts, YAML would drop spaces at the ends and what follows " #", and make a table of
-    one with ": ".
+    What looks like a list and is none, such as a regular expression, is a text.
     """
+    if not text.startswith(("[", "{", '"', "'")):
+        return _plain(text)
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        return yaml.load(text, _FlowLoader)
     except yaml.YAMLError:
         return text
-    is_plain = not text.startswith(("[", "{", '"', "'"))
-    return text if is_plain and isinstance(value, str | dict | list) else value
+
+
+def _plain(text: str) -> Any:
+    """A number as JSON writes it, true, false, or None or null; anything else is a text.
+
+    YAML 1.1 would read 007 as 7, 12:30 as 750, off as False and ~ as None.
+    """
+    word = text.strip()
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    if not _NUMBER.fullmatch(word):
+        return text
+    return int(word) if word.removeprefix("-").isdecimal() else float(word)
+
+
+class _FlowLoader(yaml.BaseLoader):
+    """Reads scalars without quotes as ``_plain`` does."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        return _plain(node.value) if node.style is None else node.value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key, str) or key in mapping:
+                raise yaml.YAMLError(f"the key {key!r} is no text, or stands twice")
+            mapping[key] = self.construct_object(value_node, deep=deep)
+        return mapping
 
 
 _RESUME = "use config.resume_from: latest, or the folder of a checkpoint"

@@ -191,6 +191,37 @@ def test_tables_in_a_file(load_file):
     assert make_options(load_yaml(options_to_yaml(options))) == options
 
 
+TEXTS = [
+    "007", "-01.5", "12:30", "off", "No", "on", "y", "~", "~/a", "+3", "0x1F", "0o17", "1_000",
+    ".inf", "nan", "2026-11-29", "5%", "?", "*a", "=", "<<", "1.2.3", "1e", ".", "-", "e5", "${x}",
+    "[a-z]+", "it's", "- a", "&a 3", "!!str 3", "3 # three", "a: 1", " x ", "{n}: ",
+]  # fmt: skip
+ARGUMENTS = {
+    **dict(zip(TEXTS, TEXTS, strict=True)),
+    "true": True, "True": True, "FALSE": False, "None": None, "none": None, "null": None, "": None,
+    "7": 7, "-0": 0, "0": 0, "1e-5": 1e-5, "1E5": 1e5, "-3.25": -3.25, ".5": 0.5, "5.": 5.0, " 3 ": 3,
+    "'007'": "007", '"off"': "off", "''": "", "'it''s'": "it's", "[]": [],
+    '[1, "2", 007, off, None, ~, null, 1e-5, [True]]': [
+        1, "2", "007", "off", None, "~", None, 1e-5, [True]
+    ],
+    "{'a': None, b: true, \"c\": {'1': .5, 2: 12:30}, 'd': 'None'}": {
+        "a": None, "b": True, "c": {"1": 0.5, "2": "12:30"}, "d": "None"
+    },
+}  # fmt: skip
+
+
+def test_arguments_of_a_reward_are_json_or_python_or_texts():
+    """Of YAML 1.1, 007 would be 7, 12:30 would be 750, off would be False."""
+    name = "train.reward_fn_kwargs.a:b"
+    overrides = []
+    for number, text in enumerate(ARGUMENTS):
+        overrides.append((f"{name}.x{number}", text))
+    options = make_options({}, overrides)
+    found = dict(zip(ARGUMENTS, options.train.reward_fn_kwargs["a:b"].values(), strict=True))
+    assert repr(found) == repr(ARGUMENTS)
+    assert make_options(load_yaml(options_to_yaml(options))) == options
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
