@@ -199,7 +199,8 @@ TEXTS = [
 ARGUMENTS = {
     **dict(zip(TEXTS, TEXTS, strict=True)),
     "true": True, "True": True, "FALSE": False, "None": None, "none": None, "null": None, "": None,
-    "7": 7, "-0": 0, "0": 0, "1e-5": 1e-5, "1E5": 1e5, "-3.25": -3.25, ".5": 0.5, "5.": 5.0, " 3 ": 3,
+    "7": 7, "-0": 0, "0": 0, "1e-5": 1e-5, "1E5": 1e5, "-3.25": -3.25, ".5": 0.5, "5.": 5.0,
+    " 3 ": 3,
     "'007'": "007", '"off"': "off", "''": "", "'it''s'": "it's", "[]": [],
     '[1, "2", 007, off, None, ~, null, 1e-5, [True]]': [
         1, "2", "007", "off", None, "~", None, 1e-5, [True]
