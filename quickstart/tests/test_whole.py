@@ -1,6 +1,7 @@
 """One whole quickstart and one short run of the editor, from a clone of the repository."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,6 +30,9 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(clone):
     run(clone, "quickstart/run.sh")
     out = clone / "quickstart" / "out"
     summary = json.loads((out / "summary.json").read_text())
+    log = (out / "logs" / "2-train.log").read_text()
+    (answers,) = re.findall(r"training pairs: (\d+) Yes, (\d+) No\n", log)
+    assert len(set(answers)) == 1  # of both equally many, said once
     base = summary["judge"]["base"]
     lora = summary["judge"]["lora"]
     assert base["accuracy"] <= 0.65
