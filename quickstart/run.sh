@@ -51,13 +51,15 @@ if stage world 1 "World: render prompts and grids, build the judge's pairs"; the
 fi
 
 if stage judge 5 "Judge: LoRA of Qwen2.5-VL with the first-token-weighted loss"; then
-    rm -rf "$out/judge" "$out/judge_lora"
+    rm -rf "$out/judge" "$out/judge_lora" "$out/judge_base.json"
     accuracy=(
         paco-reward accuracy --model "$toy/models/judge"
         --dataset_dir "$toy/out/world/reward_data"
         --dataset "toy_pairs_full_test,toy_pairs_open_test,toy_pairs_none_test,toy_pairs_weak_test"
     )
-    run PaCo-Reward 2-accuracy-base "${accuracy[@]}" --output "$out/judge_base.json"
+    # The base has no score of many pairs: its exit status is 1, and its numbers are written.
+    run PaCo-Reward 2-accuracy-base bash -c '"$@" || [[ -s "${!#}" ]]' - \
+        "${accuracy[@]}" --output "$out/judge_base.json"
     run PaCo-Reward 2-train bash train/paco_reward.sh config/toy_reward_lora.yaml \
         "seed=$seed" "data_seed=$seed" "output_dir=$toy/out/judge_lora"
     run PaCo-Reward 2-accuracy-lora "${accuracy[@]}" --adapter "$toy/out/judge_lora" \

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
@@ -33,12 +32,12 @@ from paco_judge.errors import run_command
 from paco_judge.identity import identity
 from paco_judge.images import read_image
 from paco_judge.scorer import Chat, JudgeScorer
+from paco_judge.verdict import entry, log_softmax, top_logprobs
 from paco_judge.weights import lower_limits
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 32  # requests
-_LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
 
 
 class ChatRequest(BaseModel):
@@ -168,15 +167,11 @@ class BatchWorker:
             "finish_reason": "stop" if ids[-1] in self._eos_ids else "length",
         }
         if job.request.logprobs:
-            logprobs = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1)
-            top = logprobs.topk(min(job.request.top_logprobs, len(logprobs)))
-            entries = list(map(self._entry, top.indices.tolist(), top.values.tolist()))
-            first = self._entry(ids[0], logprobs[ids[0]].item())
-            choice["logprobs"] = {"content": [first | {"top_logprobs": entries}]}
+            logprobs = log_softmax(logits)
+            top = top_logprobs(logprobs, self.scorer.token, job.request.top_logprobs)
+            first = entry(self.scorer.token(ids[0]), logprobs[ids[0]])
+            choice["logprobs"] = {"content": [first | {"top_logprobs": top}]}
         return choice
-
-    def _entry(self, token: int, logprob: float) -> dict:
-        return {"token": self._tokenizer.decode([token]), "logprob": max(logprob, _LOWEST)}
 
 
 def build_app(

@@ -13,17 +13,19 @@ from paco_reward.datasets import labeled_pairs
 from paco_reward.metrics import judge_report
 
 
-def test_it_reports_the_scores_of_the_scorer(judge_dir, adapter_dir, data_dir, tmp_path, capsys):
+def test_it_reports_the_scores_of_the_scorer(
+    answering_judge, adapter_dir, data_dir, tmp_path, capsys
+):
     """Of a judge with its adapter and form. A data set that is named twice counts once."""
     output = tmp_path / "new" / "judge.json"
-    options = {"--model": judge_dir, "--adapter": adapter_dir, "--answer_tokens": "variants"}
+    options = {"--model": answering_judge, "--adapter": adapter_dir, "--answer_tokens": "variants"}
     options |= {"--dataset_dir": data_dir, "--dataset": "held_out,pairs,held_out"}
     words = [str(word) for option in options.items() for word in option]
     assert main(["accuracy", *words, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert json.loads(capsys.readouterr().out) == report
     form = RequestForm(answer_tokens="variants")
-    scorer = JudgeScorer.from_pretrained(judge_dir, adapter_dir, form=form)
+    scorer = JudgeScorer.from_pretrained(answering_judge, adapter_dir, form=form)
     all_scores = []
     all_labels = []
     for name, count in (("held_out", 10), ("pairs", 16)):
@@ -38,13 +40,21 @@ def test_it_reports_the_scores_of_the_scorer(judge_dir, adapter_dir, data_dir, t
     assert {name: report[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_pair_without_a_score_anywhere_is_missing(judge_dir, data_dir, capsys):
+    """Yes and No of the random judge are not among its most probable tokens."""
+    words = ["--model", judge_dir, "--dataset_dir", data_dir, "--dataset", "held_out"]
+    assert main(["accuracy", *map(str, words)]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["missing"], report["n"], report["accuracy"]) == (10, 0, None)
+
+
 def test_images_are_found_as_in_training_or_named_before_the_judge_is_loaded(
-    judge_dir, data_dir, tmp_path, capsys
+    answering_judge, data_dir, tmp_path, capsys
 ):
     """Beside their data set's file, or in the folder that media_dir named."""
     for name in ("dataset_info.json", "held_out.json"):
         shutil.copy(data_dir / name, tmp_path)
-    arguments = ["accuracy", "--model", str(judge_dir), "--dataset", "held_out"]
+    arguments = ["accuracy", "--model", str(answering_judge), "--dataset", "held_out"]
     arguments += ["--dataset_dir", str(tmp_path)]
     (tmp_path / "decompress.sh").touch()
     assert main(arguments) == 1

@@ -138,7 +138,7 @@ def test_the_judge_is_the_one_of_the_command_line(judge_dir, adapter_dir, tiny):
     assert not engine(pairs)[0].ok
     labeled = RequestForm("<img{n}>: ")
     scorer = JudgeScorer.from_pretrained(judge_dir, adapter_dir, form=labeled)
-    assert engine(pairs, top=None) == scorer.score(pairs)
+    assert engine(pairs, top=None) == scorer.score(pairs, top=None)
     with fake_judge.FakeJudge(models=["judge"]) as judge:
         make_engine(command_line(["--server", judge.url, "--model", "judge", *form]))(pairs)
     assert judge.requests[0]["messages"][0]["content"][0]["text"] == "<img1>: "

@@ -43,6 +43,6 @@ def test_the_page_over_http(page, world, answering_judge):
     panels = split_image(load_image(grid), 1, 3)
     question = theme_question("a paper boat")
     pairs = [Pair(panels[i], panels[j], question) for i, j in index_pairs(3)]
-    expected = JudgeScorer.from_pretrained(answering_judge).score(pairs, top=20)
+    expected = JudgeScorer.from_pretrained(answering_judge).score(pairs)
     assert cells == pytest.approx([verdict.p_yes for verdict in expected], abs=1e-3)
     assert shown.count("<dt>") == 3 and "0.png 1 – 0.png 2" in shown

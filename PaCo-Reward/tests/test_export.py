@@ -22,7 +22,7 @@ def arguments(judge_dir, adapter_dir, tmp_path) -> list[str]:
 
 
 def scores(*judge, count=12) -> list[float]:
-    verdicts = JudgeScorer.from_pretrained(*judge).score(synthetic_pairs(count))
+    verdicts = JudgeScorer.from_pretrained(*judge).score(synthetic_pairs(count), top=None)
     return [verdict.p_yes for verdict in verdicts]
 
 

@@ -54,16 +54,18 @@ def test_several_kinds_of_pairs_are_also_reported_each():
 
 
 def test_metrics_of_evaluation_rows():
-    """Of three rows with up to two answers; the trainer fills up with -100."""
+    """Of four rows with up to two answers, of which two have no score; -100 fills up."""
     table = np.array(
         [
             [[1.0, 1, 0.9, 1], [0.5, 0, 0.6, 0]],
             [[0.25, 1, 0.1, 0], [np.nan] * 4],
             [[0, 0, 0.3, np.nan], [-100] * 4],
+            [[0.5, 1, np.nan, 1], [0.5, 0, np.nan, 0]],
         ]
     )
     metrics = judge_metrics(SimpleNamespace(predictions=table))
-    assert metrics["accuracy"] == pytest.approx(1.75 / 4)
+    assert metrics["accuracy"] == pytest.approx(2.75 / 6)
+    assert metrics["judge_missing"] == 2
     assert metrics["first_token_accuracy"] == 0.5
     assert metrics["judge_accuracy"] == pytest.approx(2 / 3)
     assert metrics["judge_auc"] == 1.0

@@ -174,7 +174,7 @@ def test_the_adapter_loads_as_the_published_model_card_does(whole, judge_dir, ti
 
     pair = Pair(tiny.picture(0, size=56), tiny.picture(1, size=56), question)
     scorer = JudgeScorer.from_pretrained(judge_dir, whole)
-    score = scorer.score([pair])[0].p_yes
+    score = scorer.score([pair], top=None)[0].p_yes
     assert (yes / (yes + no)).item() == pytest.approx(score, abs=1e-5)
     with scorer.model.disable_adapter():
-        assert abs(scorer.score([pair])[0].p_yes - score) > 0.02
+        assert abs(scorer.score([pair], top=None)[0].p_yes - score) > 0.02

@@ -62,10 +62,12 @@ def judge_accuracy(judges: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The card of the judge before and after its training."""
     rows = []
     for name, label in (("accuracy", "accuracy"), ("auc", "AUC")):
-        rows.append([label, f"{judges['base'][name]:.3f}", f"{judges['lora'][name]:.3f}"])
+        values = [judges[judge][name] for judge in ("base", "lora")]
+        rows.append([label, *("–" if value is None else f"{value:.3f}" for value in values)])
     return {
         "label": "The judge",
-        "meaning": "On held-out pairs: images that it was not trained on. A guess has 0.5.",
+        "meaning": "On held-out pairs: images that it was not trained on. A guess has 0.5. "
+        "–: no answer began with Yes or No.",
         "head": ["", "before its training", "after"],
         "rows": rows,
     }

@@ -161,7 +161,9 @@ def table(summary: dict[str, Any]) -> str:
     lines = [f"{'':<42}{'before':<13}{'after':<13}change"]
 
     def add(name: str, before: dict, after: dict, key: str, change: str = "") -> None:
-        lines.append(f"{name:<42}{before[key]:<13.3f}{after[key]:<13.3f}{change}".rstrip())
+        # The untrained judge may have no score of any pair, and then no accuracy.
+        cells = ["–" if row[key] is None else f"{row[key]:.3f}" for row in (before, after)]
+        lines.append(f"{name:<42}{cells[0]:<13}{cells[1]:<13}{change}".rstrip())
 
     if "judge" in summary:
         base = summary["judge"]["base"]

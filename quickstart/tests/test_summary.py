@@ -73,13 +73,13 @@ def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
     for number, name in enumerate(("judge", "histogram")):
         rows = [{"metrics": {"top1": number + place, name: 1.0}} for place in (0.25, 0.75)]
         write_json_lines(tmp_path / "rank_results" / f"{name}.jsonl", rows)
-    judges = {"base": {"accuracy": 0.5, "auc": 0.6}, "lora": {"accuracy": 0.75, "auc": 0.8}}
+    judges = {"base": {"accuracy": 0.5, "auc": None}, "lora": {"accuracy": 0.75, "auc": 0.8}}
     for name, numbers in judges.items():
         (tmp_path / f"judge_{name}.json").write_text(json.dumps(numbers))
     measures = judge_measures(tmp_path)
     assert measures["judge"] == judges
     rows = report.judge_accuracy(judges)["rows"]
-    assert rows == [["accuracy", "0.500", "0.750"], ["AUC", "0.600", "0.800"]]
+    assert rows == [["accuracy", "0.500", "0.750"], ["AUC", "–", "0.800"]]
     histogram = measures["rank"].pop("histogram")
     assert measures["rank"] == {"top1": 0.5, "judge": 1.0, "items": 2}
     assert histogram == {"top1": 1.5, "histogram": 1.0, "items": 2}

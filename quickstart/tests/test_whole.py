@@ -35,7 +35,7 @@ def test_it_learns_without_a_short_cut_at_the_promised_cost(clone):
     assert len(set(answers)) == 1  # of both equally many, said once
     base = summary["judge"]["base"]
     lora = summary["judge"]["lora"]
-    assert base["accuracy"] <= 0.65
+    assert (base["accuracy"] or 0.5) <= 0.65  # None: it has no score
     assert lora["accuracy"] >= 0.94
     assert lora["auc"] >= 0.98
     accuracies = [kind["accuracy"] for kind in lora["kinds"].values()]

@@ -105,7 +105,7 @@ class GenEval2(ServerReward):
         return np.array(scores)
 
 
-def _probability(answer: str, top: Mapping[str, float] | None) -> float:
+def _probability(answer: str, top: Sequence[tuple[str, float]] | None) -> float:
     """Of the ``answer``, also as a digit, by the log-probabilities of the first token."""
     if top is None:
         return math.nan
@@ -114,7 +114,7 @@ def _probability(answer: str, top: Mapping[str, float] | None) -> float:
     if word in _NUMBERS:
         words.add(str(_NUMBERS.index(word)))
     right = []
-    for token, logprob in top.items():
+    for token, logprob in top:
         if token.strip().lower() in words:
             right.append(logprob)
-    return sum(map(math.exp, right or [min(top.values())]))
+    return sum(map(math.exp, right or [min(logprob for _, logprob in top)]))

@@ -47,7 +47,7 @@ def scorer(judge_folder):
 @pytest.fixture(scope="session")
 def scores(scorer, pairs) -> np.ndarray:
     """P(Yes) of ``pairs``, all different."""
-    scores = np.array([verdict.p_yes for verdict in scorer.score(pairs, top=20)])
+    scores = np.array([verdict.p_yes for verdict in scorer.score(pairs)])
     assert np.diff(np.sort(scores)).min() > 2e-5
     assert np.ptp(scores) > 1e-2
     return scores

@@ -11,7 +11,7 @@ from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, Pair, RequestForm, build_messages, form_of
-from paco_judge.verdict import TOP_LOGPROBS, Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import TOP_LOGPROBS, Verdict, entry, verdict_from_top_logprobs
 from paco_judge.weights import explain_missing
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
@@ -37,12 +37,9 @@ def make_engine(args: argparse.Namespace) -> ScorePairs:
     if args.engine == "transformers":
         from paco_judge.scorer import JudgeScorer
 
-        judge = JudgeScorer.from_pretrained(
+        return JudgeScorer.from_pretrained(
             args.model, args.adapter, batch_size=args.batch_size, form=form
-        )
-        # Only tokens that a server or vLLM would report count, so that all engines agree on pairs
-        # without a score.
-        return partial(judge.score, top=TOP_LOGPROBS)
+        ).score
     return VllmEngine(args.model, args.tensor_parallel_size, args.gpu_memory_utilization, form)
 
 
@@ -131,11 +128,6 @@ class VllmEngine:
 
     def _verdict(self, output: Any) -> Verdict:
         top = []
-        for entry in output.outputs[0].logprobs[0].values():
-            top.append({"token": entry.decoded_token, "logprob": entry.logprob})
-        p_yes = p_yes_from_top_logprobs(top, self._form.answer_tokens)
-        if p_yes is None:
-            return Verdict(
-                None, f"neither Yes nor No is among the judge's top {TOP_LOGPROBS} tokens"
-            )
-        return Verdict(p_yes)
+        for token in output.outputs[0].logprobs[0].values():
+            top.append(entry(token.decoded_token, token.logprob))
+        return verdict_from_top_logprobs(top, self._form.answer_tokens)

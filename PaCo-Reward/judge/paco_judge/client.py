@@ -17,7 +17,13 @@ from paco_judge.errors import UserError
 from paco_judge.identity import served_identity
 from paco_judge.images import UnreadableImage, data_url
 from paco_judge.questions import DEFAULT_FORM, Pair, RequestForm, build_messages
-from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, p_yes_from_top_logprobs
+from paco_judge.verdict import (
+    TOP_LOGPROBS,
+    Answer,
+    Verdict,
+    read_logprobs,
+    verdict_from_top_logprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -135,18 +141,18 @@ class JudgeClient:
         choices = self._ask(pairs, SCORING, time.monotonic() + self.deadline_s)
         return list(map(self._verdict, choices))
 
-    def first_tokens(self, pairs: Sequence[Pair]) -> list[dict[str, float] | None]:
-        """{token: log-probability} of the likeliest first tokens of each answer, in order.
+    def first_tokens(self, pairs: Sequence[Pair]) -> list[list[tuple[str, float]] | None]:
+        """The likeliest first tokens of each answer, and their log-probabilities, in order.
 
         None, with a line in the log, if there are none. Raises UserError.
         """
-        tokens: list[dict[str, float] | None] = []
+        tokens: list[list[tuple[str, float]] | None] = []
         for choice in self._ask(pairs, SCORING, time.monotonic() + self.deadline_s):
             try:
                 top = choice["logprobs"]["content"][0]["top_logprobs"]
-                tokens.append({entry["token"]: float(entry["logprob"]) for entry in top})
-            except (ValueError, LookupError, TypeError):
-                logger.warning("no tokens: %.500s", choice)
+                tokens.append(read_logprobs(top))
+            except (ValueError, LookupError, TypeError) as error:
+                logger.warning("no tokens (%s): %.500s", error, choice)
                 tokens.append(None)
         return tokens
 
@@ -164,20 +170,14 @@ class JudgeClient:
             return Verdict(None, choice)
         try:
             top = choice["logprobs"]["content"][0]["top_logprobs"]
-            p_yes = p_yes_from_top_logprobs(top, self.form.answer_tokens)
-        except (ValueError, LookupError, TypeError) as error:
+            return verdict_from_top_logprobs(top, self.form.answer_tokens)
+        except (LookupError, TypeError) as error:
             if isinstance(choice, dict) and not choice.get("logprobs"):
                 return Verdict(
                     None,
                     "the server returns no top_logprobs, of which the score is made; vLLM does",
                 )
             return Verdict(None, _unreadable(error, choice))
-        if p_yes is None:
-            shown = [entry["token"] for entry in top[:5]]
-            return Verdict(
-                None, f"neither Yes nor No is among the judge's top {len(top)} tokens ({shown}, …)"
-            )
-        return Verdict(p_yes)
 
     def _ask(
         self, pairs: Sequence[Pair], fields: dict[str, Any], deadline: float | None

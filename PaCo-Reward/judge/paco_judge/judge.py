@@ -29,7 +29,7 @@ from paco_judge.questions import (
     load_editing_questions,
     load_question,
 )
-from paco_judge.verdict import TOP_LOGPROBS, Answer, Verdict, editing_score
+from paco_judge.verdict import Answer, Verdict, editing_score
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class Judge:
         judge = cls.__new__(cls)
         judge.name = f"{model} with {adapter}" if adapter else str(model)
         scorer = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
-        # As many tokens count as a server reports, so that the same pairs have a score.
-        judge._score = partial(scorer.score, top=TOP_LOGPROBS)
+        judge._score = scorer.score
         judge._write = scorer.reasons
         return judge
 

@@ -19,7 +19,16 @@ from PIL import Image
 
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, DEFAULT_FORM, Pair, RequestForm, build_messages
-from paco_judge.verdict import ANSWER_TOKENS, Answer, Verdict, p_yes_from_logits
+from paco_judge.verdict import (
+    ANSWER_TOKENS,
+    TOP_LOGPROBS,
+    Answer,
+    Verdict,
+    entry,
+    log_softmax,
+    top_logprobs,
+    verdict_from_top_logprobs,
+)
 from paco_judge.weights import (
     explain_missing,
     from_pretrained_strict,
@@ -98,11 +107,11 @@ class JudgeScorer:
                 set_limits(processor, limits)
         return cls(loaded, processor, batch_size, form)
 
-    def score(self, pairs: Sequence[Pair], top: int | None = None) -> list[Verdict]:
+    def score(self, pairs: Sequence[Pair], top: int | None = TOP_LOGPROBS) -> list[Verdict]:
         """A verdict for each pair, in order; it does not depend on the pair's batch.
 
-        ``top``: only so many of the most probable tokens count, as with a server's
-        ``top_logprobs``; None: all.
+        ``top``: how many of the most probable tokens count. A server's ``top_logprobs`` are as
+        many, so that all judges have a score of the same pairs. None: Yes and No, however improbable.
         """
 
         def verdicts(chats: Sequence[Chat]) -> list[Verdict]:
@@ -144,17 +153,19 @@ class JudgeScorer:
     def _verdicts(self, logits: np.ndarray, top: int | None) -> list[Verdict]:
         """A verdict for each row of ``first_token_logits``."""
         verdicts = []
-        scores = p_yes_from_logits(logits, self.yes_ids, self.no_ids, top)
-        for answers, p_yes in zip(logits[:, [*self.yes_ids, *self.no_ids]], scores, strict=True):
-            if not np.isfinite(answers).all():
-                verdicts.append(Verdict(None, "the model's logits are not finite"))
-            elif np.isnan(p_yes):
-                verdicts.append(
-                    Verdict(None, f"neither Yes nor No is among the judge's top {top} tokens")
-                )
+        for row in logits:
+            logprobs = log_softmax(row)
+            if top is None:
+                ids = [*self.yes_ids, *self.no_ids]
+                listed = [entry(self.token(number), logprobs[number]) for number in ids]
             else:
-                verdicts.append(Verdict(float(p_yes)))
+                listed = top_logprobs(logprobs, self.token, top)
+            verdicts.append(verdict_from_top_logprobs(listed, self.form.answer_tokens, len(listed)))
         return verdicts
+
+    def token(self, number: int) -> str:
+        """The text of a token id, as servers write it."""
+        return self.processor.tokenizer.decode([number])
 
     def chat(self, pair: Pair) -> Chat:
         """A pair as the judge is shown it. Raises ValueError."""

@@ -6,7 +6,7 @@ A missing score is ``None`` with a cause, never a number.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,10 @@ ANSWER_TOKENS = {
 }
 # Servers give so many. No more count in this process, so that the same pairs have a score.
 TOP_LOGPROBS = 20
-_VLLM_MINUS_INFINITY = -9999.0  # JSON has no infinity
+LOWEST = -9999.0  # stands for minus infinity, which is no JSON; vLLM's value
+_ROUNDING = 1e-3  # by which a log-probability may exceed 0
+_MOST_TOTAL = 1.01  # of all listed probabilities, rounded
+_RAW = "they are logits or otherwise changed: start vLLM without --logprobs-mode"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,55 @@ def verdict_of(answer: str) -> bool | None:
     return None if word is None else word[0] == "Yes"
 
 
+def log_softmax(logits: ArrayLike) -> np.ndarray:
+    """Log-probabilities from logits (V,), in float64; all NaN if a logit is NaN or +infinity."""
+    logits = np.asarray(logits, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        shifted = logits - logits.max()
+        return shifted - np.log(np.exp(shifted).sum())
+
+
+def top_logprobs(
+    logprobs: np.ndarray, token_of: Callable[[int], str], count: int = TOP_LOGPROBS
+) -> list[dict[str, Any]]:
+    """OpenAI's ``top_logprobs`` of one token, most probable first, from log-probabilities (V,).
+
+    ``token_of``: the text of a token id.
+    """
+    likeliest = np.argpartition(-logprobs, min(count, len(logprobs) - 1))[:count]
+    likeliest = likeliest[np.argsort(-logprobs[likeliest])]
+    return [entry(token_of(number), logprobs[number]) for number in likeliest.tolist()]
+
+
+def entry(token: str, logprob: float) -> dict[str, Any]:
+    """One of OpenAI's ``top_logprobs``; NaN stays."""
+    return {"token": token, "logprob": max(float(logprob), LOWEST)}
+
+
+def read_logprobs(top: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Token and log-probability of each entry of ``top_logprobs``.
+
+    A token may be there twice: many incomplete characters have the same text.
+
+    Raises:
+        ValueError: They are no log-probabilities.
+    """
+    entries = [(entry["token"], entry["logprob"]) for entry in top]
+    for token, logprob in entries:
+        if math.isnan(logprob):
+            raise ValueError(
+                f"the log-probability of {token!r} is not a number: the model's weights are damaged"
+            )
+        if logprob > _ROUNDING:
+            raise ValueError(f"the log-probability of {token!r} is {logprob}, above 0; {_RAW}")
+    total = sum(math.exp(logprob) for _, logprob in entries)
+    if total > _MOST_TOTAL:
+        raise ValueError(
+            f"the probabilities of {len(entries)} tokens add up to {total:.3f}, above 1; {_RAW}"
+        )
+    return entries
+
+
 def p_yes_from_top_logprobs(
     top: Iterable[Mapping[str, Any]],
     answer_tokens: str = "exact",
@@ -80,12 +132,22 @@ def p_yes_from_top_logprobs(
         None if neither Yes nor No has a probability.
 
     Raises:
-        ValueError: Yes or No is missing from fewer than ``asked``.
+        ValueError: Yes or No is missing from fewer than ``asked``, or the list cannot be: see
+            ``read_logprobs``, or a counted word is there twice, or is minus infinity.
     """
-    entries = [(entry["token"], entry["logprob"]) for entry in top]
+    entries = read_logprobs(top)
     yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
-    yes = _log_sum(entries, yes_tokens)
-    no = _log_sum(entries, no_tokens)
+    counted: dict[str, float] = {}
+    for token, logprob in entries:
+        if token not in (*yes_tokens, *no_tokens):
+            continue
+        if token in counted:
+            raise ValueError(f"{token!r} is listed twice, so its probability is not known")
+        if not math.isfinite(logprob):
+            raise ValueError(f"the log-probability of {token!r} is not finite")
+        counted[token] = logprob
+    yes = _log_sum([logprob for token, logprob in counted.items() if token in yes_tokens])
+    no = _log_sum([logprob for token, logprob in counted.items() if token in no_tokens])
     if yes == no == -np.inf:
         return None
     if -np.inf in (yes, no) and len(entries) < asked:
@@ -93,44 +155,30 @@ def p_yes_from_top_logprobs(
             f"only {len(entries)} of {asked} log-probabilities came back, and Yes or No is not "
             "among them"
         )
-    return float(_share(yes, no))
+    with np.errstate(over="ignore"):
+        return float(1.0 / (1.0 + np.exp(no - yes)))
 
 
-def _log_sum(entries: Sequence[tuple[str, float]], tokens: Collection[str]) -> float:
-    """Logarithm of the summed probabilities of ``tokens``; minus infinity if there is none."""
-    counted = []
-    for token, logprob in entries:
-        if token in tokens and logprob > _VLLM_MINUS_INFINITY:
-            counted.append(logprob)
-    return np.logaddexp.reduce(counted, initial=-np.inf)
+def _log_sum(logprobs: Sequence[float]) -> float:
+    """Logarithm of the summed probabilities; minus infinity if there is none."""
+    possible = [logprob for logprob in logprobs if logprob > LOWEST]
+    return np.logaddexp.reduce(possible, initial=-np.inf)
 
 
-def p_yes_from_logits(
-    logits: ArrayLike,
-    yes_ids: int | Sequence[int],
-    no_ids: int | Sequence[int],
-    top: int | None = None,
-) -> np.ndarray:
-    """The score from logits (..., V), of shape (...), in float64.
-
-    The probabilities of the ids are summed.
-    ``top``: as with a server's ``top_logprobs``, only so many of the largest logits count. NaN
-    where neither Yes nor No is among them.
-    """
-    logits = np.asarray(logits, dtype=np.float64)
-    if top is not None and top < logits.shape[-1]:
-        least = np.partition(logits, -top, axis=-1)[..., -top, None]
-        logits = np.where(logits >= least, logits, -np.inf)
-    with np.errstate(invalid="ignore"):
-        yes = np.logaddexp.reduce(logits[..., np.atleast_1d(yes_ids)], axis=-1)
-        no = np.logaddexp.reduce(logits[..., np.atleast_1d(no_ids)], axis=-1)
-    return _share(yes, no)
-
-
-def _share(yes: ArrayLike, no: ArrayLike) -> np.ndarray:
-    """P(Yes) of two log-probabilities; NaN if both are minus infinity."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return 1.0 / (1.0 + np.exp(no - yes))
+def verdict_from_top_logprobs(
+    top: Sequence[Mapping[str, Any]], answer_tokens: str = "exact", asked: int = TOP_LOGPROBS
+) -> Verdict:
+    """``p_yes_from_top_logprobs``, or why there is no score; so for every judge."""
+    try:
+        p_yes = p_yes_from_top_logprobs(top, answer_tokens, asked)
+    except ValueError as error:
+        return Verdict(None, str(error))
+    if p_yes is None:
+        shown = [entry["token"] for entry in top[:5]]
+        return Verdict(
+            None, f"neither Yes nor No is among the judge's top {len(top)} tokens ({shown}, …)"
+        )
+    return Verdict(p_yes)
 
 
 def mean_over_dimensions(scores: Mapping[str | None, Sequence[float | None]]) -> float | None:

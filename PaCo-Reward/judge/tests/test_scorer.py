@@ -44,8 +44,9 @@ def pairs():
     return pairs
 
 
-def p_yes(scorer, pairs, **options):
-    return np.array([verdict.p_yes for verdict in scorer.score(pairs, **options)])
+def p_yes(scorer, pairs):
+    """Also where Yes and No are not among the most probable tokens of random weights."""
+    return np.array([verdict.p_yes for verdict in scorer.score(pairs, top=None)])
 
 
 def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_batch(
@@ -71,7 +72,7 @@ def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(scorer
     image = pairs[0].image_a
     bad = [Pair(image, image, "<|image_pad|>?"), Pair(Image.new("RGB", (1, 300)), image, "same?")]
     asked = [pairs[0], *bad, pairs[1]]
-    first, *errors, last = scorer.score(asked)
+    first, *errors, last = scorer.score(asked, top=None)
     assert "<|image_pad|>" in errors[0].error and "aspect ratio" in errors[1].error
     expected = p_yes(scorer, pairs[:2])
     np.testing.assert_allclose([first.p_yes, last.p_yes], expected, atol=1e-5)

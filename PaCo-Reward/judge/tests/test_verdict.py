@@ -1,4 +1,5 @@
 import math
+import re
 
 import numpy as np
 import pytest
@@ -6,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paco_judge import verdict
-from paco_judge.verdict import Verdict, p_yes_from_logits, verdict_of
+from paco_judge.verdict import (
+    Verdict,
+    log_softmax,
+    top_logprobs,
+    verdict_from_top_logprobs,
+    verdict_of,
+)
 
 
 def p_yes_from_top_logprobs(top: dict[str, float], *options: str, **asked: int) -> float | None:
@@ -37,7 +44,6 @@ def with_others(answers: dict[str, float], count: int = 20) -> dict[str, float]:
         ({"Yes": -9.0}, 1.0),
         ({"No": -8.0}, 0.0),
         ({"yes": -1.0, " Yes": -2.0, "NO": -3.0}, None),
-        ({"Yes": -math.inf, "No": -math.inf}, None),
         ({"Yes": -9999, "No": -9999}, None),
         ({"Yes": -9999, "No": -3.0}, 0.0),
         ({"Yes": -700.0, "No": -9999}, 1.0),
@@ -65,15 +71,56 @@ def test_variants_are_summed():
     assert p_yes_from_top_logprobs(top, asked=8) == 1.0
 
 
-@given(st.lists(st.floats(-30, 30), min_size=6, max_size=6, unique=True), st.integers(1, 7))
-def test_logits_agree_with_top_logprobs(values, top):
-    logits = np.array(values)
-    log_probs = logits - np.logaddexp.reduce(logits)
+# Two tokens of other words may have one text: many are incomplete characters.
+OTHERS = [("\ufffd", -4.0), ("\ufffd", -5.0), ("the", -math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("listed", "answer_tokens", "named"),
+    [
+        ([("Yes", -1.0), ("No", -2.0), *OTHERS], "exact", None),
+        ([("Yes", 9e-4), ("No", -9999.0), ("a", -5.0)], "exact", None),
+        ([("Yes", -2.5), ("No", -2.0), ("Yes", -3.0), *OTHERS], "exact", "'Yes'"),
+        ([("Yes", -2.5), ("no", -2.0), ("no", -3.0), *OTHERS], "exact", None),
+        ([("Yes", -2.5), ("no", -2.0), ("no", -3.0), *OTHERS], "variants", "'no'"),
+        ([("Yes", -math.inf), ("No", -2.0), *OTHERS], "exact", "'Yes'"),
+        ([("Yes", -1.0), ("No", -2.0), ("a", math.nan)], "exact", "'a'"),
+        ([("Yes", -1.0), ("No", -2.0), ("a", math.inf)], "exact", "'a'"),
+        ([("Yes", -1.0), ("No", 2e-3), *OTHERS], "exact", "'No'.*--logprobs-mode"),
+        ([("Yes", 21.5), ("No", 17.0), *OTHERS], "exact", "--logprobs-mode"),
+        ([("Yes", -0.5), ("No", -0.8), *OTHERS], "exact", "1.081.*--logprobs-mode"),
+    ],
+)
+def test_log_probabilities_that_cannot_be_give_no_score(listed, answer_tokens, named):
+    entries = [{"token": token, "logprob": logprob} for token, logprob in listed]
+    answer = verdict_from_top_logprobs(entries, answer_tokens, asked=len(entries))
+    assert answer.ok == (named is None)
+    assert answer.ok or re.search(named, answer.error)
+
+
+@given(st.permutations([-30.0, -7.25, 0.0, 0.5, 3.0, 29.0]), st.integers(1, 7))
+def test_the_likeliest_tokens_of_logits(values, count):
     names = ["Yes", "No", "a", "b", "c", "d"]
-    kept = np.argsort(-logits)[:top]
-    expected = p_yes_from_top_logprobs({names[i]: log_probs[i] for i in kept}, asked=top)
-    actual = p_yes_from_logits(logits, 0, 1, top=top)
-    assert np.isnan(actual) if expected is None else actual == pytest.approx(expected, abs=1e-9)
+    listed = top_logprobs(log_softmax(np.float32(values)), names.__getitem__, count)
+    logits = np.float32(values).astype(np.float128)
+    expected = dict(zip(names, logits - np.log(np.exp(logits).sum()), strict=True))
+    kept = sorted(expected, key=expected.get, reverse=True)[:count]
+    assert [entry["token"] for entry in listed] == kept
+    assert [entry["logprob"] for entry in listed] == pytest.approx([expected[n] for n in kept])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_logit_that_is_no_number_makes_all_unknown_and_minus_infinity_none(wrong):
+    def listed(value):
+        return top_logprobs(
+            log_softmax([2.0, 1.0, value, 0.5]), ["Yes", "No", "a", "b"].__getitem__
+        )
+
+    assert not verdict_from_top_logprobs(listed(wrong), asked=4).ok
+    impossible = listed(-math.inf)
+    assert impossible[-1] == {"token": "a", "logprob": -9999.0}
+    p_yes = verdict_from_top_logprobs(impossible, asked=4).p_yes
+    assert p_yes == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 def test_scores_of_images():

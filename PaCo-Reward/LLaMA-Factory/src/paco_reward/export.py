@@ -81,7 +81,7 @@ def largest_difference(base: str, adapter: str, merged: Path) -> float:
     pairs = synthetic_pairs()
     scores = []
     for name, *judge in (("base with adapter", base, adapter), ("merged model", merged)):
-        verdicts = JudgeScorer.from_pretrained(*judge).score(pairs)
+        verdicts = JudgeScorer.from_pretrained(*judge).score(pairs, top=None)
         errors = [verdict.error for verdict in verdicts if not verdict.ok]
         if errors:
             raise UserError(

@@ -14,6 +14,7 @@ import torch
 from scipy.stats import mannwhitneyu
 
 from paco_judge.questions import Pair
+from paco_judge.verdict import log_softmax, top_logprobs, verdict_from_top_logprobs
 from paco_reward.loss import find_answers
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class AnswerStatistics(NamedTuple):
 
     token_accuracy: Any  # share of the answer's tokens that are right
     first_token_correct: Any  # 1 or 0
-    p_yes: Any  # at the first token of the answer
+    p_yes: Any  # at the first token of the answer; NaN: no score
     is_yes: Any  # the label there: 1 Yes, 0 No, NaN another token
 
 
@@ -115,15 +116,17 @@ def answer_statistics(logits: Any, labels: torch.Tensor, yes_id: int, no_id: int
     left = Counter(rows)  # places of each row that are not filled yet
     shape = (len(labels), max(left.values(), default=1), 4)
     statistics = torch.full(shape, torch.nan, device=logits.device)
+    words = {yes_id: "Yes", no_id: "No"}
     start = 0
     for row, length in zip(rows, answers.lengths.tolist(), strict=True):
-        yes_logit = logits[start, yes_id].float()
-        no_logit = logits[start, no_id].float()
+        logprobs = log_softmax(logits[start].float().cpu().numpy())
+        top = top_logprobs(logprobs, lambda number: words.get(number, "another"))
+        p_yes = verdict_from_top_logprobs(top).p_yes
         is_yes = {yes_id: 1.0, no_id: 0.0}.get(int(answers.tokens[start]), torch.nan)
         columns = AnswerStatistics(
             token_accuracy=is_correct[start : start + length].mean(),
             first_token_correct=is_correct[start],
-            p_yes=torch.sigmoid(yes_logit - no_logit),
+            p_yes=torch.tensor(torch.nan if p_yes is None else p_yes, device=logits.device),
             is_yes=torch.tensor(is_yes, device=logits.device),
         )
         left[row] -= 1
@@ -136,7 +139,8 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     """``compute_metrics`` of the trainer, from the ``answer_statistics`` of all batches.
 
     accuracy is LLaMA-Factory's: the share of answer tokens that are right, averaged over answers.
-    The judge's numbers are over the answers that begin with Yes or No.
+    The judge's numbers are over the answers that begin with Yes or No and have a score;
+    judge_missing is how many have none.
     """
     table = np.asarray(predictions.predictions, dtype=np.float64).reshape(-1, 4)
     table = table[table[:, 0] >= 0]  # neither NaN nor -100, with which the trainer fills up
@@ -146,6 +150,7 @@ def judge_metrics(predictions: Any) -> dict[str, float]:
     result = {
         "accuracy": float(np.mean(columns.token_accuracy)),
         "first_token_accuracy": float(np.mean(columns.first_token_correct)),
+        "judge_missing": int(is_judged.sum()) - report["n"],
     }
     for name in ("accuracy", "auc", "ece"):
         if report[name] is not None:
