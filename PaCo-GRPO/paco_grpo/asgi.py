@@ -1,7 +1,6 @@
 """What gateway, transformers_server and reward service share: OpenAI's errors and the API key.
 
-FastAPI refuses a field of a wrong type with status 422, and an unknown route with 404, both as
-``{"detail": …}``.
+FastAPI refuses an unknown route with status 404 and ``{"detail": …}``.
 """
 
 import hmac

@@ -24,11 +24,15 @@ from pydantic import (
 )
 
 from paco_judge.errors import UserError
-from paco_judge.weights import PROCESSOR_FILES, image_limits, local_folder
+from paco_judge.weights import (
+    PROCESSOR_FILES,
+    TRAINED_MAX_PIXELS,
+    image_limits,
+    local_folder,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")  # only this machine reaches servers there
-TRAINED_MAX_PIXELS = 2_097_152  # image_max_pixels of the judge's training configurations
 
 
 def split_list(value: str) -> list[str]:
@@ -266,11 +270,6 @@ def divide_gpus(
     return [Place(tuple(gpus[start : start + used]), copies) for start in starts]
 
 
-def reduces_images(settings: LaunchSettings, model: Model) -> bool:
-    """Whether the model's processor lets larger images through than the judge was trained on."""
-    return 0 < settings.max_pixels < (model.max_pixels or 0)
-
-
 def engine_command(
     engine: Engine,
     settings: LaunchSettings,
@@ -289,8 +288,7 @@ def engine_command(
     else:
         program = ["-m", "vllm_server.transformers_server"]
         command = [engine.python, *program, "--model", model.path, *command]
-        if reduces_images(settings, model):
-            command += ["--max-pixels", str(settings.max_pixels)]
+        command += ["--max-pixels", str(settings.max_pixels)]
     return [*command, *settings.extra_args]
 
 
@@ -307,7 +305,8 @@ def _vllm_arguments(settings: LaunchSettings, model: Model, place: Place) -> lis
     # Scores are read from plain log-probabilities: a model's own sampling defaults must not change
     # them.
     command += ["--generation-config", "vllm"]
-    if reduces_images(settings, model):
+    # A limit of the model's own is not raised.
+    if 0 < settings.max_pixels < (model.max_pixels or 0):
         command += ["--mm-processor-kwargs", json.dumps({"max_pixels": settings.max_pixels})]
     thinks = model.family.startswith("qwen3_5")
     if thinks:

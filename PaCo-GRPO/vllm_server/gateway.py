@@ -87,7 +87,7 @@ def build_app(
         body = await request.body()
         try:
             model = str(json.loads(body)["model"])
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ApiError("the body must be a JSON object with a model", param="model") from error
         if model not in upstreams:
             message = f"model {model[:200]!r} is not served here; served: {', '.join(upstreams)}"

@@ -22,7 +22,8 @@ from typing import Literal
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -33,7 +34,7 @@ from paco_judge.identity import identity
 from paco_judge.images import read_image
 from paco_judge.scorer import Chat, JudgeScorer
 from paco_judge.verdict import entry, log_softmax, top_logprobs
-from paco_judge.weights import lower_limits
+from paco_judge.weights import TRAINED_MAX_PIXELS
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    messages: list[dict]
+    messages: list[dict] = Field(min_length=1)
     max_tokens: int = Field(512, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -123,7 +124,7 @@ class BatchWorker:
         for job in jobs:
             try:
                 job.chat = job.request.chat()
-                self.scorer.check(job.chat)
+                self.scorer.check(job.chat, job.request.max_tokens)
                 batches[job.request.max_tokens].append(job)
             except Exception as error:  # noqa: BLE001 - it would end the worker
                 job.result = ApiError(f"{type(error).__name__}: {error}", param="messages")
@@ -174,6 +175,13 @@ class BatchWorker:
         return choice
 
 
+async def _refuse(request: Request, error: RequestValidationError) -> Response:
+    """Name the first wrong field. Its value may be no JSON (NaN) or no text, and is not shown."""
+    problem = error.errors()[0]
+    field = ".".join(map(str, problem["loc"][1:])).encode("ascii", "backslashreplace").decode()
+    return ApiError(f"{field}: {problem['msg']}", 422, param=field).response()
+
+
 def build_app(
     worker: BatchWorker, name: str, api_key: str | None = None, weights: str | None = None
 ) -> FastAPI:
@@ -192,7 +200,8 @@ def build_app(
         yield
         work.cancel()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
+    handlers = EXCEPTION_HANDLERS | {RequestValidationError: _refuse}
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
     if api_key:
         app.add_middleware(KeyGuard, key=api_key)
 
@@ -230,16 +239,16 @@ def serve() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--max-pixels", type=int, help="shrink larger images to it (default: as the model says)"
+        "--max-pixels",
+        type=int,
+        help=f"shrink larger images to it; 0: as the model says (default: {TRAINED_MAX_PIXELS})",
     )
     arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logger.info("loading the weights of %s", arguments.model)
-    scorer = JudgeScorer.from_pretrained(arguments.model)
-    if arguments.max_pixels:
-        lower_limits(scorer.processor, arguments.max_pixels)
+    scorer = JudgeScorer.from_pretrained(arguments.model, max_pixels=arguments.max_pixels)
     app = build_app(
         BatchWorker(scorer),
         arguments.served_model_name,

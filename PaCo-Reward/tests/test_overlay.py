@@ -193,16 +193,23 @@ def evaluation_metrics(folder) -> dict[str, float]:
     """Measures over the pairs: what an evaluation says, without times and the loss of batches."""
     results = json.loads((folder / "eval_results.json").read_text())
     names = ("accuracy", "first_token_accuracy", "judge_accuracy", "judge_auc", "judge_ece")
+    assert results["eval_judge_missing"] == 0
     return {name: results[f"eval_{name}"] for name in names}
 
 
 @pytest.fixture(scope="module")
-def trained(judge_dir, data_dir, tmp_path_factory):
+def answering(judge_dir, tiny, tmp_path_factory):
+    """The random judge, changed so that its answers have scores."""
+    return tiny.save_answering(judge_dir, tmp_path_factory.mktemp("answering") / "judge", 5)
+
+
+@pytest.fixture(scope="module")
+def trained(answering, data_dir, tmp_path_factory):
     """The trainings, in one process: a folder of outputs by name."""
     folder = tmp_path_factory.mktemp("trained")
     configs = []
     for name, changes in TRAININGS.items():
-        configs.append(train_config(judge_dir, data_dir, folder / name, **changes))
+        configs.append(train_config(answering, data_dir, folder / name, **changes))
     run_processes(["-c", SEVERAL], configs, folder)
     return folder
 
@@ -242,7 +249,7 @@ def test_packed_answers_equal_separate_rows(trained):
 
 @pytest.mark.long
 def test_packed_rows_of_two_processes_may_have_other_numbers_of_pairs(
-    judge_dir, data_dir, tmp_path
+    answering, data_dir, tmp_path
 ):
     """And an evaluation does not depend on how pairs are packed."""
     seen = []
@@ -250,7 +257,7 @@ def test_packed_rows_of_two_processes_may_have_other_numbers_of_pairs(
         changes = TRAININGS["packed"] | {"cutoff_len": cutoff, "learning_rate": 0.0}
         changes |= {"per_device_eval_batch_size": 1}
         folder = tmp_path / str(cutoff)
-        config = train_config(judge_dir, data_dir, folder, **changes)
+        config = train_config(answering, data_dir, folder, **changes)
         run_processes([*TORCHRUN, "-m", "paco_reward.launch"], [config], tmp_path)
         seen.append(evaluation_metrics(folder))
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
@@ -258,9 +265,9 @@ def test_packed_rows_of_two_processes_may_have_other_numbers_of_pairs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sequence", pytest.param("released", marks=pytest.mark.long)])
-def test_two_processes_train_and_evaluate_as_one(scheme, trained, judge_dir, data_dir, tmp_path):
+def test_two_processes_train_and_evaluate_as_one(scheme, trained, answering, data_dir, tmp_path):
     """With another loss, divisor or micro-batch on one process, the weights would differ."""
-    config = train_config(judge_dir, data_dir, tmp_path / "two", **TRAININGS[scheme])
+    config = train_config(answering, data_dir, tmp_path / "two", **TRAININGS[scheme])
     config["gradient_accumulation_steps"] //= 2
     run_processes([*TORCHRUN, "-m", "paco_reward.launch"], [config], tmp_path)
     assert_same_training(tmp_path / "two", trained / scheme)

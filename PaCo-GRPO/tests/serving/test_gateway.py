@@ -77,6 +77,7 @@ async def test_each_request_goes_once_to_the_server_of_its_model():
     ("content", "status", "num_sent"),
     [
         (b"[1]", 400, 0),
+        (b"[" * 200_000, 400, 0),
         (b'{"model": "C"}', 404, 0),
         (b'{"model": "down"}', 502, 1),
         (b'{"model": "hangs"}', 502, 1),

@@ -2,17 +2,24 @@
 
 import asyncio
 import base64
+import json
+import math
+import shutil
 
 import httpx
 import numpy as np
 import pytest
+import tiny_judge
+from fastapi import FastAPI
 from PIL import Image
 from serving_tools import body, top_logprobs
 
+from paco_judge import Judge
 from paco_judge.client import Pair
 from paco_judge.identity import identity
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages
+from paco_judge.scorer import JudgeScorer
 from paco_judge.verdict import p_yes_from_top_logprobs
 from vllm_server import transformers_server as server
 from vllm_server.transformers_server import BatchWorker, build_app
@@ -37,7 +44,9 @@ async def http(worker):
 
 async def ask(http, *bodies: dict) -> list[httpx.Response]:
     """Answers to questions that are asked at once."""
-    posts = [http.post("/v1/chat/completions", json=body) for body in bodies]
+    url, headers = "/v1/chat/completions", {"content-type": "application/json"}
+    # Also what is no JSON, such as NaN.
+    posts = [http.post(url, content=json.dumps(body), headers=headers) for body in bodies]
     return await asyncio.gather(*posts)
 
 
@@ -85,12 +94,28 @@ REFUSED = [
     (shows(HALF), 400),
     (shows(5), 400),
     ({"messages": build_messages([], "<|image_pad|>")}, 400),
+    ({"messages": []}, 422),
+    ({"messages": build_messages([], "\ud800")}, 400),
+    ({"temperature": math.nan}, 422),
+    ({"\udfff": "\ud800"}, 422),
+    # The model has 2,048 places, and would work for minutes.
+    ({"messages": build_messages([], "a fox " * 100_000)}, 400),
+    ({"max_tokens": 2040}, 400),
 ]
 
 
-async def test_what_is_refused_costs_the_others_nothing(http, pairs, scores):
+async def test_what_is_refused_costs_the_others_nothing(http, worker, pairs, scores, monkeypatch):
+    generate = worker.scorer.generate
+    asked = []
+
+    def generate_and_count(chats, max_new_tokens):
+        asked.extend(chats)
+        return generate(chats, max_new_tokens)
+
+    monkeypatch.setattr(worker.scorer, "generate", generate_and_count)
     refused = [body(pairs[0], **fields) for fields, _ in REFUSED]
     answers = await ask(http, *refused, *map(body, pairs))
+    assert len(asked) == len(pairs)
     statuses = [answer.status_code for answer in answers[: len(REFUSED)]]
     assert statuses == [status for _, status in REFUSED]
     for answer, score in zip(answers[len(REFUSED) :], scores, strict=True):
@@ -134,19 +159,47 @@ async def test_routes(http):
     assert (row["id"], row["identity"]) == ("Judge", "org/judge@7")
 
 
-def test_the_command_obeys_its_limit_of_pixels(judge_folder, monkeypatch):
-    """Which limits are obeyed: test_weights.py in PaCo-Reward."""
-    workers = []
-    told = []
+@pytest.fixture
+def serve(monkeypatch):
+    """``serve(option, …)``: the application of the command with these options."""
+    apps = []
+    monkeypatch.setattr(server.uvicorn, "run", lambda app, **_: apps.append(app))
 
-    def build_app(worker, name, key, weights):
-        workers.append(worker)
-        told.append(weights)
+    def serve(*words) -> FastAPI:
+        monkeypatch.setattr("sys.argv", ["server", *map(str, words)])
+        server.serve()
+        return apps.pop()
 
-    monkeypatch.setattr(server, "build_app", build_app)
-    monkeypatch.setattr(server.uvicorn, "run", lambda app, **_: None)
-    words = ["--model", str(judge_folder), "--served-model-name", "Judge", "--max-pixels", "1568"]
-    monkeypatch.setattr("sys.argv", ["server", *words])
-    server.serve()
-    assert workers[0].scorer.processor.image_processor.size["longest_edge"] == 1568
-    assert told == [identity(judge_folder)]
+    return serve
+
+
+async def test_a_judge_shrinks_an_image_alike_in_this_process_and_at_its_server(
+    serve, judge_folder, tmp_path, monkeypatch
+):
+    """Its processor allows more, as that of Qwen2.5-VL does."""
+    folder = shutil.copytree(judge_folder, tmp_path / "judge")
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_bytes())
+    settings["image_processor"]["size"] |= {"longest_edge": 12_845_056}
+    file.write_text(json.dumps(settings))
+    pair = Pair(tiny_judge.picture(1, 150), tiny_judge.picture(2, 130), "same?")
+    scores = {}
+    for limit in ("3136", "6272", "0"):
+        monkeypatch.setenv("VLLM_MAX_PIXELS", limit)
+        judge = Judge.from_pretrained(folder)
+        (verdict,) = judge.verdicts([pair])
+        app = serve("--model", folder, "--served-model-name", "Judge", "--max-pixels", limit)
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://e", timeout=120) as http,
+        ):
+            (answer,) = await ask(http, body(pair))
+            (row,) = (await http.get("/v1/models")).json()["data"]
+        assert row["identity"] == identity(folder)
+        assert p_yes_from_top_logprobs(top_logprobs(answer)) == pytest.approx(verdict.p_yes, 1e-6)
+        scores[limit] = verdict.p_yes
+    assert np.diff(sorted(scores.values())).min() > 1e-4
+    monkeypatch.delenv("VLLM_MAX_PIXELS")
+    processor = JudgeScorer.from_pretrained(folder).processor
+    assert processor.image_processor.size["longest_edge"] == 2_097_152

@@ -12,7 +12,7 @@ from paco_judge.errors import UserError
 from paco_judge.images import as_received
 from paco_judge.questions import CHAT_OPTIONS, Pair, RequestForm, build_messages, form_of
 from paco_judge.verdict import TOP_LOGPROBS, Verdict, entry, verdict_from_top_logprobs
-from paco_judge.weights import explain_missing
+from paco_judge.weights import allowed_pixels, explain_missing, image_limits
 
 ScorePairs = Callable[[Sequence[Pair]], list[Verdict]]
 
@@ -88,8 +88,12 @@ class VllmEngine:
             ) from error
         with explain_missing(model):
             text = AutoConfig.from_pretrained(model).get_text_config()
+        limits = image_limits(model)
         longest = getattr(text, "max_position_embeddings", MAX_MODEL_LEN)
         options: dict[str, Any] = {}
+        max_pixels = allowed_pixels()  # as a server
+        if limits is not None and 0 < max_pixels < limits["longest_edge"]:
+            options["mm_processor_kwargs"] = {"max_pixels": max_pixels}
         if current_platform.is_cpu():
             # A second process would import everything again.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -30,10 +30,12 @@ from paco_judge.verdict import (
     verdict_from_top_logprobs,
 )
 from paco_judge.weights import (
+    allowed_pixels,
     explain_missing,
     from_pretrained_strict,
     image_limits,
     load_adapter,
+    lower_limits,
     set_limits,
 )
 
@@ -76,11 +78,14 @@ class JudgeScorer:
         *,
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
+        max_pixels: int | None = None,
     ) -> "JudgeScorer":
         """Load a judge on the first GPU, as it is stored, or on the CPU in float32.
 
         Args:
             model, adapter: Folder or hub name. Images are limited as in the adapter's training.
+            max_pixels: Larger images are shrunk to it, unless the limit of model or adapter is
+                lower; 0: only to theirs; None: ``allowed_pixels``, as at a server.
 
         Raises:
             UserError: The model or the adapter is missing, incomplete or does not fit.
@@ -105,6 +110,7 @@ class JudgeScorer:
             loaded = load_adapter(loaded, adapter)
             if limits := image_limits(adapter):
                 set_limits(processor, limits)
+        lower_limits(processor, allowed_pixels() if max_pixels is None else max_pixels)
         return cls(loaded, processor, batch_size, form)
 
     def score(self, pairs: Sequence[Pair], top: int | None = TOP_LOGPROBS) -> list[Verdict]:
@@ -178,10 +184,10 @@ class JudgeScorer:
         self.check(chat)
         return chat
 
-    def check(self, chat: Chat) -> None:
+    def check(self, chat: Chat, max_new_tokens: int = 1) -> None:
         """Look at texts and sizes of images, which are not decoded.
 
-        Raises ValueError: The model cannot take one.
+        Raises ValueError: The model cannot take one, or has no places for the text and an answer.
         """
         for kind in ("image_token", "video_token"):
             token = getattr(self.processor, kind, None)
@@ -197,6 +203,15 @@ class JudgeScorer:
         if hasattr(images, "merge_size"):
             for image in chat.images:
                 images.get_number_of_image_patches(image.height, image.width, {})
+        text = self.prompt(chat.messages)
+        text.encode()  # half a surrogate pair is a ValueError
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        length = len(self.processor.tokenizer.encode(text, add_special_tokens=False))
+        if longest is not None and length + max_new_tokens > longest:
+            raise ValueError(
+                f"the text has {length} tokens and the answer may have {max_new_tokens}, together "
+                f"more than the {longest} of the model"
+            )
 
     def prompt(self, messages: Sequence[dict]) -> str:
         """The messages as the model's chat template renders them."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# image_max_pixels of the judge's training configurations. Larger images are shrunk to it, in this
+# process as by a server.
+TRAINED_MAX_PIXELS = 2_097_152
 EDGES = ("shortest_edge", "longest_edge")  # pixels, in spite of their names
 # Adapters that were trained with transformers before 4.52 name the layers as the published folders
 # do.
@@ -221,6 +225,22 @@ def set_limits(processor: Any, limits: dict[str, int]) -> None:
 
 
 def lower_limits(processor: Any, max_pixels: int) -> None:
-    """Shrink images of more pixels, and no others: a limit of the model's own is not raised."""
-    size = processor.image_processor.size
-    set_limits(processor, {edge: min(size[edge], max_pixels) for edge in EDGES})
+    """Shrink images of more pixels, and no others: a limit of the model's own is not raised.
+
+    0, or a processor of another kind, which limits the longest side: nothing changes.
+    """
+    size = getattr(processor.image_processor, "size", None) or {}
+    limits = {edge: size.get(edge) for edge in EDGES}
+    if None not in limits.values() and 0 < max_pixels < limits["longest_edge"]:
+        set_limits(processor, {edge: min(limit, max_pixels) for edge, limit in limits.items()})
+
+
+def allowed_pixels() -> int:
+    """VLLM_MAX_PIXELS, or ``TRAINED_MAX_PIXELS``; 0: as many as the model allows.
+
+    Raises UserError.
+    """
+    text = os.environ.get("VLLM_MAX_PIXELS") or str(TRAINED_MAX_PIXELS)
+    if not text.isdecimal():
+        raise UserError(f"VLLM_MAX_PIXELS={text} must be a number of pixels; 0: the model's own")
+    return int(text)
