@@ -2,8 +2,8 @@
 
 python examples/score_grid.py grid.png "A 1x2 grid layout of one fox. [LEFT]: It eats. [RIGHT]: It runs."
 
-Load a judge here (``--model``: folder or hub name), or ask a server
-(``--server http://127.0.0.1:8000``, and ``--model``: the name under which it serves the judge).
+Ask a server (``--server http://127.0.0.1:8000``; ``--model`` if it serves several) or load a judge
+here (``--model``).
 """
 
 import argparse
@@ -17,11 +17,11 @@ parser = argparse.ArgumentParser(description="P(Yes) of every two panels, and th
 parser.add_argument("image")
 parser.add_argument("prompt")
 parser.add_argument("--server")
-parser.add_argument("--model")
+parser.add_argument("--model", help="folder or hub name; with --server the served name")
 arguments = parser.parse_args()
 
 if arguments.server:
-    judge = Judge(arguments.server, arguments.model or "PaCo-Reward-7B")
+    judge = Judge(arguments.server, arguments.model)
 else:
     judge = Judge.from_pretrained(arguments.model or "X-GenGroup/PaCo-Reward-7B")
 grid = split_prompt(arguments.prompt)

@@ -27,7 +27,7 @@ def server():
         return p_yes_of(*(digest(Image.open(file)) for file in files), question)
 
     with fake_judge.FakeJudge(respond, models=["judge"]) as judge:
-        yield ["--server", judge.url, "--model", "judge"], p_yes
+        yield ["--server", judge.url], p_yes  # which has one model
 
 
 QUESTIONS = {"prompt_following": "editing_instruction", "consistency": "editing_consistency"}
@@ -38,7 +38,8 @@ def test_rank(server, rank, tmp_path):
     question = tmp_path / "mine.txt"
     question.write_text("{theme} Is it so: {criterion}")
     assert rank.main(*options, "--question", question) == 0
-    rows = read_lines(next((tmp_path / "results").glob("*-vmine.jsonl")))
+    rows = read_lines(tmp_path / "results" / "judge-vmine.jsonl")
+    assert rows[0]["model"] == "judge"
     prompts = {row["idx"]: row for row in read_lines(rank.data / "prompt_data.jsonl")}
     all_scores = []
     for row, item in zip(rows, read_lines(rank.data / "consistency_full_rank.jsonl"), strict=True):

@@ -23,10 +23,11 @@ LIMIT = 128 * 128  # pixels, of images with 150 x 150
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def judge(request, tiny, judge_dir, tmp_path_factory):
-    """A random judge of each family."""
+    """A random judge of each family; the newer ones answer Yes or No."""
     if request.param == "qwen2_5_vl":
         return judge_dir
-    return tiny.save_new_judge(tmp_path_factory.mktemp("judges") / request.param, request.param)
+    folder = tmp_path_factory.mktemp("judges") / request.param
+    return tiny.save_answering(tiny.save_new_judge(folder / "random", request.param), folder, 8)
 
 
 @pytest.fixture(scope="module")

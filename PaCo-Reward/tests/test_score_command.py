@@ -62,7 +62,7 @@ def test_a_users_adapter_question_and_form(paths, answering_judge, adapter_dir, 
 def test_scores_and_reasons_of_a_server(paths, capsys, monkeypatch):
     """Of all pairs of three images."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    model = "PaCo-Reward-7B"
+    model = "mine"  # the only one
     with fake_judge.FakeJudge(judge_model, models=[model]) as server:
         assert score(*paths, "--server", server.url, "--reasons", "--reason_tokens", "40") == 0
         assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}

@@ -149,9 +149,10 @@ def test_example_scores_a_pair(tmp_path, published):
 def test_example_scores_a_grid(tmp_path):
     tiny_judge.picture(0).resize((64, 32)).save(tmp_path / "grid.png")
     prompt = "A 1x2 grid layout of one fox. [LEFT]: It eats. [RIGHT]: It runs."
-    with fake_judge.FakeJudge(models=["mine"]) as server:
-        judge = ["--server", server.url, "--model", "mine"]
-        printed = example("score_grid.py", tmp_path / "grid.png", prompt, *judge)
+    with fake_judge.FakeJudge(models=("mine", "other")) as server:
+        words = ["--server", server.url, "--model", "other"]
+        printed = example("score_grid.py", tmp_path / "grid.png", prompt, *words)
+        assert server.requests[0]["model"] == "other"
     first, mean = printed.splitlines()
     score = float(first.removeprefix("panels 1 and 2: "))
     assert mean == f"consistency_score = {score:.3f}"

@@ -39,7 +39,8 @@ class ServerReward:
 
     Args:
         base_url: Default: http://127.0.0.1:8000. Or give ``host`` and ``port``.
-        model: Served name; None = ``default_model``.
+        model: Served name; None = ``default_model`` of the class. If it has none either, the
+            server's PaCo-Reward-7B, or its only model.
         api_key: Default: the environment's VLLM_API_KEY. No file has it.
         max_concurrency: Requests in flight.
         deadline_s: Seconds until a pair counts as missing.
@@ -52,7 +53,8 @@ class ServerReward:
     port: int | None = None
     max_concurrency: int = 64
     deadline_s: float = 600.0
-    default_model = "PaCo-Reward-7B"
+    # Named where the judge would not do: another model must not answer in its place.
+    default_model: ClassVar[str | None] = None
     # Another address, or the same model under another name, gives the same scores.
     where: ClassVar[tuple[str, ...]] = (
         "base_url", "host", "port", "model", "max_concurrency", "deadline_s"

@@ -74,7 +74,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         "--model",
         "--backbone",
         help="folder, hub name, or served name with --server; default: the published "
-        "PaCo-Reward-7B",
+        "PaCo-Reward-7B, or the server's only model",
     )
     parser.add_argument("--adapter", help="adapter folder (engine transformers)")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs (engine vllm)")
@@ -106,8 +106,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
-    if args.model is None:
-        args.model = DEFAULT_MODEL if args.server else f"X-GenGroup/{DEFAULT_MODEL}"
+    if args.model is None and not args.server:
+        args.model = f"X-GenGroup/{DEFAULT_MODEL}"
     return args
 
 
@@ -133,6 +133,8 @@ def run_judge(
         questions: Are recorded in each row, with ``asked``.
         suffix: Stands after the judge's name in the name of the results file.
     """
+    if args.server:
+        args.model = JudgeClient(args.server, args.model).check()
     short_names = []
     exact_names = []
     for place in filter(None, (args.model, args.adapter)):

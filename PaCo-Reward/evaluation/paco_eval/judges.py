@@ -50,7 +50,7 @@ class ServerEngine:
     """
 
     def __init__(
-        self, url: str, model: str, form: RequestForm, deadline_s: float = DEADLINE_S
+        self, url: str, model: str | None, form: RequestForm, deadline_s: float = DEADLINE_S
     ) -> None:
         self._connect = partial(JudgeClient, url, model, deadline_s=deadline_s, form=form)
         self._client = self._connect()

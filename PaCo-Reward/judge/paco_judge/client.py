@@ -27,7 +27,7 @@ from paco_judge.verdict import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "PaCo-Reward-7B"
+DEFAULT_MODEL = "PaCo-Reward-7B"  # of a server with several models
 MODELS_TIMEOUT_S = 10.0
 FIRST_ANSWER_S = 120.0
 Choice = dict[str, Any] | str  # of a server's answer, or why there is none
@@ -39,7 +39,8 @@ class JudgeClient:
 
     Args:
         base_url: With or without a trailing ``/v1``.
-        model: Served name, in upper or lower case: published guides write it in two ways.
+        model: Served name, in upper or lower case: published guides write it in two ways. None:
+            ``DEFAULT_MODEL``, or the only model of the server.
         api_key: Sent as a bearer token. Default: the environment's VLLM_API_KEY.
         max_concurrency: Requests in flight.
         deadline_s: Seconds for a whole ``score``, retries included.
@@ -49,7 +50,7 @@ class JudgeClient:
     def __init__(
         self,
         base_url: str = "http://127.0.0.1:8000",
-        model: str = DEFAULT_MODEL,
+        model: str | None = None,
         *,
         api_key: str | None = None,
         max_concurrency: int = 64,
@@ -73,15 +74,21 @@ class JudgeClient:
             return self._served
         self._rows = self._list_models()
         served = [row["id"] for row in self._rows]
-        alike = [name for name in served if name.casefold() == self.model.casefold()]
+        wanted = self.model or DEFAULT_MODEL
+        alike = [name for name in served if name.casefold() == wanted.casefold()]
         if alike:
-            self._served = self.model if self.model in alike else alike[0]
-            if self._served != self.model:
-                logger.warning("model %r is served as %r, which is asked", self.model, self._served)
+            self._served = wanted if wanted in alike else alike[0]
+            if self._served != wanted:
+                logger.warning("model %r is served as %r, which is asked", wanted, self._served)
+            return self._served
+        if self.model is None and len(served) == 1:
+            self._served = served[0]
+            logger.info("the judge at %s is its only model, %r", self.base_url, self._served)
             return self._served
         names = ", ".join(map(repr, served)) or "nothing"
         raise UserError(
-            f"the judge at {self.base_url} does not serve {self.model!r}; it serves {names}"
+            f"the judge at {self.base_url} does not serve {wanted!r}; it serves {names}. Name one of "
+            "them: --model NAME, or in Python and in arguments of a reward model=NAME"
         )
 
     def identity(self) -> str | None:
@@ -129,7 +136,7 @@ class JudgeClient:
         error = (_answer(choice) if writes else self._verdict(choice)).error
         if error is not None:
             raise UserError(
-                f"the judge {self.model} at {self.base_url} did not answer a question about images "
+                f"the judge {self._served} at {self.base_url} did not answer a question about images "
                 f"within {seconds:.0f} s ({error}); look at its log, or ask another model"
             )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from paco_judge.client import DEFAULT_MODEL, JudgeClient
+from paco_judge.client import JudgeClient
 from paco_judge.errors import UserError
 from paco_judge.images import UnreadableImage, load_image
 from paco_judge.questions import (
@@ -48,7 +48,7 @@ class Judge:
 
     Args:
         base_url: Address of an OpenAI-compatible server.
-        model: Name under which it serves the judge.
+        model: Name under which it serves the judge; None: PaCo-Reward-7B, or its only model.
         api_key: The server's key, if it has one.
         form: How images and answers travel.
         **options: See ``JudgeClient``.
@@ -57,14 +57,14 @@ class Judge:
     def __init__(
         self,
         base_url: str = "http://127.0.0.1:8000",
-        model: str = DEFAULT_MODEL,
+        model: str | None = None,
         *,
         api_key: str | None = None,
         form: RequestForm = DEFAULT_FORM,
         **options: Any,
     ) -> None:
         client = JudgeClient(base_url, model, api_key=api_key, form=form, **options)
-        self.name = f"{client.model} at {client.base_url}"
+        self._name: Callable[[], str] = lambda: f"{client.check()} at {client.base_url}"
         self._score: Callable[[Sequence[Pair]], list[Verdict]] = client.score
         self._write: Callable[[Sequence[Pair], int], list[Answer]] = client.generate
 
@@ -97,11 +97,20 @@ class Judge:
                 "pip install 'paco-judge[scorer]'"
             ) from error
         judge = cls.__new__(cls)
-        judge.name = f"{model} with {adapter}" if adapter else str(model)
+        name = f"{model} with {adapter}" if adapter else str(model)
+        judge._name = lambda: name
         scorer = JudgeScorer.from_pretrained(model, adapter, batch_size=batch_size, form=form)
         judge._score = scorer.score
         judge._write = scorer.reasons
         return judge
+
+    @property
+    def name(self) -> str:
+        """Its folder or hub name, or its served name and address.
+
+        Raises UserError: There is no server, or another model.
+        """
+        return self._name()
 
     def score(
         self,

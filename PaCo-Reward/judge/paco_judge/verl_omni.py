@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paco_judge.client import DEFAULT_MODEL
 from paco_judge.grid import index_pairs, split_image, split_prompt
 from paco_judge.images import load_image, read_image
 from paco_judge.judge import Judge
@@ -24,7 +23,7 @@ async def consistency(
     ground_truth: str,
     extra_info: Mapping[str, Any] | None = None,
     base_url: str = "http://127.0.0.1:8000",
-    model: str = DEFAULT_MODEL,
+    model: str | None = None,
 ) -> dict[str, float]:
     """``{"score": …}`` in [0, 1], as PaCo-GRPO's consistency_for_editing or consistency_score.
 
@@ -34,7 +33,8 @@ async def consistency(
             (N, …): uint8, or floats in [0, 1].
         ground_truth: The prompt, of a grid of sub-figures.
         extra_info: Of an edit, ``source_img`` and ``instruction`` (default: the prompt).
-        base_url, model: The judge's server, and the name under which it serves the judge.
+        base_url, model: The judge's server, and the name under which it serves the judge (default:
+            PaCo-Reward-7B, or its only model).
 
     Raises:
         ValueError: The prompt is of no grid, or the image is no picture.

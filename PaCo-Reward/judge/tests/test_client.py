@@ -157,6 +157,22 @@ def test_the_model_is_looked_up_whatever_its_case(caplog):
             client(judge, model="Qwen").check()
 
 
+def test_the_only_model_of_a_server_needs_no_name(caplog):
+    """The published judge is preferred; among others, one must be named."""
+    caplog.set_level("INFO")
+    with FakeJudge(models=("mine",)) as judge:
+        named = JudgeClient(judge.url)
+        assert named.score([PAIR])[0].ok and named.check() == judge.requests[0]["model"] == "mine"
+        assert "'mine'" in caplog.text
+        with pytest.raises(UserError, match="'mine'.*--model.* model="):
+            JudgeClient(judge.url, "PaCo-Reward-7B").check()
+        judge.models = ["mine", "paco-reward-7b"]
+        assert JudgeClient(judge.url).check() == "paco-reward-7b"
+        for judge.models in (["mine", "other"], []):
+            with pytest.raises(UserError, match="--model"):
+                JudgeClient(judge.url).check()
+
+
 def test_the_api_key_is_sent_and_a_wrong_one_is_reported(monkeypatch):
     with FakeJudge(key="right") as judge:
         with pytest.raises(UserError, match="VLLM_API_KEY"):

@@ -169,7 +169,7 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
     text = "an OpenAI-compatible server: http://127.0.0.1:8000"
     add("--server", metavar="URL", help=text)
-    add("--model", default="PaCo-Reward-7B", help="served name (default %(default)s)")
+    add("--model", help="served name (default: PaCo-Reward-7B, or the server's only model)")
     add(
         "--continue_unknown",
         action="store_true",

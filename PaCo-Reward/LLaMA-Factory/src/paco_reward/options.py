@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError
 from paco_judge.judge import LONGEST_ANSWER, Judge
 from paco_judge.questions import add_form_arguments, form_of
@@ -46,7 +45,10 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
         default=LONGEST_ANSWER,
         help="longest answer (default %(default)s)",
     )
-    add_judge_options(parser, "model folder or hub name; served name with --server")
+    add_judge_options(
+        parser,
+        "model folder or hub name; with --server the served name (default: PaCo-Reward-7B, or the server's only model)",
+    )
     text = "ask an OpenAI-compatible server instead of loading a model"
     parser.add_argument("--server", metavar="URL", help=text)
 
@@ -76,7 +78,7 @@ def judge_of(args: argparse.Namespace) -> Judge:
         )
     return Judge(
         args.server,
-        args.model or DEFAULT_MODEL,
+        args.model,
         max_concurrency=MAX_CONCURRENCY,
         form=form,
     )
