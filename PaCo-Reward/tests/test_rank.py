@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bench_tools import ContentJudge
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pairing_tools import write_lines
@@ -17,6 +18,7 @@ from tiny_pipelines import save_open_clip
 
 from paco_eval import baselines
 from paco_eval.rank import METRICS, PUBLISHED, make_table, rank_metrics, table_main
+from paco_judge.errors import UserError
 from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
 
@@ -164,6 +166,17 @@ def test_histogram_values(rank):
     mixed.paste((0, 0, 255), (0, 0, 1, 4))  # a quarter is blue
     (verdict,) = baselines.make_baseline("histogram")([Pair(red, mixed, "")])
     assert verdict.p_yes == pytest.approx(0.75)
+
+
+def test_missing_weights_of_clip_i_are_named(monkeypatch):
+    import open_clip
+
+    def without_weights(*args, **options):
+        raise RuntimeError("Failed to download") from LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", without_weights)
+    with pytest.raises(UserError, match="hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K"):
+        baselines.make_baseline("clip_i")
 
 
 def test_clip_i_is_the_cosine_of_image_features(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from wired import IMAGES, ITEMS, MODELS, respond, shown_to_judge
 
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.rewards.remote.service import build_app, main
-from paco_grpo.rewards.remote.wire import decode_request, encode_request
+from paco_grpo.rewards.remote.wire import decode_request, decode_scores, encode_request
 from paco_grpo.types import Item
 from paco_judge import transport
 from paco_judge.errors import UserError
@@ -95,6 +96,29 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     assert f"{len(IMAGES)} scores" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("body", "scores"),
+    [
+        ({"scores": [1, 0.25, None]}, [1.0, 0.25, math.nan]),
+        ({"scores": "012"}, None),
+        ({"scores": {"a": 1, "b": 2, "c": 3}}, None),
+        ({"scores": ["1_0", 2.0, 3.0]}, None),
+        ({"scores": [True, 2.0, 3.0]}, None),
+        ({"scores": [[1.0], 2.0, 3.0]}, None),
+        ({"scores": [1.0, 2.0]}, None),
+        ({"rewards": [1.0, 2.0, 3.0]}, None),
+        ([1.0, 2.0, 3.0], None),
+    ],
+)
+def test_scores_are_a_list_of_numbers_or_null(body, scores):
+    content = json.dumps(body).encode()
+    if scores is not None:
+        np.testing.assert_array_equal(decode_scores(content, 3), scores)
+    else:
+        with pytest.raises(ValueError, match="scores"):
+            decode_scores(content, 3)
+
+
 def flow_factory_request(images, items, with_references: bool) -> dict:
     """What Flow-Factory's RemotePointwiseRewardModel posts to /compute."""
 
@@ -147,7 +171,8 @@ def test_flow_factory_gets_the_scores_of_its_batch(name):
         judge.respond = lambda number, request: (400, {}, {})
         answer = client.post("/compute", json=request).json()
         assert "rewards" not in answer and f"{len(IMAGES)} of" in answer["error"]
-        assert "error" in client.post("/compute", json=request | {"image": None}).json()
+        for wrong in ({"image": None}, {"prompt": "a" * len(IMAGES)}):
+            assert "error" in client.post("/compute", json=request | wrong).json()
 
 
 @pytest.mark.parametrize(

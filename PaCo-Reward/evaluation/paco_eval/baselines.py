@@ -12,6 +12,7 @@ from paco_eval.judges import ScorePairs
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
+from paco_judge.weights import explain_missing
 
 BASELINES = {  # --scorer -> its exact name, for the rows of a results file
     "clip_i": "clip_i ViT-H-14 laion2b_s32b_b79k",
@@ -25,7 +26,7 @@ DREAMSIM_TYPE = "ensemble"
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     """One of ``BASELINES`` as an engine that encodes ``batch_size`` images at once.
 
-    Raises UserError: Its package is missing.
+    Raises UserError: Its package is missing, or its weights.
     """
     if name == "histogram":
         return partial(_similarities, histograms, _overlap)
@@ -76,13 +77,15 @@ def histograms(images: Sequence[Image.Image]) -> np.ndarray:
 
 
 def _clip(device: str) -> tuple[Callable, Callable]:
-    """Preprocessing and encoder of OpenCLIP; weights from the hub."""
+    """Preprocessing and encoder of OpenCLIP; weights from the hub. Raises UserError."""
     import open_clip
 
     model, pretrained = CLIP
-    clip, _, preprocess = open_clip.create_model_and_transforms(
-        model, pretrained=pretrained, device=device
-    )
+    hub_name = open_clip.get_pretrained_cfg(model, pretrained or "").get("hf_hub", "").rstrip("/")
+    with explain_missing(hub_name or model):
+        clip, _, preprocess = open_clip.create_model_and_transforms(
+            model, pretrained=pretrained, device=device
+        )
     clip.eval()
     return preprocess, partial(clip.encode_image, normalize=True)
 

@@ -65,8 +65,12 @@ def encode_scores(scores: Sequence[float]) -> bytes:
 
 
 def decode_scores(body: bytes, count: int) -> list[float]:
-    """``count`` scores, missing as NaN. Raises ValueError: There are more or fewer."""
-    scores = json.loads(body)["scores"]
+    """``count`` scores, missing as NaN. Raises ValueError: They are others, or no numbers."""
+    message = json.loads(body)
+    scores = message.get("scores") if isinstance(message, dict) else None
+    kinds = set(map(type, scores)) if isinstance(scores, list) else {None}
+    if not kinds <= {int, float, type(None)}:  # true is no number
+        raise ValueError(f"its scores are no list of numbers or null: {str(message)[:200]}")
     if len(scores) != count:
         raise ValueError(f"it gave {len(scores)} scores for {count} images")
     return [math.nan if score is None else float(score) for score in scores]
@@ -77,6 +81,9 @@ def decode_compute(body: bytes) -> tuple[list[Image.Image], list[Item]]:
     message = json.loads(body)
     if not message.get("image"):
         raise ValueError("the request has no images; videos are not scored")
+    for name in ("image", "prompt"):
+        if type(message.get(name)) is not list:  # a text would be read letter by letter
+            raise ValueError(f"{name!r} must be a list, one for each image")
     images = [_from_png(text) for text in message["image"]]
     references = message.get("condition_images") or [[]] * len(images)
     items = []
