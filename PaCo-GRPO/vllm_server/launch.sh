@@ -15,7 +15,7 @@
 #   VLLM_TP, VLLM_REPLICAS GPUs per copy (default: 1), and copies of each model (default: as many as
 #                          there are GPUs for in CUDA_VISIBLE_DEVICES)
 #   VLLM_MAX_PIXELS        larger images are shrunk to it (default: 2097152, as in the judge's
-#                          training); 0 = the model's own
+#                          training); 0 = the model's own. Commands that load a judge read it, too
 #   VLLM_MAX_IMAGES        images in one request to vLLM (default: 16)
 #   MAX_MODEL_LEN          vLLM's longest request in tokens (default: 8192)
 #   GPU_MEMORY_UTILIZATION vLLM's share of a GPU's memory (default: 0.85)
