@@ -1,6 +1,7 @@
 """The work of ``generate``: images of prompts, with scores of a judge."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -25,6 +27,7 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
+from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import Reward, build_rewards, write_records
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
@@ -62,12 +65,16 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
 
     images = list(itertools.starmap(EvaluationImage, itertools.product(items, command.seeds)))
     (folder / "scores.jsonl").unlink(missing_ok=True)  # of other images
-    pictures = _sample(options, policy, images, folder)
+    rewards = {} if judge is None else {"judge": judge}
+    queue = ScoreQueue(rewards, options.sample.reward_batch_size)
+    with contextlib.closing(queue):
+        pictures = _sample(options, policy, images, folder, queue)
+        scores = queue.results(len(images))
     captions: list[str] = []
     num_kept = len(images)
     if judge is not None:
         write_records({"judge": judge}, folder)
-        rows = _score(judge, images, pictures)
+        rows = _rows(images, scores[:, 0])
         if command.best is not None:
             num_kept = _keep_best(rows, command.best, folder)
         write_json_lines(folder / "scores.jsonl", rows)
@@ -122,12 +129,18 @@ def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
 
 
 def _sample(
-    options: RunOptions, policy: Policy, images: Sequence[EvaluationImage], folder: Path
+    options: RunOptions,
+    policy: Policy,
+    images: Sequence[EvaluationImage],
+    folder: Path,
+    queue: ScoreQueue,
 ) -> list[Image.Image]:
-    """Sample the images and write them to ``folder``."""
+    """Sample the images, write them to ``folder`` and submit them, until a score fails."""
     pictures: list = [None] * len(images)
     sampling = Sampling(options.test.num_steps)
     for batch in evaluation_batches(policy, [item for item, _ in images], options):
+        if queue.failed():
+            break
         in_batch = [images[number] for number in batch.numbers]
         latents = evaluation_latents(policy, in_batch, batch, sampling)
         for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):
@@ -138,14 +151,13 @@ def _sample(
                 )
             picture.save(folder / name, compress_level=1)
             pictures[number] = picture
+        new = [pictures[number] for number in batch.numbers]
+        queue.submit(new, [item for item, _ in in_batch], batch.numbers)
     return pictures
 
 
-def _score(
-    judge: Reward, images: Sequence[EvaluationImage], pictures: Sequence[Image.Image]
-) -> list[dict[str, Any]]:
+def _rows(images: Sequence[EvaluationImage], scores: np.ndarray) -> list[dict[str, Any]]:
     """Rows of scores.jsonl; a missing score is None."""
-    scores = judge(pictures, [image.item for image in images])
     rows = []
     for (item, seed), score in zip(images, scores.tolist(), strict=True):
         row = {"file": _file_name(item, seed), "prompt": item.prompt, "seed": seed, "kept": True}

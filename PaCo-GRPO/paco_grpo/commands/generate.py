@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
     from paco_grpo.commands.drawing import generate
     from paco_grpo.options import read_options
+    from paco_grpo.rewards.queue import ScoringError
     from paco_grpo.training.checks import require_promised_gpu
 
     def run() -> None:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         kept = generate(options, command)
         print(f"{kept} images and sheet.png in {command.output}")
 
-    return run_command(run, OSError)
+    return run_command(run, ScoringError, OSError)
 
 
 def read_seeds(text: str) -> Sequence[int]:

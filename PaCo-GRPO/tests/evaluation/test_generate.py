@@ -3,15 +3,18 @@
 import argparse
 import itertools
 import json
+import time
 
 import numpy as np
 import pytest
 from fakes import fake_judge
 from named import load as load_named
 from PIL import Image
+from reward_factories import checked
 from tiny_policies import disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script, write_edits
 
+from paco_grpo.commands import drawing
 from paco_grpo.commands.drawing import items_to_draw
 from paco_grpo.commands.generate import read_seeds
 from paco_grpo.data.prompts import load_prompts
@@ -119,6 +122,28 @@ def test_generated_images_are_scored_by_a_judge(trained_run, tmp_path):
     assert sum(row["judge"] is None for row in rows) == 1
     assert [row for row in rows if row["kept"]] == best
     assert {path.name for path in out.glob("0*.png")} == {row["file"] for row in best}
+
+
+def test_a_judge_that_fails_ends_the_drawing(trained_run, tmp_path, monkeypatch, capsys):
+    """Its first score of nine images fails."""
+
+    def fail(images, items):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(drawing, "_judge", lambda *_: checked(fail))
+    sampled = drawing.evaluation_latents
+
+    def slowly(*arguments):
+        time.sleep(0.05)
+        return sampled(*arguments)
+
+    monkeypatch.setattr(drawing, "evaluation_latents", slowly)
+    command = ["--config", str(trained_run.folder / "saved.yaml"), "--seeds", "9", "--judge", "x"]
+    command += ["--config.test.batch_size=1", "--config.sample.reward_batch_size=1"]
+    command += ["--output", str(tmp_path), "--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b."]
+    assert load_script("generate").main(command) == 1
+    assert "out of order" in capsys.readouterr().err
+    assert 1 <= len(list(tmp_path.glob("0*.png"))) < 9
 
 
 def test_a_file_has_the_items_of_the_evaluation(tmp_path):
