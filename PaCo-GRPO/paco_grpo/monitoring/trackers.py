@@ -78,8 +78,7 @@ class Tracker:
     ) -> None:
         self.name = name
         self.tracker = None
-        # wandb and SwanLab record the command line.
-        sys.argv[:] = [word.partition("=")[0] if "api_key" in word else word for word in sys.argv]
+        _hide_keys()
         try:
             if name == "tensorboard":
                 self.tracker = TensorBoardTracker("tensorboard", run_dir)  # run_dir/tensorboard
@@ -142,6 +141,15 @@ class Tracker:
         """Send what is left and end the tracker's run."""
         if self.tracker is not None:
             self.tracker.finish()
+
+
+def _hide_keys() -> None:
+    """Keys of servers in the command line, which wandb and SwanLab record."""
+    for place, word in enumerate(sys.argv):
+        if "api_key" in word:
+            sys.argv[place] = word.partition("=")[0]
+            # SwanLab reads the process's own, which cannot be changed.
+            os.environ["SWANLAB_PROBE_RUNTIME"] = "false"
 
 
 def _identity(run_dir: Path) -> dict[str, str]:

@@ -86,10 +86,12 @@ def test_the_real_package_gets_the_numbers_and_pictures(tmp_path, name):
     install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--target", packages, name]
     subprocess.run(install, check=True)
     environment = os.environ | {f"{name.upper()}_MODE": "offline"}
-    command = [sys.executable, "-c", LOG, packages, name, tmp_path]
+    command = [sys.executable, "-c", LOG, packages, name, tmp_path, "--a.api_key=SECRET"]
     subprocess.run(command, env=environment, cwd=tmp_path, timeout=500, check=True)
     folder = tmp_path / name
     (log,) = folder.rglob(f"*.{name}")
     written = log.read_bytes()
     assert b"the-project" in written and b"reward/brightness_mean" in written
+    for file in folder.rglob("*"):  # one has the command line
+        assert not file.is_file() or b"SECRET" not in file.read_bytes()
     assert len(list(folder.rglob("*.png"))) == 2

@@ -103,6 +103,7 @@ def test_trackers_see_no_key_on_the_command_line(tmp_path, monkeypatch):
     seen = []
     init = Mock(side_effect=lambda *_, **__: seen.append(list(sys.argv)))
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    monkeypatch.setenv("SWANLAB_PROBE_RUNTIME", "true")
     monkeypatch.setattr(sys, "argv", ["train.py", "--config=x", f"--config.a.api_key={SECRET}"])
     Tracker("trackio", tmp_path, "p", "r", {})
     assert seen == [["train.py", "--config=x", "--config.a.api_key"]]
