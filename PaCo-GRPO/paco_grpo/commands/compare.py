@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from paco_grpo.data.sets import fingerprint_sets, load_items, reward_arguments
 from paco_grpo.distributed import Strategy, main_decides, start_processes
-from paco_grpo.evaluation.evaluate import Evaluation
+from paco_grpo.evaluation.evaluate import Evaluation, log_repeats
 from paco_grpo.evaluation.intervals import Row, intervals, markdown
 from paco_grpo.monitoring.metrics import pairs_of
 from paco_grpo.names import did_you_mean
@@ -158,6 +158,8 @@ def prepare(
     text_length(options, items)  # warns of prompts that will be truncated
     rewards = evaluation_rewards(options, accelerator.device, items)
     if accelerator.is_main_process:
+        if images_per_prompt == 1:
+            log_repeats(items, options, rewards)
         write_records(rewards, folder)
     return PromptSet(options, items, rewards)
 

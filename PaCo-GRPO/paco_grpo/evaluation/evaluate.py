@@ -63,6 +63,36 @@ def evaluation_set(
     return images
 
 
+def log_repeats(items: Sequence[Item], options: RunOptions, rewards: Mapping[str, Reward]) -> None:
+    """Say which prompts an evaluation draws more than once.
+
+    It is meant where a reward compares the images of a prompt.
+    """
+    sets = prompt_sets(options)
+    count = options.test.num_images or len(items)
+    drawn = Counter(item.item_id for item in items_in_turn(items, count))
+    repeats = []
+    for number, prompt_set in enumerate(sets):
+        times = [drawn[item.item_id] for item in items if item.dataset == number]
+        if max(times, default=0) > 1:
+            of_name = f"{prompt_set.name}: " if prompt_set.name else ""
+            at_most = "" if len(set(times)) == 1 else "up to "
+            repeats.append(
+                f"{of_name}{len(times)} prompts, {sum(times)} images: each is drawn "
+                f"{at_most}{max(times)} times"
+            )
+    if repeats:
+        shared = f", shared by {len(sets)} prompt sets" if len(sets) > 1 else ""
+        is_meant = any(reward.compares_images for reward in rewards.values())
+        logger.log(
+            logging.INFO if is_meant else logging.WARNING,
+            "config.test.num_images=%s%s: %s",
+            options.test.num_images,
+            shared,
+            "; ".join(repeats),
+        )
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Samples and scores the evaluation set with a policy's current weights.

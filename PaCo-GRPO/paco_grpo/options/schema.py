@@ -218,7 +218,8 @@ class TestOptions:
     num_steps: Amount = option(20, "denoising steps")
     num_images: Count | None = beyond_paper(
         None,
-        "images per evaluation, one of each test item in turn; None: of all items",
+        "images per evaluation, one of each test item in turn, several if there are fewer items; "
+        "None: one of each",
     )
     seed: Seed | None = option(None, "seed of the initial noise; None: config.seed")
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")

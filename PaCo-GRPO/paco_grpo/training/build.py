@@ -19,6 +19,7 @@ from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.advantages.groups import SetRewards, weighted_sum
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
 from paco_grpo.distributed import Strategy, main_decides, same_outcome, start_processes
+from paco_grpo.evaluation.evaluate import log_repeats
 from paco_grpo.monitoring.health import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
 from paco_grpo.objectives import Objective
@@ -186,6 +187,7 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
     rewards = build_run_rewards(options, accelerator.device, items_of_sets)
     main_decides(accelerator, lambda: compare_rewards(options, earlier, rewards.all()))
     if accelerator.is_main_process:
+        log_repeats(test_items, options, rewards.test)
         write_records(rewards.all(), folder)
     tracker = None
     if accelerator.is_main_process:

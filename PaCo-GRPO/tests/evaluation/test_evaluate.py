@@ -14,9 +14,9 @@ from tiny_run import brightness, load_script, rows_of, tiny_options, train, writ
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation import evaluate
-from paco_grpo.evaluation.evaluate import evaluation_set
+from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats
 from paco_grpo.monitoring.metrics import evaluation_metrics
-from paco_grpo.options import RunOptions, options_to_yaml
+from paco_grpo.options import RunOptions, make_options, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
 from paco_grpo.types import Item
@@ -155,6 +155,34 @@ def test_the_same_command_continues_where_it_stopped(evaluated, capsys):
 def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image, np.int16)
+
+
+@pytest.mark.parametrize(
+    ("num_images", "sizes", "said"),
+    [
+        (256, (2,), "2 prompts, 256 images: each is drawn 128 times"),
+        (7, (3,), "3 prompts, 7 images: each is drawn up to 3 times"),
+        (3, (3,), None),
+        (None, (3,), None),
+        # Two sets have four images each.
+        (8, (5, 3), "shared by 2 prompt sets: b: 3 prompts, 4 images: each is drawn up to 2 times"),
+    ],
+)
+def test_prompts_that_repeat_are_said(num_images, sizes, said, caplog):
+    items = []
+    for dataset, size in enumerate(sizes):
+        for _ in range(size):
+            items.append(Item(len(items), "p", dataset=dataset))
+    sets = {name: {"folder": "x"} for name in "ab"[: len(sizes)]}
+    values = {"datasets": sets if len(sizes) > 1 else {}, "test": {"num_images": num_images}}
+    log_repeats(items, make_options(values), {"a": checked(lambda images, items: [])})
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (said is not None)
+    assert said is None or caplog.messages[0].endswith(said)
+    caplog.clear()
+    compares = checked(lambda images, items: [])
+    compares.compares_images = True  # then they are meant
+    log_repeats(items, make_options(values), {"a": compares})
+    assert caplog.messages == []
 
 
 def test_evaluation_set_repeats_items_with_new_seeds():
