@@ -4,6 +4,10 @@
 
 NAME is one of t2is, gedit, sharegpt-4o-image, pickscore, ocr. --source is a folder with the set as
 published, if it was downloaded before. The output is written completely or not at all.
+
+    python dataset/fetch.py questions --source CLONE [--output FOLDER]
+
+writes the published judge's own questions to text files, from a clone of its repository.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
+from published_questions import REPOSITORY, USE, write_questions
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.ocr import quoted_texts
@@ -35,6 +40,7 @@ from paco_judge.images import read_image
 
 _FLOW_GRPO = "https://raw.githubusercontent.com/yifan123/flow_grpo/main"
 _PIECE = 64  # rows of a table in memory
+QUESTIONS = "questions"
 _TEST_SHARE = 0.1  # of sets without a test split
 
 
@@ -300,10 +306,13 @@ def convert(
 
 def fetch(options: argparse.Namespace) -> None:
     """Download, convert and say how the set is used. Raises UserError."""
-    public = SETS[options.name]
     output = options.output or Path(__file__).with_name(f"public-{options.name}")
     if output.exists() and any(output.iterdir()):
         raise UserError(f"{output} is not empty; give another folder with --output, or remove it")
+    if options.name == QUESTIONS:
+        fetch_questions(options.source, output)
+        return
+    public = SETS[options.name]
     counts = convert(public, options.source or download(public, options.name), output, options)
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
     print(
@@ -312,12 +321,30 @@ def fetch(options: argparse.Namespace) -> None:
     )
 
 
+def fetch_questions(source: Path | None, output: Path) -> None:
+    """Write the published judge's questions and say how they are used. Raises UserError."""
+    if source is None:
+        raise UserError(
+            f"give a clone of the published repository (git clone {REPOSITORY}) with --source"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        new = Path(folder, "questions")
+        new.mkdir()
+        names = write_questions(source, new)
+        new.replace(output)
+    print(f"{output}: {', '.join(names)}")
+    print(USE.format(output.resolve()))
+
+
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 with one message."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(SETS))
+    parser.add_argument("name", choices=[*sorted(SETS), QUESTIONS])
     parser.add_argument("--output", type=Path, help="default: dataset/public-NAME")
-    parser.add_argument("--source", type=Path, help="folder of the set as published (no download)")
+    parser.add_argument(
+        "--source", type=Path, help="folder of the set as published (no download), or the clone"
+    )
     parser.add_argument(
         "--limit",
         type=int,

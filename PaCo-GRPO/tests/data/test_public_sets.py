@@ -2,7 +2,6 @@
 do.
 """
 
-import importlib
 import io
 import json
 import tarfile
@@ -10,29 +9,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from PIL import Image
 
 from paco_grpo.data.prompts import load_prompts
 from paco_judge.grid import split_prompt
 
 FOLDER = Path(__file__).resolve().parents[2] / "dataset"
-
-
-@pytest.fixture
-def fetch(monkeypatch, tmp_path):
-    """The command's module; its conversion from ``source`` to ``out`` is ``fetch.run(name, …)``."""
-    monkeypatch.syspath_prepend(FOLDER)  # as when it is run: `python dataset/fetch.py`
-    module = importlib.import_module("fetch")
-    arguments = ["--source", str(tmp_path / "source"), "--output", str(tmp_path / "out")]
-    module.run = lambda name, *more: module.main([name, *arguments, *more])
-    return module
-
-
-@pytest.fixture
-def source(tmp_path):
-    (tmp_path / "source").mkdir()
-    return tmp_path / "source"
 
 
 def encoded(color, kind="PNG") -> bytes:
