@@ -65,6 +65,12 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
 
     images = list(itertools.starmap(EvaluationImage, itertools.product(items, command.seeds)))
     (folder / "scores.jsonl").unlink(missing_ok=True)  # of other images
+    names = {_file_name(*image) for image in images}
+    earlier = [path.name for path in sorted(folder.glob("*_seed*.png")) if path.name not in names]
+    if earlier:
+        logger.warning(
+            "%s keeps %d images of earlier calls, such as %s", folder, len(earlier), earlier[0]
+        )
     rewards = {} if judge is None else {"judge": judge}
     queue = ScoreQueue(rewards, options.sample.reward_batch_size)
     with contextlib.closing(queue):

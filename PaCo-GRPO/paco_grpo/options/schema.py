@@ -225,7 +225,7 @@ class TestOptions:
     save_eval_images: bool = option(True, "every image saved, not only the contact sheet")
     reward_fn: Weights = option({}, "rewards of the evaluation; empty: as in training")
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = option(
-        {}, "their arguments; missing names: as in train"
+        {}, "all arguments of a reward, in place of train's; other rewards keep theirs"
     )
 
 
@@ -274,7 +274,7 @@ class DatasetOptions:
         {}, "rewards of its test images; empty: as config.test, or as its training"
     )
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = beyond_paper(
-        {}, "their arguments; missing names: as in config.train and config.test"
+        {}, "all arguments of a reward, in place of train's and test's; other rewards keep theirs"
     )
 
 

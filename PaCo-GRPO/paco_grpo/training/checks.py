@@ -21,10 +21,12 @@ from paco_grpo.policies.loading import is_step_distilled, text_length
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.rewards.registry import REWARDS, reward_weights
 from paco_grpo.types import Item
+from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_ADDRESS = ("server", "base_url", "host", "port")  # arguments of rewards
 FEW_STEPS = 8  # the most steps that a model distilled to few steps takes
 
 
@@ -98,6 +100,7 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
                 f"train.aggregate_fn={describe(train.aggregate_fn)}: "
                 f"the weights {dict(prompt_set.train.weights)} do not count"
             )
+    warnings += replaced_places(options)
     # Embedded guidance is on unless its scale is 0.
     is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided
@@ -111,6 +114,32 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             f"Use {', '.join(others)}, or the model that is not distilled"
         )
     return warnings
+
+
+def replaced_places(options: RunOptions) -> list[str]:
+    """A line for each reward whose arguments in ``test`` or a set leave out which model answers.
+
+    They replace all arguments that it has elsewhere, not only those of the same name.
+    """
+    train = options.train.reward_fn_kwargs
+    test = options.test.reward_fn_kwargs
+    tables = [("test", test, train)]
+    for name, of_set in options.datasets.items():
+        tables.append((f"datasets.{name}", of_set.reward_fn_kwargs, train | test))
+    lines = []
+    for option, kwargs, elsewhere in tables:
+        for name, arguments in kwargs.items():
+            before = elsewhere.get(name, {})
+            lost = [word for word in _ADDRESS if before.get(word)]
+            if "model" not in arguments and before.get("model") not in (None, DEFAULT_MODEL):
+                lost.append("model")
+            # Another server has a model of its own.
+            if lost and arguments.keys().isdisjoint(_ADDRESS):
+                lines.append(
+                    f"{option}.reward_fn_kwargs.{name} replaces all arguments of {name}, also "
+                    f"{', '.join(lost)}: repeat what is to stay"
+                )
+    return lines
 
 
 def contradictions(options: RunOptions) -> list[str]:

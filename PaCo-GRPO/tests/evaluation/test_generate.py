@@ -60,7 +60,7 @@ def test_arguments_that_would_do_something_else_are_refused(capsys, words, named
     assert named in capsys.readouterr().err
 
 
-def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
+def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys, caplog):
     """Of an editor with true CFG, which the toy configuration does not use."""
     name = "qwen_image_edit"
     policy = load(name, tiny_folder(name), guidance_scale=4.0)
@@ -79,13 +79,16 @@ def test_images_are_those_of_the_evaluation(tiny_folder, tmp_path, capsys):
         more += ["--image", tmp_path / f"{number}.png"]
     out = tmp_path / "out"
     out.mkdir()
-    (out / "scores.jsonl").write_text("of an earlier call")
+    for earlier in ("scores.jsonl", "00000_seed7.png", "00002_seed0.png", "00000_seed3.png"):
+        (out / earlier).write_text("of an earlier call")
     test = {"test.resolution": 32, "test.num_steps": 2, "test.batch_size": 4}
     options = {"pretrained.model": tiny_folder(name), "max_sequence_length": 24} | test
     command = ["--config", f"{ROOT}/config/grpo.py:toy_kontext", *as_arguments(options)]
     status = load_script("generate").main([*command, *map(str, more), "--output", str(out)])
     assert status == 0, capsys.readouterr().err
-    assert len(list(out.iterdir())) == 5  # with the sheet
+    assert len(list(out.iterdir())) == 7  # with the sheet, and two earlier ones
+    (warning,) = [text for text in caplog.messages if "earlier" in text]
+    assert "2 images" in warning and "00000_seed3.png" in warning
     for number, seed in itertools.product((0, 1), (0, 7)):
         image = Image.open(out / f"0000{number}_seed{seed}.png")
         assert (image.width > image.height) is (number == 1)

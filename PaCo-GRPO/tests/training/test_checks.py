@@ -23,6 +23,8 @@ NEGATIVE = {"train.reward_fn": '{"consistency_score": -1}'}
 ALL_ONE = '{"name": "log_tame_aggregate_fn", "arguments": {"reward_weights": null}}'
 OWN = {"name": "log_tame_aggregate_fn", "arguments": {"reward_weights": {"a": 1, "b": 2.0}}}
 OWN = {"train.aggregate_fn": json.dumps(OWN)}
+SCORE = "train.reward_fn_kwargs.consistency_score"
+JUDGE = {f"{SCORE}.host": "a", f"{SCORE}.model": "m", "datasets.a.folder": "x", "dataset": ""}
 TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
 
 
@@ -43,6 +45,19 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
             OWN | {"train.reward_fn": '{"x:a": 1, "b": 3}', "test.reward_fn": ""},
             "train.aggregate_fn=",
         ),
+        (JUDGE | {"test.reward_fn_kwargs.consistency_score.question": "pair"}, "test.reward_fn_kw"),
+        (
+            JUDGE | {"datasets.a.reward_fn_kwargs.consistency_score.question": "pair"},
+            "datasets.a.r",
+        ),
+        (JUDGE | {"test.reward_fn_kwargs.consistency_score.port": "81"}, None),
+        (JUDGE | {"test.reward_fn_kwargs.consistency_score.model": "n"}, "test.reward_fn_kwargs"),
+        ({f"{SCORE}.model": "m", "test.reward_fn_kwargs.consistency_score.model": "n"}, None),
+        (
+            {f"{SCORE}.model": "PaCo-Reward-7B", "test.reward_fn_kwargs.consistency_score.x": "y"},
+            None,
+        ),
+        (JUDGE | {"test.reward_fn_kwargs.unused.port": "81"}, None),
         (TURBO, None),
         (TURBO | {"train.loss_type": "nft"}, "train.loss_type='nft'"),
         (TURBO | {"train.loss_type": "dgpo", "test.num_steps": "28"}, None),
