@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
     from paco_grpo.commands import start_logging
     from paco_grpo.options import ConfigError, describe_options, read_options
-    from paco_judge.errors import end_with_parent
+    from paco_judge.errors import end_with_parent, print_error
 
     if "LOCAL_RANK" in os.environ:
         end_with_parent()  # otherwise, this process would train on alone without its launcher
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     try:
         options, name = read_options([word for word in arguments if word != "--help"])
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(f"error: {error}")
         return 2
     if "--help" in arguments:
         if is_main:
@@ -50,7 +50,7 @@ def train(options: RunOptions, name: str, is_main: bool = True) -> int:
     from paco_grpo.training.checks import require_promised_gpu
     from paco_grpo.training.resume import TrainingStopped
     from paco_grpo.training.trainer import Trainer
-    from paco_judge.errors import UserError
+    from paco_judge.errors import UserError, print_error
 
     trainer = None
     try:
@@ -68,7 +68,7 @@ def train(options: RunOptions, name: str, is_main: bool = True) -> int:
         return 130
     except UserError as error:
         again = resume_command(trainer)
-        print(f"error: {error}{f'. Then: {again}' if again else ''}", file=sys.stderr)
+        print_error(f"error: {error}{f'. Then: {again}' if again else ''}")
         return 4 if again else 2
     return 0
 

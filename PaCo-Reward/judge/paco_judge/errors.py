@@ -1,12 +1,15 @@
 """The error that a user can repair, and how every command of this repository shows it."""
 
 import ctypes
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_LAUNCHER_S = 15.0  # until the main process has ended, and it has noticed
 
 
 class UserError(ValueError):
@@ -33,11 +36,21 @@ def run_command(command: Callable[[], int | None], *others: type[Exception]) -> 
     try:
         return command() or 0
     except (UserError, *others) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def print_error(text: str) -> None:
+    """Print ``text`` to standard error, once if all processes of a launcher end for this reason.
+
+    The others wait: when the main process has ended, the launcher ends them.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_LAUNCHER_S)
+    print(text, file=sys.stderr)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

@@ -90,7 +90,7 @@ def test_a_process_ends_with_its_killed_parent():
         assert parent.stdout.read() == b""  # whose other end the child had, too
 
 
-def test_how_a_command_ends(capsys):
+def test_how_a_command_ends(capsys, monkeypatch):
     def fail(error):
         raise error
 
@@ -101,3 +101,10 @@ def test_how_a_command_ends(capsys):
     assert capsys.readouterr().err.startswith("error: set x\nerror: full\n")
     with pytest.raises(KeyError):
         run_command(lambda: fail(KeyError("a defect")))
+    # One of several processes gives the main one the time to say it first.
+    waited = []
+    monkeypatch.setattr("paco_judge.errors.time.sleep", waited.append)
+    for rank in ("0", "2"):
+        monkeypatch.setenv("RANK", rank)
+        assert run_command(lambda: fail(UserError("set x"))) == 1
+    assert len(waited) == 1 and capsys.readouterr().err == "error: set x\n" * 2
