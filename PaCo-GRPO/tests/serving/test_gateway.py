@@ -36,7 +36,8 @@ def gateway(names=("A", "A=2", "B"), api_key=None) -> tuple:
         if port in ERRORS:
             raise ERRORS[port]("no")
         if request.method == "GET":
-            return httpx.Response(200, json={"data": [{"id": name} for name in LISTED[port]]})
+            rows = [{"id": name, "identity": f"o/{name}@{port}"} for name in LISTED[port]]
+            return httpx.Response(200, json={"data": rows})
         asked = json.loads(request.content)
         if asked.get("bad"):
             return answered({}, 400)
@@ -91,6 +92,8 @@ async def test_what_cannot_be_answered_is_an_error_in_openais_format(content, st
         assert health.json()["models"] == {name: port < 3 for name, port in PORTS.items()}
         models = (await http.get("/v1/models")).json()["data"]
         assert [row["id"] for row in models] == ["A", "A=2", "B"]
+        whose = {row["id"]: row["identity"] for row in models}
+        assert whose == {name: f"o/{name}@{PORTS[name]}" for name in whose}
         answer = await http.post("/v1/chat/completions", content=content)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

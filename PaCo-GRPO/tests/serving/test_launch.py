@@ -13,6 +13,7 @@ from fakes import free_port
 from serving_tools import VLLM_PYTHON, body, top_logprobs
 
 from paco_judge.client import JudgeClient
+from paco_judge.identity import identity
 from vllm_server.servers import Server, read_servers
 
 
@@ -107,9 +108,13 @@ def test_stop_signals_nothing_but_what_it_started():
 def test_real_vllm_gives_the_scores_of_transformers(shell, judge_folder, scorer, pairs, scores):
     real = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_START_TIMEOUT": "800"}
     assert "Engine: vllm" in shell.launch(VLLM_MODEL_PATHS=str(judge_folder), **real)
-    verdicts = JudgeClient(shell.url, model="judge", deadline_s=300).score(pairs)  # at once
+    client = JudgeClient(shell.url, model="judge", deadline_s=300)
+    assert client.identity() == identity(judge_folder), "and it says whose scores they are"
+    verdicts = client.score(pairs)  # at once
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(scores, abs=1e-4)
     url = f"{shell.url}/v1/chat/completions"
+    listed = httpx.get(f"{shell.url}/v1/models", timeout=60, trust_env=False).json()
+    assert listed["data"][0]["identity"] == client.identity(), "also to other machines"
     for pair in pairs[:4]:
         answer = httpx.post(url, json=body(pair), timeout=300, trust_env=False)
         (logits,) = scorer.first_token_logits([scorer.chat(pair)]).astype(float)
