@@ -14,6 +14,7 @@ from forked_runs import (
     TOLERANCE,
     assert_same_training,
     observed,
+    rows,
     run_to_end,
     state,
 )
@@ -104,6 +105,21 @@ def test_each_process_holds_its_part_of_the_base(trained):
     assert all(part["sharded"] == [True] and part["lora_whole"] for part in parts)
     # rows are not divisible in every matrix, so parts are equal up to a few rows
     assert max(part["base_here"] for part in parts) < 1.1 * parts[0]["base"] / 2
+
+
+@pytest.mark.slow
+def test_gradients_of_sharded_weights_are_sums(tiny_flux_dir, tmp_path):
+    """Of all weights, where nothing is whole on a process: in one optimizer step, whose size does
+    not show the gradient's.
+    """
+    changes = COMPARABLE | FULL | {"num_epochs": 1, "save_freq": 0, "test__num_images": 1}
+    changes |= {"train__gradient_step_per_epoch": 1, "sample__num_images_per_prompt": 4}
+    norms = []
+    for processes, sharding in ((1, {}), (2, FSDP2)):
+        folder = tmp_path / str(processes)
+        run_to_end(tiny_flux_dir, folder, processes, **changes | sharding)
+        norms.append(rows(folder)[0]["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
 
 
 @pytest.mark.long
