@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
+QWEN_TOKENIZER: Path | None = None  # a folder: families whose tokenizer is Qwen's get the real one
 CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<pad>", "</s>", "<unk>", "<s>"]
 # Qwen-Image's own scheduler, but for the number of tokens at which its shift ends.
@@ -95,7 +96,9 @@ def t5_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def qwen_tokenizer(*special: str) -> transformers.Qwen2Tokenizer:
-    """One token a byte, and one for each text of ``special``."""
+    """One token a byte, and one for each text of ``special``; or Qwen's own."""
+    if QWEN_TOKENIZER is not None:
+        return transformers.Qwen2Tokenizer.from_pretrained(QWEN_TOKENIZER, model_max_length=4096)
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     return transformers.Qwen2Tokenizer(

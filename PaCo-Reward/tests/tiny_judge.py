@@ -18,6 +18,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -186,6 +187,41 @@ def save_judge(folder: Path) -> Path:
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     make_processor().save_pretrained(folder)
     return folder
+
+
+def save_qwen_judge(folder: Path, tokenizer: Path) -> Path:
+    """A random Qwen2.5-VL with Qwen's own tokenizer, and the real size of vocabulary and images.
+
+    No is as probable as Yes on average, and both are among the top 20.
+    """
+    own = Qwen2Tokenizer.from_pretrained(tokenizer)
+    own.chat_template = CHAT_TEMPLATE
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+    processor = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(size=size),
+        own,
+        make_processor().video_processor,
+        chat_template=CHAT_TEMPLATE,
+    )
+    config = Qwen2_5_VLConfig.from_pretrained(TOY_JUDGE)
+    config.image_token_id, config.video_token_id = own.convert_tokens_to_ids(
+        ["<|image_pad|>", "<|video_pad|>"]
+    )
+    config.vision_start_token_id, config.vision_end_token_id = own.convert_tokens_to_ids(
+        ["<|vision_start|>", "<|vision_end|>"]
+    )
+    text = config.text_config
+    text.vocab_size = 152064  # more than there are tokens
+    text.hidden_size = config.vision_config.out_hidden_size = 64
+    text.num_attention_heads = 2
+    text.num_key_value_heads = 1
+    text.max_position_embeddings = 32768
+    text.eos_token_id, text.pad_token_id = own.eos_token_id, own.pad_token_id
+    text.bos_token_id = None
+    torch.manual_seed(0)
+    save_model(Qwen2_5_VLForConditionalGeneration(config).eval(), folder / "random")
+    processor.save_pretrained(folder / "random")
+    return save_answering(folder / "random", folder / "judge")
 
 
 def picture(seed: int, size: int = 32) -> Image.Image:

@@ -4,6 +4,7 @@ A new one is a row of FAMILIES in tiny_policies.py.
 """
 
 import dataclasses
+import functools
 import re
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_policies import (
     FAMILIES,
     VARIANTS,
+    build_with_qwen_tokenizer,
     disturb,
     items,
     load,
@@ -37,12 +39,28 @@ from paco_grpo.sampling.denoise import (
 from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Conditioning
 
+
+@pytest.fixture(params=["tiny tokenizer", "qwen tokenizer"])
+def tiny_folder(request, tiny_folder):
+    """Also with the tokenizer that Qwen's encoders have, for which several letters are a token."""
+    if request.param == "tiny tokenizer":
+        return tiny_folder
+    return request.getfixturevalue("qwen_folder")
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(qwen_tokenizer, tmp_path_factory):
+    return functools.cache(
+        lambda name: build_with_qwen_tokenizer(name, tmp_path_factory.mktemp(name), qwen_tokenizer)
+    )
+
+
 STEPS = 3
 TEXT_TOKENS = 40  # less than the policies are loaded with
 BY_NAME = pytest.mark.parametrize("name", FAMILIES)
 PROMPTS = ("make the star blue", "b", "a circle in place of the star")
 
-ONE_LENGTH = ("one blue star", "two red suns!", "six old boats")
+ONE_LENGTH = ("one blue star", "two blue cars", "six blue dogs")  # in bytes and in words
 
 
 def prompts_of(name):
@@ -170,8 +188,61 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
 
 
+GUIDED = [name for name in FAMILIES if "negative_prompt" in FAMILIES[name].options]
+GUIDED.append("flux2_klein")
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_scale_below_one_guides_where_the_pipeline_does(tiny_folder, monkeypatch, name):
+    """With a negative prompt that is longer than the prompt."""
+    monkeypatch.setattr(Flux2ImageProcessor, "check_image_input", lambda self, image: image)
+    options = {} if name == "flux2_klein" else {"negative_prompt": "blurred, and dark in one place"}
+    policy = load(name, tiny_folder(name), max_sequence_length=72, guidance_scale=0.6, **options)
+    (item,) = items(name, "a star")
+    (latent,), forwards = sample(policy, [item], [5])
+    assert len(forwards) == STEPS * (2 if name in ("krea2", "z_image") else 1)
+    theirs = stock_image(load_pipeline(policy, tiny_folder(name)), policy, item, 5)
+    assert (pixels(policy, latent, item) - theirs).abs().max() <= 1e-5
+
+
+@BY_NAME
+def test_bfloat16_rounds_weights_and_features_alone(tiny_folder, name):
+    """Not the VAE, the latents, or the time and guidance that the transformer gets."""
+    folder = tiny_folder(name)
+    velocities = []
+    scalars = []
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = load(name, folder, dtype=dtype)
+        given = []
+        policy.transformer.register_forward_pre_hook(
+            lambda _, args, kwargs, given=given: given.extend([*args, *kwargs.values()]),
+            with_kwargs=True,
+        )
+        prompt = prompts_of(name)[0]
+        velocities.append(velocity_of(policy, name, prompt).detach())
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        scalars.append([value for value in tensors if value.shape == (1,)])
+    assert scalars[0] and len(scalars[0]) == len(scalars[1])
+    for one, other in zip(*scalars, strict=True):
+        assert other.dtype == torch.float32 and torch.equal(one, other)
+    encoders = [p for encoder in policy.text_encoders() for p in encoder.parameters()]
+    assert {parameter.dtype for parameter in encoders} == {torch.bfloat16}
+    kept = policy.transformer._keep_in_fp32_modules or ()
+    for parameter_name, parameter in policy.transformer.named_parameters():
+        is_kept = any(part in kept for part in parameter_name.split("."))
+        assert parameter.dtype == (torch.float32 if is_kept else torch.bfloat16), parameter_name
+    saved = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
+    for key, tensor in policy.pipeline.vae.state_dict().items():
+        assert torch.equal(tensor, saved[key])
+    exact, rounded = velocities
+    assert rounded.dtype == torch.float32
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
 @pytest.mark.parametrize(
-    "prompt", ["\N{SNOWMAN}" * 20, "x" * 20], ids=["inside a character", "inside the suffix"]
+    "prompt",
+    ["\N{EGYPTIAN HIEROGLYPH A001}" * 20, "7" * 22],
+    ids=["inside a character", "inside the suffix"],
 )
 def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, prompt):
     folder = tiny_folder("qwen_image")
@@ -203,7 +274,7 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
         sample=SimpleNamespace(negative_prompt=None),
         max_sequence_length=0,
     )
-    assert text_length(options, [item]) >= len(counted) > len(item.prompt)
+    assert text_length(options, [item]) >= len(counted) > len(tokenizer(item.prompt).input_ids)
     options.sample.negative_prompt = 70 * "blurred "
     assert text_length(options, [item]) > 70
 
