@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from training_tools import adapter, losses, run_processes, train_config
 from transformers import AutoProcessor
@@ -133,8 +134,19 @@ def test_a_judge_is_asked_without_cudnns_attention(judge_dir):
 
 
 def test_a_loss_that_is_not_finite_ends_a_training(judge_dir, data_dir, tmp_path, monkeypatch):
-    """From the loss on, with the real trainer, which alone would log 0 and go on."""
-    losses_until_nan = iter((1.0, float("nan")))
+    """From the loss on, with the real trainer, which alone would log 0 and go on.
+
+    Before that it evaluates: pairs that fill the last batch of several processes do not count.
+    """
+    gathered = []
+    gather_for_metrics = Accelerator.gather_for_metrics
+
+    def observed(accelerator, *arguments, **settings):
+        gathered.append(arguments)
+        return gather_for_metrics(accelerator, *arguments, **settings)
+
+    monkeypatch.setattr(Accelerator, "gather_for_metrics", observed)
+    losses_until_nan = iter((1.0, *5 * (1.0,), float("nan")))  # five of the evaluation
     loss = overlay.first_token_loss_func
 
     def loss_until_nan(*args, **settings):
@@ -145,10 +157,11 @@ def test_a_loss_that_is_not_finite_ends_a_training(judge_dir, data_dir, tmp_path
     weighted = {"first_token_weight": 0.3, "first_token_scheme": "released"}
     config = train_config(judge_dir, data_dir, tmp_path, **weighted, max_steps=4)
     config |= {"save_strategy": "steps", "save_steps": 1, "max_grad_norm": 1.0}
+    config |= EVALUATION | {"eval_strategy": "steps", "eval_steps": 1}
     torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(UserError, match="checkpoint-1"):
         launch.train(config)
-    assert next(losses_until_nan, None) is None
+    assert next(losses_until_nan, None) is None and gathered
     assert not (tmp_path / "adapter_model.safetensors").exists()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 

@@ -40,10 +40,10 @@ from paco_grpo.sampling.images import batches_by_key
 from paco_grpo.types import Conditioning
 
 
-@pytest.fixture(params=["tiny tokenizer", "qwen tokenizer"])
-def tiny_folder(request, tiny_folder):
-    """Also with the tokenizer that Qwen's encoders have, for which several letters are a token."""
-    if request.param == "tiny tokenizer":
+@pytest.fixture(params=["tiny", pytest.param("qwen", marks=pytest.mark.slow)])
+def any_folder(request, tiny_folder):
+    """``tiny_folder``, and with the tokenizer of Qwen's encoders, whose tokens are no bytes."""
+    if request.param == "tiny":
         return tiny_folder
     return request.getfixturevalue("qwen_folder")
 
@@ -140,7 +140,7 @@ def mixed_items(name):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
-def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, name, tmp_path):
+def test_images_are_those_of_the_diffusers_pipeline(any_folder, monkeypatch, name, tmp_path):
     """Without noise, with another guidance than in use; then with an adapter, its file in plain
     diffusers.
     """
@@ -152,7 +152,7 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
         if true_cfg
         else {"guidance_scale": 2.5}
     )
-    policy = load(name, tiny_folder(name), max_sequence_length=72, **options)
+    policy = load(name, any_folder(name), max_sequence_length=72, **options)
     chosen = mixed_items(name)
     seeds = [5, 2**31 + 7, 11, 12]
     assert policy.size_multiple_with(policy.pipeline.vae.config) == policy.size_multiple
@@ -163,7 +163,7 @@ def test_images_are_those_of_the_diffusers_pipeline(tiny_folder, monkeypatch, na
     elif name.startswith("qwen_image_21"):  # texts of different lengths
         groups = [1] * len(chosen)
     assert sorted(forwards) == sorted(groups * STEPS * (2 if policy.uses_true_cfg else 1))
-    pipe = load_pipeline(policy, tiny_folder(name))
+    pipe = load_pipeline(policy, any_folder(name))
     for item, seed, latent in zip(chosen, seeds, latents, strict=False):
         ours = pixels(policy, latent, item)
         theirs = stock_image(pipe, policy, item, seed)
@@ -244,8 +244,8 @@ def test_bfloat16_rounds_weights_and_features_alone(tiny_folder, name):
     ["\N{EGYPTIAN HIEROGLYPH A001}" * 20, "7" * 22],
     ids=["inside a character", "inside the suffix"],
 )
-def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, prompt):
-    folder = tiny_folder("qwen_image")
+def test_qwen_cuts_long_prompts_as_the_pipeline_does(any_folder, prompt):
+    folder = any_folder("qwen_image")
     policy = load("qwen_image", folder, max_sequence_length=25)
     (item,) = items("qwen_image", prompt)
     assert policy.encode([item]).prompt_embeds.shape[1] == 25
@@ -256,8 +256,8 @@ def test_qwen_cuts_long_prompts_as_the_pipeline_does(tiny_folder, prompt):
 
 
 @pytest.mark.parametrize("name", ["flux2", "flux2_klein", "z_image"])
-def test_the_length_of_texts_counts_the_template(tiny_folder, name):
-    folder = tiny_folder(name)
+def test_the_length_of_texts_counts_the_template(any_folder, name):
+    folder = any_folder(name)
     (item,) = items(name, "make the star blue")
     seen = []
     tokenizer = load_tokenizer(str(folder))
@@ -280,9 +280,9 @@ def test_the_length_of_texts_counts_the_template(tiny_folder, name):
 
 
 @pytest.mark.parametrize("name", ["longcat_image", "longcat_image_edit"])
-def test_longcat_counts_quoted_characters_one_by_one(tiny_folder, name):
+def test_longcat_counts_quoted_characters_one_by_one(any_folder, name):
     """And cuts a longer text, at which the editor's pipeline fails."""
-    folder = tiny_folder(name)
+    folder = any_folder(name)
     (item,) = items(name, "a fox's \"star\" and a cat's don't touch")
     counted = policy_class(folder).count_tokens(load_tokenizer(str(folder)), item.prompt)
     padding = []

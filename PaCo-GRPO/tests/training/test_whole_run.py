@@ -577,6 +577,14 @@ def test_signs_compare_with_the_first_epochs_and_the_first_evaluation(seen):
     assert found == [(4, "diversity_vs_first"), (4, "guard_mean")]
 
 
+def test_an_evaluation_that_lacks_too_many_scores_of_one_set(seen, tiny_flux_dir, folder):
+    """Of all images, fewer lack one than the limit."""
+    now.epoch = 3
+    changes = {"train__max_missing_reward_fraction": 0.3, "num_epochs": 0, "run_name": "other"}
+    with pytest.raises(TrainingStopped, match="40% of the images of small in the evaluation"):
+        Trainer(build_run(options_of(tiny_flux_dir, folder, **changes))).fit()
+
+
 def test_a_fifth_epoch_after_a_resume(seen, tiny_flux_dir, folder):
     """It continues what epochs take in turn. Half of the small set's images then lack a score."""
     further = {"num_epochs": 5, "resume_from": "latest"}
