@@ -144,7 +144,7 @@ def test_ties_are_wrong_and_broken_rows_are_counted(choices, capsys, monkeypatch
     choices.data.write_text("")
     assert choices(ContentJudge()) == 1
     monkeypatch.chdir(EVALUATION / "VCReward-Bench")  # our code's folder is not the data set
-    assert choices.main("--dataset", "") == 1
+    assert vc_reward.main(["--results_dir", str(choices.out / "results")]) == 1
     assert vc_reward.HUB_NAME in capsys.readouterr().err
 
 
