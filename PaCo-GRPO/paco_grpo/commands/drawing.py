@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from paco_grpo.evaluation.evaluate import (
     evaluation_latents,
 )
 from paco_grpo.evaluation.folder import contact_sheet, thumbnail
+from paco_grpo.monitoring.progress import progress
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, find_lora
@@ -74,7 +75,8 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     rewards = {} if judge is None else {"judge": judge}
     queue = ScoreQueue(rewards, options.sample.reward_batch_size)
     with contextlib.closing(queue):
-        pictures = _sample(options, policy, images, folder, queue)
+        with progress("generate", len(images)) as finish:
+            pictures = _sample(options, policy, images, folder, queue, finish)
         scores = queue.results(len(images))
     captions: list[str] = []
     num_kept = len(images)
@@ -140,8 +142,12 @@ def _sample(
     images: Sequence[EvaluationImage],
     folder: Path,
     queue: ScoreQueue,
+    finish: Callable[[int], object],
 ) -> list[Image.Image]:
-    """Sample the images, write them to ``folder`` and submit them, until a score fails."""
+    """Sample the images, write them to ``folder`` and submit them, until a score fails.
+
+    ``finish`` is called with the number of images of each finished batch.
+    """
     pictures: list = [None] * len(images)
     sampling = Sampling(options.test.num_steps)
     for batch in evaluation_batches(policy, [item for item, _ in images], options):
@@ -159,6 +165,7 @@ def _sample(
             pictures[number] = picture
         new = [pictures[number] for number in batch.numbers]
         queue.submit(new, [item for item, _ in in_batch], batch.numbers)
+        finish(len(batch.numbers))
     return pictures
 
 

@@ -19,6 +19,7 @@ from paco_grpo.data.sets import items_in_turn, prompt_sets
 from paco_grpo.distributed import Stopped, Strategy, any_process, same_outcome
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
+from paco_grpo.monitoring.progress import progress
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.rewards.queue import ScoreQueue
@@ -211,7 +212,11 @@ class Evaluation:
         # Sample the others. In lockstep with other processes, some batches are dummies.
         sampling = Sampling(self.options.test.num_steps, merge_lora=self.merge_lora)
         synced = self.strategy.synced_batches(batches, dummy, should_stop)
-        with self.strategy.same_outcome():
+        total = sum(len(batch.numbers) for batch in batches)
+        shown = progress(
+            "evaluation", total, accelerator.is_main_process, accelerator.num_processes
+        )
+        with self.strategy.same_outcome(), shown as finish:
             for position, (batch, is_dummy) in enumerate(synced):
                 if policy.offloads_text_encoders and position % _ENCODED_AHEAD == 0:
                     ahead = batches[position : position + _ENCODED_AHEAD]
@@ -220,6 +225,7 @@ class Evaluation:
                 latents = evaluation_latents(policy, in_batch, batch, sampling)
                 if not is_dummy:
                     deliver(decode(policy, latents, batch), batch)
+                    finish(len(batch.numbers))
         pictures.write_sheet(accelerator.is_main_process)
         return sum(gather_object([pictures.count]))
 

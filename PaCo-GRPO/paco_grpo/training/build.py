@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -333,7 +334,7 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
 
 
 def record_start(run: Run) -> None:
-    """Write config.yaml and plan.json, and log both (main process).
+    """Write config.yaml and plan.json, and log the most important numbers (main process).
 
     A resumed run first loads its checkpoint: what cannot continue it leaves them as they are.
     """
@@ -349,6 +350,20 @@ def record_start(run: Run) -> None:
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)
-        logger.info("%s:\n%s", run.folder / name, text)
+    logger.info("%s: config.yaml and plan.json are written", run.folder)
+    logger.info("%s", _in_words(run, plan))
     for note in run.plan.notes:
         logger.warning("%s", note)
+
+
+def _in_words(run: Run, plan: Mapping[str, Any]) -> str:
+    """The numbers of ``plan`` that decide what an epoch costs, in two lines."""
+    shares = plan.get("prompts_of_sets", {})
+    of_sets = ", ".join(f"{name} {prompts}" for name, prompts in shares.items())
+    steps = run.options.train.num_inner_epochs * plan["gradient_steps"]
+    return (
+        f"an epoch: {plan['prompts']} prompts{f' ({of_sets})' if of_sets else ''} × "
+        f"{plan['images_per_prompt']} images = {plan['samples']}; {steps} optimizer steps\n"
+        f"{plan['num_processes']} processes ({plan['device']}, {plan['engine']}), each with "
+        f"{plan['samples_per_process']} images in batches of {plan['sample_batch_size']}"
+    )

@@ -163,6 +163,7 @@ def verify_run(run: Run) -> None:
 
 
 def _verify_or_warn(run: Run, folder: Path) -> None:
+    logger.info("comparing four images of %s with plain diffusers", folder)
     try:
         with run.state.averaged():
             verification = verify_adapter(run.state.policy, run.options, folder, run.test_items[0])

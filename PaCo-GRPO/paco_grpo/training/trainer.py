@@ -17,6 +17,7 @@ from paco_grpo.distributed import Stopped, any_process, same_outcome
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.health import SampleObserver
 from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
+from paco_grpo.monitoring.progress import progress
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import watched_rewards
@@ -154,10 +155,17 @@ class Trainer:
         sampled_weights = contextlib.nullcontext()
         if adapter:
             sampled_weights = lora.using_adapter(policy, adapter)
+        shown = progress(
+            "sampling",
+            run.plan.samples_per_process,
+            self.accelerator.is_main_process,
+            self.accelerator.num_processes,
+        )
 
         def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
             queue.submit(images, items, numbers)
             self.observer.add(images, numbers)
+            finish(len(images))
 
         def should_stop() -> bool:
             return self._signaled() or queue.failed() or run.references.failed()
@@ -166,7 +174,7 @@ class Trainer:
             with self._timed("sample"):
                 with self._reading_images():
                     items = run.sampler.load()
-                with sampled_weights, self.state.strategy.same_outcome():
+                with sampled_weights, shown as finish, self.state.strategy.same_outcome():
                     return run.sampler.sample(deliver, should_stop, items)
         except Stopped:
             if any_process(self.accelerator, self._signaled()):
