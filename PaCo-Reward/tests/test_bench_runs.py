@@ -1,6 +1,8 @@
 """What the benchmarks share: batches, resuming, results files, engines that fail."""
 
+import json
 import math
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -171,6 +173,29 @@ def test_vllm_is_asked_in_the_stated_form_and_answers_in_order(tiny):
     shown = [list(part.values())[1] for part in asked[1][0]["content"]]
     assert shown[::2] == ["<img1>: ", "<img2>: ", "really?"]
     assert shown[1::2] == [as_received(image, "jpeg") for image in images[1:]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "limit"),
+    [("", {"max_pixels": 2_097_152}), ("5000", {"max_pixels": 5000}), ("0", None)],
+)
+def test_vllm_shrinks_images_as_a_server(judge_dir, tmp_path, monkeypatch, allowed, limit):
+    folder = shutil.copytree(judge_dir, tmp_path / "judge")
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_bytes())
+    settings["image_processor"]["size"]["longest_edge"] = 12_845_056
+    file.write_text(json.dumps(settings))
+    started = []
+    vllm = SimpleNamespace(LLM=lambda **options: started.append(options), SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    platforms = SimpleNamespace(current_platform=platform)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr("paco_eval.judges.VLLM_SETTINGS", {})
+    monkeypatch.setenv("VLLM_MAX_PIXELS", allowed)
+    for model in (folder, judge_dir):
+        VllmEngine(str(model), 1, 0.5, RequestForm())
+    assert [options.get("mm_processor_kwargs") for options in started] == [limit, None]
 
 
 def test_a_server_that_goes_away_ends_the_run():

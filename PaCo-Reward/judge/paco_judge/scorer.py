@@ -254,6 +254,8 @@ class JudgeScorer:
             **inputs,
             max_new_tokens=max_new_tokens,
             do_sample=False,
+            # As served by vLLM: a model's own sampling defaults do not count.
+            repetition_penalty=1.0,
             output_logits=True,
             return_dict_in_generate=True,
         )

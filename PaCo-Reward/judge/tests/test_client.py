@@ -107,6 +107,7 @@ WRITTEN = {"choices": [{"message": {"content": "The"}, "logprobs": None}]}
     [
         (False, answer(0.8, count=1), "1 of 20", answer(0.5)),
         (False, WRITTEN, "top_logprobs", answer(0.5)),
+        (False, fake_judge.first_token(("Yes", 30.0), ("No", 2.0)), "logprobs-mode", answer(0.5)),
         (True, b"<html>", "<html>", WRITTEN),
     ],
 )

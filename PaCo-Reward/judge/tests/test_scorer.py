@@ -68,12 +68,22 @@ def test_a_score_is_the_softmax_over_yes_and_no_of_a_plain_forward_whatever_its_
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_a_models_own_sampling_defaults_do_not_count(scorer, pairs, monkeypatch):
+    """Qwen2.5-VL's repetition penalty would make other answers than vLLM's."""
+    answers = scorer.reasons(pairs, 12)
+    monkeypatch.setattr(scorer.model.generation_config, "repetition_penalty", 1.7)
+    assert scorer.reasons(pairs, 12) == answers
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_a_pair_that_cannot_be_shown_is_an_error_and_costs_others_nothing(scorer, pairs):
     image = pairs[0].image_a
     bad = [Pair(image, image, "<|image_pad|>?"), Pair(Image.new("RGB", (1, 300)), image, "same?")]
+    bad.append(Pair(image, image, "a fox " * 2000))
     asked = [pairs[0], *bad, pairs[1]]
     first, *errors, last = scorer.score(asked, top=None)
     assert "<|image_pad|>" in errors[0].error and "aspect ratio" in errors[1].error
+    assert "more than the 2048" in errors[2].error
     expected = p_yes(scorer, pairs[:2])
     np.testing.assert_allclose([first.p_yes, last.p_yes], expected, atol=1e-5)
 
