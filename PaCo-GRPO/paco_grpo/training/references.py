@@ -110,7 +110,7 @@ class References:
                     forget_prompts(self.folder)
         if problems:
             lines = "\n".join(dict.fromkeys(problems))
-            raise StopTraining(f"reference images cannot be read; mend or replace them:\n{lines}\n")
+            raise StopTraining(f"reference images cannot be read; mend or replace them:\n{lines}")
 
     def _remember(self, versions: Sequence[str | None]) -> None:
         lines = self._memory.read_text() if self._memory.exists() else ""

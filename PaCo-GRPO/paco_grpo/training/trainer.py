@@ -68,7 +68,7 @@ class Trainer:
                 # This needs no scores, so it is done while the last images are scored.
                 run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
-        run.references.finish(self._signaled)
+        run.references.finish(self._signaled)  # a bad image is found before the first update
         result = self._advantages(scores, rollouts)
         with self._timed("train"):
             losses = run.updater.update(
@@ -241,10 +241,11 @@ class Trainer:
     def _log_epoch(self, metrics: dict[str, float]) -> None:
         epoch = self.state.epoch
         findings = []
-        if self.accelerator.is_main_process:
-            rows = [*self.run.metrics.rows("train"), metrics]
-            metrics |= health.against_first(rows)
-            findings = health.judge_epoch(metrics) + health.judge_scores(rows)
+        with same_outcome(self.accelerator):
+            if self.accelerator.is_main_process:
+                rows = [*self.run.metrics.rows("train"), metrics]
+                metrics |= health.against_first(rows)
+                findings = health.judge_epoch(metrics) + health.judge_scores(rows)
         self.run.log("train", metrics)
         logger.info(
             "epoch %d/%d: %s; %.1f min left",
