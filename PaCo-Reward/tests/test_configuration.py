@@ -58,6 +58,7 @@ def problem(config, row: dict | None = None) -> str:
         ({"messages": [QUESTION, ANSWER, ANSWER, QUESTION]}, "in turn"),
         ({"messages": [{"from": "human", "value": "<image><image>Same?"}]}, "'content'"),
         ({"messages": [QUESTION | {"content": "Yes. <|video_pad|>"}]}, "<|video_pad|>"),
+        ({"messages": [QUESTION, ANSWER | {"content": "Yes, <image>."}]}, "3 times <image>"),
         ({"images": ["images/pairs_0_a.png"]}, "1 images"),
     ],
 )

@@ -137,7 +137,7 @@ def test_win_rate_is_the_mean_over_both_orders_and_the_opponents_answered(refere
     assert np.isnan(scores).all()
 
 
-def test_editing_is_the_geometric_mean_of_kept_and_followed(judge):
+def test_editing_is_the_geometric_mean_of_kept_and_followed(judge, tmp_path):
     """Of several references, each is asked about alone, and the instruction with all."""
     references = tuple(IMAGES[:3])
     several = Item(9, "put them side by side", references=references)
@@ -159,6 +159,12 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed(judge):
     followed_only = ConsistencyForEditing(judge.url, question="editing_instruction")
     text = followed.text(instruction=ITEM.prompt)
     assert followed_only([IMAGE], [ITEM]) == pytest.approx([p_yes(ITEM.image, IMAGE, text)])
+    mine = tmp_path / "editing_instruction.txt"  # it is asked about several references, too
+    mine.write_text("Is this done: {instruction}?")
+    own = ConsistencyForEditing(judge.url, question=str(mine))
+    text = f"Is this done: {several.prompt}?"
+    of_each = np.mean([p_yes(reference, IMAGE, text) for reference in references])
+    assert own([IMAGE], [several]) == pytest.approx([of_each])
     with judge_without([ITEM.image, IMAGE]) as silent:
         assert np.isnan(ConsistencyForEditing(silent.url)([IMAGE], [ITEM])).all()
 

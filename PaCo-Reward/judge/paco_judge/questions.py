@@ -45,7 +45,9 @@ def shipped() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Question:
-    """A template. ``name``: its shipped name, or its file's name without suffix."""
+    """A template. ``name``: its shipped name, or its file's name, without suffix if none is shipped
+    under it.
+    """
 
     name: str
     template: str
@@ -105,7 +107,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
     try:
         if template is None:
             file = Path(question).expanduser()
-            name = file.stem
+            name = file.name if file.stem in shipped() else file.stem
             template = file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())

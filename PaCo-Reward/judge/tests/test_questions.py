@@ -52,6 +52,15 @@ def test_files_with_fields(template):
             load_question(template(text))
 
 
+def test_a_file_that_is_called_as_a_shipped_question_has_a_name_of_its_own(tmp_path):
+    """The rewards and benchmarks know some of the shipped ones."""
+    file = tmp_path / "editing_instruction.txt"
+    file.write_text("{instruction}: is it done?")
+    question = load_question(str(file))
+    assert question.name not in shipped()
+    assert list(editing_texts((question,), "dye it")) == [question.name]
+
+
 def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
     criteria = {
         "Style": {"Palette": "Colours match", "Line": "  "},
