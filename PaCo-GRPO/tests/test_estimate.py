@@ -154,5 +154,8 @@ def test_the_command_reports_and_sets_its_status(command, tiny_flux, capsys):
     assert float(row[-1]) == pytest.approx(teraflops / (0.5 * 989), abs=0.06)
     assert lines[-1].startswith("fits")
     tiny_flux.resident["more"] = 30 * GIB
-    assert command("--gpu", "RTX 4090 24GB") == 3
+    assert command("--gpu", "rtx4090") == 3
+    with pytest.raises(SystemExit, match="2"):
+        command("--gpu", "A100")  # two of them
+    assert "A100 80GB or A100 40GB" in capsys.readouterr().err
     del tiny_flux.resident["more"]

@@ -15,7 +15,7 @@ Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 import argparse
 from collections.abc import Sequence
 
-from paco_grpo.commands import parse_beside_options
+from paco_grpo.commands import parse_beside_options, start_logging
 from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=style)
     cards = ", ".join(GPUS)
-    parser.add_argument("--gpu", default="H100 80GB", choices=GPUS, metavar="CARD", help=cards)
+    parser.add_argument("--gpu", default="H100 80GB", type=card, help=f"part of a name: {cards}")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
     share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
     parser.add_argument("--share", type=float, help=share)
@@ -55,12 +55,30 @@ def main(words: Sequence[str] | None = None) -> int:
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
 
 
+def card(text: str) -> str:
+    """The name in ``GPUS`` of which ``text`` is a part; spaces and case do not count."""
+    part = text.replace(" ", "").casefold()
+    names = [name for name in GPUS if part in name.replace(" ", "").casefold()]
+    if len(names) != 1:
+        meant = " or ".join(names or GPUS)
+        raise argparse.ArgumentTypeError(f"{text!r} is no single card; give {meant}")
+    return names[0]
+
+
 def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the estimate of a run; returns the exit status."""
+    start_logging()
     # PyTorch and diffusers take seconds to import; --help does not wait for them.
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
     from paco_grpo.estimate.generator import RESERVE, estimate
     from paco_grpo.options import read_options
 
+    # Of bars, and of texts that are too long, which an estimate may shorten.
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
     options, name = read_options(rest)
     gib, stated = GPUS[arguments.gpu]
     estimated = estimate(options, name, arguments.processes, gib * GIB)

@@ -175,6 +175,16 @@ def test_flow_factory_gets_the_scores_of_its_batch(name):
             assert "error" in client.post("/compute", json=request | wrong).json()
 
 
+def test_a_request_is_told_what_it_lacks():
+    reward = build_rewards({"kept_pixels": 1.0})["kept_pixels"]
+    client = TestClient(build_app(reward, "kept_pixels"))
+    request = flow_factory_request(IMAGES, ITEMS, with_references=False)
+    answer = client.post("/compute", json=request).json()
+    assert "no reference image" in answer["error"]
+    request["condition_images"] = request["image"]
+    assert "'condition_images'" in client.post("/compute", json=request).json()["error"]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
-from paco_grpo.rewards.registry import Reward, build_rewards, short_name
+from paco_grpo.rewards.registry import CheckedReward, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import (
     decode_compute,
     decode_request,
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlette:
+def build_app(reward: CheckedReward, name: str, api_key: str | None = None) -> Starlette:
     """The service of one ``reward``, called on one thread.
 
     ``GET /health`` says what is served, ``POST /score`` takes what ``wire`` writes, and ``POST
@@ -61,6 +61,7 @@ def build_app(reward: Reward, name: str, api_key: str | None = None) -> Starlett
 
         def score() -> bytes:
             images, items = decode(body)
+            reward.check_items(items)
             return encode(reward(images, items))
 
         try:

@@ -86,6 +86,8 @@ def decode_compute(body: bytes) -> tuple[list[Image.Image], list[Item]]:
             raise ValueError(f"{name!r} must be a list, one for each image")
     images = [_from_png(text) for text in message["image"]]
     references = message.get("condition_images") or [[]] * len(images)
+    if any(type(of_item) is not list for of_item in references):
+        raise ValueError("'condition_images' must be a list of images for each image")
     items = []
     for prompt, of_item in zip(message["prompt"], references, strict=True):
         pictures = tuple(_from_png(text) for text in of_item)
