@@ -66,7 +66,9 @@ BENCH = "data/ConsistencyRank-Bench"
         (f"{BENCH}/prompt_data.jsonl", "of 12 cats", "of 13 cats"),
     ],
 )
-def test_results_of_other_weights_or_items_are_not_continued(rank, tmp_path, file, old, new):
+def test_results_of_other_weights_or_items_are_not_continued(
+    rank, tmp_path, file, old, new, monkeypatch
+):
     """Of other files at the same path."""
     for name, prefix in (("judge", ""), ("adapter", "adapter_")):
         (tmp_path / name).mkdir()
@@ -83,6 +85,8 @@ def test_results_of_other_weights_or_items_are_not_continued(rank, tmp_path, fil
         (tmp_path / file).write_text(text)
         assert rank(ContentJudge(stop_after=0), *options) == status
         assert rank.file.read_bytes() == before
+    monkeypatch.setenv("VLLM_MAX_PIXELS", "5000")
+    assert rank(ContentJudge(stop_after=0), *options) == 1, "images were larger"
 
 
 def test_results_of_a_judge_exchanged_under_its_name_are_not_shown(rank, capsys):

@@ -24,7 +24,7 @@ from paco_judge.errors import UserError, run_command
 from paco_judge.files import Journal, hash_value, read_json_lines
 from paco_judge.identity import UNRECORDED, Match, identity, match
 from paco_judge.questions import Pair, Question, add_form_arguments, form_of, record
-from paco_judge.weights import local_folder
+from paco_judge.weights import TRAINED_MAX_PIXELS, allowed_pixels, local_folder
 
 Row = dict[str, Any]
 WEIGHT_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -135,6 +135,8 @@ def run_judge(
     """
     if args.server:
         args.model = JudgeClient(args.server, args.model).check()
+    elif (max_pixels := allowed_pixels()) != TRAINED_MAX_PIXELS:
+        asked["max_pixels"] = max_pixels
     short_names = []
     exact_names = []
     for place in filter(None, (args.model, args.adapter)):

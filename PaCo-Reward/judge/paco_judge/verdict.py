@@ -99,7 +99,7 @@ def read_logprobs(top: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
     Raises:
         ValueError: They are no log-probabilities.
     """
-    entries = [(entry["token"], entry["logprob"]) for entry in top]
+    entries = [(row["token"], row["logprob"]) for row in top]
     for token, logprob in entries:
         if math.isnan(logprob):
             raise ValueError(
@@ -174,7 +174,7 @@ def verdict_from_top_logprobs(
     except ValueError as error:
         return Verdict(None, str(error))
     if p_yes is None:
-        shown = [entry["token"] for entry in top[:5]]
+        shown = [row["token"] for row in top[:5]]
         return Verdict(
             None, f"neither Yes nor No is among the judge's top {len(top)} tokens ({shown}, …)"
         )
