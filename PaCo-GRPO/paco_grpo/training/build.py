@@ -363,7 +363,7 @@ def _in_words(run: Run, plan: Mapping[str, Any]) -> str:
     steps = run.options.train.num_inner_epochs * plan["gradient_steps"]
     return (
         f"an epoch: {plan['prompts']} prompts{f' ({of_sets})' if of_sets else ''} × "
-        f"{plan['images_per_prompt']} images = {plan['samples']}; {steps} optimizer steps\n"
-        f"{plan['num_processes']} processes ({plan['device']}, {plan['engine']}), each with "
+        f"{plan['images_per_prompt']} images = {plan['samples']}; optimizer steps: {steps}\n"
+        f"processes: {plan['num_processes']} ({plan['device']}, {plan['engine']}), each with "
         f"{plan['samples_per_process']} images in batches of {plan['sample_batch_size']}"
     )
