@@ -128,7 +128,7 @@ def _answer(label: bool, reason: str) -> str:
     verdict = "Yes" if label else "No"
     says_yes, sentences = split_verdict(reason)
     if says_yes not in (None, label):
-        raise UserError(f"its reason does not say {verdict}, as its label does")
+        raise UserError(f"its label is {verdict}, but its reason begins with the other answer")
     return f"{verdict}. {sentences}" if sentences else verdict
 
 
