@@ -158,7 +158,7 @@ def options_of(flux, folder, **changes):
         "train__ema_update_interval": EMA_INTERVAL,
         "train__lora_rank": 3,
         "train__lora_alpha": 5,
-        "train__max_missing_reward_fraction": 0.45,
+        "train__max_missing_reward_fraction": 0.4,  # as one evaluation lacks
         "train__reward_fn": {CONSISTENCY: 2.0, BETWEEN: 0.5, GUARD: 0.0},
         "train__reward_fn_kwargs": {CONSISTENCY: {"gain": 2.0}, BETWEEN: {"gain": 3.0}},
         "test__reward_fn_kwargs": {CONSISTENCY: {"gain": 5.0}},
@@ -185,6 +185,7 @@ class Observer:
         self.averages = {}  # while an evaluation samples
         self.sigmas = defaultdict(set)  # at which training images were sampled
         self.is_sampling = False
+        self.saved = []  # after which epochs
         self.began = self.weight()
         state = run.state
         sample, update, loss = run.sampler.sample, run.updater.update, run.objective.loss
@@ -224,6 +225,12 @@ class Observer:
                 self.sigmas[state.epoch, *size] |= set(sigma.tolist())
             return velocity(latents, sigma, conditioning, *size)
 
+        save_epoch = run.checkpoints.save_epoch
+
+        def observed_saving():
+            self.saved.append(state.epoch)
+            return save_epoch()
+
         def observed_seeding():
             now.epoch = state.epoch  # before each epoch and evaluation
             seed_generators()
@@ -238,6 +245,7 @@ class Observer:
         state.policy.initial_latents = observed_latents
         state.policy.velocity = observed_velocity
         run.seed_generators = observed_seeding
+        run.checkpoints.save_epoch = observed_saving
         state.optimizer.register_step_pre_hook(before_step)
         state.optimizer.register_step_post_hook(lambda *_: self.weights.append(self.weight()))
 
@@ -302,7 +310,7 @@ def test_when_a_run_evaluates_saves_and_how_it_counts(seen):
         ("e", 0, 0), ("t", 1, 4), ("t", 2, 8), ("t", 3, 12), ("e", 3, 12), ("t", 4, 16), ("e", 4, 16),
     ]  # fmt: skip
     names = {path.name for path in (seen.run.folder / "checkpoints").iterdir()}
-    assert names == {"epoch_0004"}
+    assert names == {"epoch_0004"} and set(seen.saved) == {2, 4}
 
 
 def test_each_epoch_has_its_prompts_noise_steps_and_noises(seen):
