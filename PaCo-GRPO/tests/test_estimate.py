@@ -7,6 +7,7 @@ import torch
 from named import load
 from tiny_run import ROOT, load_script, write_prompts
 from torch import nn
+from transformers import AutoTokenizer
 
 from paco_grpo import architectures
 from paco_grpo.architectures import pipeline_of
@@ -112,6 +113,21 @@ def test_the_length_of_texts_is_that_of_the_longest_prompt(
     policy = generator.build_policy(options, FakeDevice(), "cpu")
     assert policy.max_sequence_length == expected
     assert generator.text_lengths(policy, options) == (expected, 64)
+
+
+TEXTS = (
+    "2x2 grid of a medieval alchemist, hand-drawn. [TOP-LEFT]: He gazes at a glowing potion.",
+    "A storybook about an otter who can't swim; 3 panels, soft watercolors, visible brush strokes.",
+)
+
+
+def test_texts_have_about_the_tokens_of_the_real_tokenizer(qwen_tokenizer):
+    """In English."""
+    real = AutoTokenizer.from_pretrained(qwen_tokenizer)
+    ours = pipeline_of("Qwen/Qwen-Image", torch.bfloat16).tokenizer
+    for text in TEXTS:
+        counts = [len(tokenizer(text).input_ids) for tokenizer in (ours, real)]
+        assert counts[0] == pytest.approx(counts[1], rel=0.15)
 
 
 def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):

@@ -192,13 +192,13 @@ class Observer:
         initial_latents, seed_generators = state.policy.initial_latents, run.seed_generators
         velocity = state.policy.velocity
 
-        def observed_sample(deliver, should_stop):
+        def observed_sample(deliver, *others):
             def observed_deliver(images, items, numbers):
                 self.images[state.epoch] |= dict(zip(numbers, images, strict=True))
                 deliver(images, items, numbers)
 
             self.is_sampling = True
-            self.rollouts[state.epoch] = sample(observed_deliver, should_stop)
+            self.rollouts[state.epoch] = sample(observed_deliver, *others)
             self.is_sampling = False
             return self.rollouts[state.epoch]
 
@@ -227,9 +227,9 @@ class Observer:
 
         save_epoch = run.checkpoints.save_epoch
 
-        def observed_saving():
+        def observed_saving(*arguments):
             self.saved.append(state.epoch)
-            return save_epoch()
+            return save_epoch(*arguments)
 
         def observed_seeding():
             now.epoch = state.epoch  # before each epoch and evaluation
