@@ -6,11 +6,14 @@ import json
 
 import pytest
 from fakes import fake_judge
-from tiny_run import load_script, tiny_options, write_prompts
+from PIL import Image
+from reward_factories import of_set
+from tiny_run import brightness, load_script, tiny_options, write_prompts
 
 from paco_grpo.commands.compare import BENCHMARKS, measuring, options_for
 from paco_grpo.data.sets import prompt_sets, reward_arguments
 from paco_grpo.options import ConfigError, options_to_yaml
+from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
 
 NAME = "consistency_score"
@@ -58,16 +61,16 @@ def test_a_benchmark_asks_with_the_arguments_of_the_run(sets, tmp_path, monkeypa
     assert load_script("evaluate").main(command) == 0
     rows = read_json_lines(tmp_path / "out" / "mine" / "eval_data.jsonl")
     assert len(rows) == 3
-    identity = json.loads((tmp_path / "out" / "mine" / "evaluation.json").read_text())
-    arguments = {name: kwargs for name, (kwargs, _) in identity["rewards"].items()}
-    assert arguments == {
-        "said": {"value": 13},
-        "of_set": {"begins": "", "factor": 7},
-        "factory": {"scale": 3},
-        "brightness": {"scale": 5},
-    }
     for row in rows:
-        assert (row["rewards"]["said"], row["rewards"]["factory"]) == (13, 3)
+        item = Item(0, row["prompt"])
+        image = Image.open(tmp_path / "out" / "mine" / row["file"])
+        expected = {
+            "said": 13,
+            "of_set": of_set(begins="", factor=7.0)([image], [item])[0],
+            "factory": 3,
+            "brightness": brightness(scale=5.0)([image], [item])[0],
+        }
+        assert row["rewards"] == pytest.approx(expected)
 
 
 def test_w_and_b_are_asked_with_the_arguments_of_the_sets_judge(sets):

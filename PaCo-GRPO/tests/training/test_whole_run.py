@@ -310,7 +310,8 @@ def test_when_a_run_evaluates_saves_and_how_it_counts(seen):
         ("e", 0, 0), ("t", 1, 4), ("t", 2, 8), ("t", 3, 12), ("e", 3, 12), ("t", 4, 16), ("e", 4, 16),
     ]  # fmt: skip
     names = {path.name for path in (seen.run.folder / "checkpoints").iterdir()}
-    assert names == {"epoch_0004"} and set(seen.saved) == {2, 4}
+    assert "epoch_0004" in names and "epoch_0002" not in names
+    assert {2, 4} <= set(seen.saved) and 1 not in seen.saved
 
 
 def test_each_epoch_has_its_prompts_noise_steps_and_noises(seen):
