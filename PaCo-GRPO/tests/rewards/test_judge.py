@@ -196,6 +196,15 @@ def test_a_users_wording_and_form(judge, tmp_path):
     assert last["text"] == f"Same {split_prompt(ITEM.prompt).theme}?"
 
 
+def test_the_only_model_of_a_server_is_the_judge_and_no_other_kind_of_model():
+    """grid_layout asks about single images, on which the judge was not trained."""
+    with fake_judge.FakeJudge(models=["mine"]) as server:
+        assert ConsistencyScore(server.url).check() == "mine"
+        with pytest.raises(UserError, match="'Qwen2.5-VL-7B-Instruct'.*'mine'.*model="):
+            GridLayout(server.url).check()
+        assert GridLayout(server.url, model="mine").check() == "mine"
+
+
 def test_host_and_port_in_place_of_the_address(judge):
     for place in ({"port": judge.port}, {"port": judge.port, "host": "127.0.0.1"}):
         ConsistencyScore(**place).check()
@@ -218,8 +227,9 @@ def test_what_cannot_be_asked_is_refused(reward, wrong):
         reward(**wrong)
 
 
-def test_a_run_records_what_its_rewards_ask(tmp_path):
-    rewards = build_rewards({"jpeg_compressibility": 1.0, "consistency_for_editing": 0.0})
+def test_a_run_records_what_its_rewards_ask(judge, tmp_path):
+    kwargs = {"consistency_for_editing": {"base_url": judge.url}}
+    rewards = build_rewards({"jpeg_compressibility": 1.0, "consistency_for_editing": 0.0}, kwargs)
     write_records(rewards, tmp_path)
     ((name, record),) = json.loads((tmp_path / "questions.json").read_text()).items()
     assert rewards[name].parallel_calls == 64  # images in flight
