@@ -25,6 +25,7 @@ class Item:
     # images do not fit in memory, and PIL keeps the pixels of an image once they are read.
     references: tuple[Reference, ...] = ()
     dataset: int = 0  # number of its prompt set among those of the run, in order of their names
+    place: str = field(default="", compare=False)  # file and row, for messages
 
     @property
     def images(self) -> tuple[Image.Image, ...]:

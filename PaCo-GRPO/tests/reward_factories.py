@@ -150,3 +150,10 @@ def keyed(api_key, of=()):
     score = factory(2.0)
     score.record = {"arguments": {"api_key": api_key}}
     return score
+
+
+def needs_scene():
+    return no_scores()
+
+
+needs_scene.check_item = lambda item, kwargs: item.metadata["scene"]

@@ -184,6 +184,15 @@ def oracle_edit() -> Scorer:
     return _scorer(lambda followed, kept: np.sqrt(followed * kept))
 
 
+def _check_item(item: Any, arguments: Any) -> None:
+    """Called for each prompt before a model is loaded. Raises ValueError."""
+    if "scene" not in item.metadata:
+        raise ValueError(
+            "it has no field 'scene': this reward reads the edits of the quickstart, and no others; "
+            "choose other rewards for your own (docs/rewards.md)"
+        )
+    read_edits([item])
+
+
 for _factory in (oracle_followed, oracle_kept, oracle_edit):
-    # Called for each prompt before a model is loaded.
-    _factory.check_item = lambda item, arguments: read_edits([item])
+    _factory.check_item = _check_item

@@ -149,7 +149,7 @@ def read_prompt(prompt: str) -> world.Character:
                 named[attribute] = word
     character = world.Character(**named)
     if not any(named.values()) or str(character) != description:
-        raise ValueError(f"not a prompt of the shapes world: {prompt!r}")
+        raise ValueError(f"not a prompt of the quickstart's shapes world: {prompt!r}")
     return character
 
 

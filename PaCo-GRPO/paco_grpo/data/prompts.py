@@ -58,7 +58,15 @@ def make_item(
         raise UserError(f"{where}: field {first_problem(error)}") from error
     if (fields.height is None) != (fields.width is None):
         raise UserError(f"{where}: fields 'height' and 'width' must be given together")
-    return Item(number, fields.prompt, fields.height, fields.width, dict(row), tuple(references))
+    return Item(
+        item_id=number,
+        prompt=fields.prompt,
+        height=fields.height,
+        width=fields.width,
+        metadata=dict(row),
+        references=tuple(references),
+        place=where,
+    )
 
 
 def load_prompts(
@@ -92,7 +100,7 @@ def load_prompts(
 def _geneval(folder: Path, split: str) -> list[Item]:
     items = []
     for where, row in json_lines(folder / f"{split}_metadata.jsonl"):
-        name = f"{where} (item {row.get('idx', len(items))!r})"
+        name = f"{where} (item {row['idx']!r})" if "idx" in row else where
         item = make_item(len(items), row, name)
         try:
             split_prompt(item.prompt)

@@ -90,12 +90,12 @@ def _check_box(item: Item, kwargs: Mapping[str, Any]) -> None:
     left, top, right, bottom = box
     if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
         raise ValueError(
-            f"kept_pixels: item {item.item_id} has edit_box={box}, not "
+            f"kept_pixels: the item has edit_box={box}, not "
             "[left, top, right, bottom] in shares of width and height"
         )
     if 1 - (right - left) * (bottom - top) < MIN_OUTSIDE:
         raise ValueError(
-            f"kept_pixels: item {item.item_id} has edit_box={box}, which leaves less than "
+            f"kept_pixels: the item has edit_box={box}, which leaves less than "
             f"{MIN_OUTSIDE:.0%} of the image to be kept"
         )
 

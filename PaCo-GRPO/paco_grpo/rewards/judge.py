@@ -191,7 +191,7 @@ def check_references(item: Item, reward: str) -> None:
     """Raises ValueError: The item has no reference image."""
     if not item.num_references:
         raise ValueError(
-            f"{reward}: item {item.item_id} has no reference image; "
+            f"{reward} needs a reference image, and there is none; "
             "config.prompt_fn must be an editing kind"
         )
 
@@ -201,7 +201,7 @@ def check_one_reference(item: Item, reward: str) -> None:
     check_references(item, reward)
     if item.num_references > 1:
         raise ValueError(
-            f"{reward} takes one reference image, but item {item.item_id} has {item.num_references}"
+            f"{reward} takes one reference image, but the item has {item.num_references}"
         )
 
 

@@ -83,7 +83,7 @@ class GenEval2(ServerReward):
     def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError: The item has no questions."""
         if not item.metadata.get("vqa_list"):
-            raise ValueError(f"geneval2: item {item.item_id} has no 'vqa_list' with questions")
+            raise ValueError("geneval2: the item has no 'vqa_list' with questions")
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""

@@ -292,9 +292,20 @@ class CheckedReward:
         """Raise a UserError for an item that cannot be scored."""
         if self._check_item is None:
             return
+        problems = []
         for item in items:
-            with self._naming(item):
-                self._check_item(item, self.kwargs)
+            try:
+                with self._naming(item):
+                    self._check_item(item, self.kwargs)
+            except UserError as error:
+                problems.append(error)
+        if problems and len(problems) < len(items):
+            raise UserError(
+                f"{problems[0]}. It cannot score {len(problems)} of {len(items)} prompts: put them "
+                "into a prompt set with other rewards (config.datasets, docs/rewards.md)"
+            ) from problems[0]
+        if problems:
+            raise problems[0]
 
     @contextlib.contextmanager
     def _naming(self, item: Item) -> Iterator[None]:
@@ -302,9 +313,12 @@ class CheckedReward:
         try:
             yield
         except (ValueError, TypeError, LookupError) as error:
+            why = str(error)
+            if isinstance(error, KeyError):
+                why = f"it has no field {error}, which {self._place} needs"
             raise UserError(
-                f"item {item.item_id} of the prompt set cannot be scored by {self.name!r}, "
-                f"a reward of config.train.reward_fn or config.test.reward_fn: {error}"
+                f"{item.place or f'the item {item.prompt!r}'} cannot be scored by {self.name!r}, a "
+                f"reward of config.train.reward_fn or config.test.reward_fn: {why}"
             ) from error
 
     def prove(self, items: Sequence[Item]) -> None:

@@ -215,4 +215,4 @@ def _texts(question: Question, item: Item, reward: str) -> list[tuple[str, ...]]
     try:
         return list(question.texts(item.metadata.get("criteria") or {}, theme=theme).values())
     except ValueError as error:
-        raise ValueError(f"{reward}, item {item.item_id}: {error}") from error
+        raise ValueError(f"{reward}: {error}") from error

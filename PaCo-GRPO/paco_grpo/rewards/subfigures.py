@@ -21,8 +21,7 @@ def grid_of(item: Item, reward: str) -> tuple[int, int]:
     rows, cols = parse_layout(item.prompt)
     if rows * cols < 2:
         raise ValueError(
-            f"{reward} needs a grid of sub-figures, but item {item.item_id} states none: "
-            f"{item.prompt!r}"
+            f"{reward} needs a grid of sub-figures, but the prompt states none: {item.prompt!r}"
         )
     return rows, cols
 

@@ -1,6 +1,7 @@
 """Rewards by name and import path; a mistake names the nearest known name."""
 
 import math
+import re
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -10,6 +11,7 @@ import reward_factories
 from PIL import Image
 from reward_factories import checked
 
+from paco_grpo.data.prompts import load_prompts
 from paco_grpo.rewards.registry import (
     REWARDS,
     build_rewards,
@@ -115,7 +117,7 @@ GRID = Item(8, '1x2 grid of "one" cat. [LEFT]: a. [RIGHT]: b.', references=(IMAG
 )
 def test_items_that_cannot_be_scored_are_found(name, kwargs, bad):
     (reward,) = build_rewards({name: 1}, {name: kwargs}).values()
-    with pytest.raises(UserError, match=f"item {bad.item_id} .*{name}"):
+    with pytest.raises(UserError, match=f"{re.escape(repr(bad.prompt))} .*{name}"):
         reward.check_items([bad] if bad is GRID else [GRID, bad])
 
 
@@ -166,7 +168,24 @@ def test_all_rewards_that_cannot_be_used_are_named():
     rewards = build_rewards({"jpeg_compressibility": 1.0, "ocr": 1.0}).values()
     unusable, quoted = find_problems([checked(broken), *rewards], ITEMS)
     assert "no file" in unusable and "reward_fn_kwargs.reward_factories:wrong" in unusable
-    assert "item 0 " in quoted and "'ocr'" in quoted
+    assert "item 'a' " in quoted and "'ocr'" in quoted
+
+
+def test_an_item_that_cannot_be_scored_is_named_by_file_and_line(tmp_path):
+    """Where others can, a set of their own is the cure."""
+    (tmp_path / "test.txt").write_text('a "cat"\n\na fox\na "dog"\n')
+    items = load_prompts(tmp_path, "test", "text")
+    place = re.escape(f"{tmp_path / 'test.txt'}:3 ")
+    reward = build_rewards({"ocr": 1.0})["ocr"]
+    with pytest.raises(UserError, match=f"^{place}.*'ocr'.* 1 of 3 .*config.datasets"):
+        reward.check_items(items)
+    with pytest.raises(UserError) as caught:
+        reward.check_items(items[1:2])
+    assert "config.datasets" not in str(caught.value)
+    named = "reward_factories:needs_scene"
+    reward = build_rewards({named: 1.0})["needs_scene"]
+    with pytest.raises(UserError, match=f"^{place}.*no field 'scene', which {named} needs"):
+        reward.check_items(items[1:2])
 
 
 def test_a_reward_is_its_weights(tmp_path, monkeypatch):
