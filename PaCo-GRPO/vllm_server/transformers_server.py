@@ -178,7 +178,8 @@ class BatchWorker:
 async def _refuse(request: Request, error: RequestValidationError) -> Response:
     """Name the first wrong field. Its value may be no JSON (NaN) or no text, and is not shown."""
     problem = error.errors()[0]
-    field = ".".join(map(str, problem["loc"][1:])).encode("ascii", "backslashreplace").decode()
+    place = ".".join(map(str, problem["loc"][1:])) or "the body"
+    field = place.encode("ascii", "backslashreplace").decode()
     return ApiError(f"{field}: {problem['msg']}", 422, param=field).response()
 
 
