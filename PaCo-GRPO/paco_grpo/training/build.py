@@ -53,6 +53,7 @@ from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
 from paco_grpo.training.update import Updater
 from paco_grpo.types import Item, Stream
+from paco_judge.errors import UserError
 from paco_judge.files import locked, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -161,9 +162,15 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
     """Make the folder, and lock it until ``claim`` is closed.
 
-    Raises UserError: Another trainer has it.
+    Raises UserError: Another trainer has it, or it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder of the run cannot be made ({error}); choose another config.run_name or "
+            "config.save_dir"
+        ) from error
     claim.enter_context(locked(folder))
 
 

@@ -72,18 +72,32 @@ def find_checkpoint(resume_from: str, run_dir: Path) -> Path | None:
     """The checkpoint that ``config.resume_from`` means.
 
     It is ``latest`` (in ``run_dir``), or the path of a checkpoint or run. Returns None for
-    ``latest`` when this run has no checkpoint yet; another path without one is a
-    ``CheckpointError``.
+    ``latest`` when this run has no checkpoint yet.
+
+    Raises:
+        CheckpointError: Another path holds none, or the checkpoint lies outside of its run.
     """
-    path = run_dir
-    if resume_from != "latest":
-        path = Path(resume_from).absolute()
-    if (path / "state").is_dir():
-        return path
-    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not checkpoints and resume_from != "latest":
+    is_latest = resume_from == "latest"
+    # A link, such as ``best``, does not lie in the run.
+    path = run_dir if is_latest else Path(os.path.realpath(resume_from))
+    checkpoints = []
+    if os.path.isdir(path):  # False where the name is too long
+        checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+        if (path / "state").is_dir():
+            checkpoints = [path]
+    if not checkpoints and is_latest:
+        return None
+    if not checkpoints:
         raise CheckpointError(f"config.resume_from={resume_from!r} holds no checkpoint")
-    return checkpoints[-1] if checkpoints else None
+    run = checkpoints[-1].parents[1]
+    for name in ("config.yaml", "plan.json"):  # what it belongs to
+        if not (run / name).is_file():
+            raise CheckpointError(
+                f"{checkpoints[-1]} lies outside of its run: {run} has no {name}. Copy the run's "
+                "config.yaml and plan.json there, or begin another run with its adapter "
+                "(config.train.lora_path)"
+            )
+    return checkpoints[-1]
 
 
 def commit(partial: Path, final: Path) -> None:
@@ -287,7 +301,7 @@ class Checkpoints:
         state.optimizer_steps = numbers["step"]
         state.train_seconds = numbers["train_seconds"]
         state.must_recompute = numbers["recompute_old"]
-        if folder.parent == self.root:
+        if self.root.is_dir() and self.root.samefile(folder.parent):
             self.saved_epoch = state.epoch
         if self.options.use_lora:
             log_adapter(state.policy, str(folder))

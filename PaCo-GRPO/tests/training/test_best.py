@@ -224,7 +224,7 @@ def test_the_best_is_kept_linked_and_named(scripted, caplog):
     assert read_run(folder).best["epoch"] == 1
     saved = load_file(folder / "best" / "state" / "ema.safetensors")
 
-    again = scripted([0.7, 0.8], num_epochs=2, resume_from=folder / "checkpoints" / "epoch_0001")
+    again = scripted([0.7, 0.8], num_epochs=2, resume_from=folder / "best")
     train(again)
     assert kept(folder) == ["epoch_0001", "epoch_0002"]
     assert (folder / "checkpoints" / "replaced_epoch_0004").is_dir()

@@ -55,11 +55,18 @@ def test_finding_a_checkpoint(tmp_path):
     for epoch in (3, 4):
         write_checkpoint(run / "checkpoints", epoch)
     newest = run / "checkpoints" / "epoch_0004"
+    for name in ("config.yaml", "plan.json"):
+        with pytest.raises(ckpt.CheckpointError, match=f"has no {name}.*lora_path"):
+            ckpt.find_checkpoint("latest", run)
+        (run / name).touch()
     assert ckpt.find_checkpoint("latest", run) == newest
     assert ckpt.find_checkpoint(str(run), tmp_path) == newest
     assert ckpt.find_checkpoint(str(run / "checkpoints" / "epoch_0003"), run).name == "epoch_0003"
-    with pytest.raises(ckpt.CheckpointError, match="nothing"):
-        ckpt.find_checkpoint(str(tmp_path / "nothing"), run)
+    (tmp_path / "link").symlink_to(run / "checkpoints")
+    assert ckpt.find_checkpoint(str(tmp_path / "link" / "epoch_0003"), run).parents[1] == run
+    for missing in ("nothing", 5000 * "n"):
+        with pytest.raises(ckpt.CheckpointError, match=f"{missing}' holds no"):
+            ckpt.find_checkpoint(str(tmp_path / missing), run)
 
 
 def test_other_weights_are_not_loaded(tmp_path):

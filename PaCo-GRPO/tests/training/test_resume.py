@@ -250,6 +250,12 @@ def test_killed_before_the_first_checkpoint_begins_again_and_says_so(again, capl
     assert [row["epoch"] for row in rows_of(options, "train")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("changes", [{"run_name": 300 * "n"}, {"save_dir": __file__}])
+def test_a_folder_that_cannot_be_made_is_one_sentence(tiny_flux_dir, tmp_path, changes):
+    with pytest.raises(UserError, match="config.run_name or config.save_dir"):
+        build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
+
+
 def test_a_second_trainer_is_refused(tiny_flux_dir, tmp_path):
     folder = tmp_path / "runs" / "run"
     folder.mkdir(parents=True)
