@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from reward_factories import checked
 from tiny_policies import disturb, draw, load
-from tiny_run import brightness, load_script, rows_of, tiny_options, train, write_rows
+from tiny_run import brightness, load_script, rows_of, tiny_options, write_rows
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.evaluation import evaluate
@@ -19,6 +19,8 @@ from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, make_options, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
+from paco_grpo.training.build import build_run
+from paco_grpo.training.trainer import Trainer
 from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
 
@@ -245,10 +247,11 @@ def test_evaluating_an_adapter_repeats_the_run(trained_run, tmp_path, place):
 def test_images_of_an_interrupted_evaluation_do_not_stay(tiny_flux_dir, tmp_path):
     """They may be of other weights."""
     options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=0, test__save_eval_images=True)
-    folder = tmp_path / "runs" / "run" / "eval" / "epoch_0000"
+    run = build_run(options)
+    folder = run.folder / "eval" / "epoch_0000"
     folder.mkdir(parents=True)
     for number in (1, 77):
         Image.new("RGB", (8, 8)).save(folder / f"{number:05d}.png")
-    train(options)
+    Trainer(run).fit()
     assert not (folder / "00077.png").exists()
     assert pixels(folder / "00001.png").shape == (32, 32, 3)

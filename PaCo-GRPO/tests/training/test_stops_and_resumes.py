@@ -62,7 +62,7 @@ OTHER_WEIGHTS = {
     "train__lora_rank": 4,
     "train__lora_alpha": 64,
     "train__lora_targets": "attention",
-    "train__lora_path": "an/adapter",
+    "train__lora_path": "of the test",
     "train__reference": "start",
     "train__use_8bit_adam": True,
 }
@@ -71,7 +71,8 @@ OTHER_WEIGHTS = {
 def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1)
     train(options)
-    changes = {"resume_from": "latest"} | OTHER_WEIGHTS
+    adapter = tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001"
+    changes = OTHER_WEIGHTS | {"resume_from": "latest", "train__lora_path": str(adapter)}
     with pytest.raises(ConfigError, match=r"lora_alpha \(16.* -> 64.*resume_changed") as refused:
         find_earlier(tiny_options(tiny_flux_dir, tmp_path, **changes), tmp_path / "runs" / "run")
     for name in OTHER_WEIGHTS:
