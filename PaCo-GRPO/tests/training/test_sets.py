@@ -311,9 +311,26 @@ def test_tables_are_by_set(finished):
         assert mean == pytest.approx(row[f"set/{name}/of_set_mean"], rel=0.05)
 
 
-def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path):
+def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog):
+    """Other prompts; but with another share or other rewards, which are said."""
     changes = set_changes(tmp_path)
     train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=0, **changes))
+    again = changes | {"resume_from": "latest"}
+    for set_name, values in (("small", {"open": False}), ("other", {})):
+        sets = sets_in(tmp_path)
+        sets[set_name] = sets.pop("small") | values
+        other = again | {"datasets": json.dumps(sets)}
+        with pytest.raises(ConfigError, match="config.dataset .*other files"):
+            build_run(tiny_options(tiny_flux_dir, tmp_path, **other))
+    sets = sets_in(tmp_path)
+    sets["small"] |= {"share": 1.5, "reward_fn": {ASKED: 4.0, OTHERS: 0.5}}
+    other = again | {"datasets": json.dumps(sets)}
+    caplog.clear()
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **other))
+    run.close()
+    assert "another config.datasets" in caplog.text
+    assert run.sampler.groups.prompts == [2, 2]
+    assert run.set_rewards[1].weights == {"of_set": 4.0, "spread_of_set": 0.5}
     write_rows(tmp_path / "small", "train", [{"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."}])
     with pytest.raises(ConfigError, match="dataset"):
         build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
