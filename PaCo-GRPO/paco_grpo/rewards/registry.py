@@ -71,6 +71,7 @@ REWARDS: dict[str, str] = {
     "unified_reward": "paco_grpo.rewards.questions:UnifiedReward",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".gguf"}
 _REMOTE = "paco_grpo.rewards.remote.client:RemoteReward"
 
 
@@ -174,7 +175,7 @@ def _parameters(name: str, factory: Callable[..., Reward]) -> list[str]:
 
 
 def _places(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments, also those left at their defaults, that name files, models or hub models."""
+    """The arguments, also those left at their defaults, that name weights: files, folders, models."""
     bound = signature.bind(**arguments)
     bound.apply_defaults()
     places = {}
@@ -182,9 +183,10 @@ def _places(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[
         if not isinstance(value, str) or not value:
             continue
         path = Path(value).expanduser()
-        is_model = path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.json")))
+        is_file = path.is_file() and path.suffix in _WEIGHTS
+        is_folder = path.is_dir() and any(file.suffix in _WEIGHTS for file in path.iterdir())
         is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not path.exists()
-        if path.is_file() or is_model or is_hub_name:
+        if is_file or is_folder or is_hub_name:
             places[name] = value
     return places
 

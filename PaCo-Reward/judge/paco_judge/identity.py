@@ -17,7 +17,7 @@ import ipaddress
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,10 +29,7 @@ from paco_judge.files import write_atomically
 _JOINT = " + "
 # Files of a model's folder that no loader reads.
 _NOT_READ = {".md", ".pdf", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
-_COMPRESSED = {".png", ".jpg", ".jpeg", ".webp"}
-_LARGE_IMAGE = 2**20  # bytes
-_REMEMBERED = 2**24  # bytes: hashes of larger files are kept
-_CHUNK = 2**22  # bytes
+_REMEMBERED = 2**24  # bytes: hashes of larger files, and of more bytes in several, are kept
 _SETTLED_S = 2.0  # a file that changed later than this may change again within one clock tick
 _DELAY_S = 10.0  # until a progress bar shows
 _BLOB = re.compile(r"[0-9a-f]{64}")
@@ -172,8 +169,7 @@ def _is_loopback(url: str) -> bool:
 def fingerprint(*places: str | Path) -> str | None:
     """``sha256:…`` of data: all files of the places, which are files or folders.
 
-    Names of files in folders count, hidden files do not. Of images above 1 MiB, which are
-    compressed, size and both ends count: a change moves them.
+    Names of files in folders count, hidden files do not.
 
     Returns:
         None if nothing of them is here.
@@ -202,56 +198,58 @@ def _files_in(root: Path) -> dict[str, Path]:
 def _of_files(files: Mapping[str, Path]) -> str | None:
     if not files:
         return None
-    total = hashlib.sha256()
-    size = sum(file.stat().st_size for file in files.values())
-    with tqdm(total=size, unit="B", unit_scale=True, desc="identity", delay=_DELAY_S) as progress:
-        for name, file in files.items():
-            total.update(f"{name}\0{_digest(file, progress)}\n".encode())
-    return f"sha256:{total.hexdigest()}"
+    states = [(name, *_state(file)) for name, file in files.items()]
+
+    def compute() -> str:
+        total = hashlib.sha256()
+        size = sum(state[2] for state in states)
+        options = {"unit": "B", "unit_scale": True, "desc": "identity", "delay": _DELAY_S}
+        with tqdm(total=size, **options) as progress:
+            for name, file in files.items():
+                total.update(f"{name}\0{_digest(file, progress)}\n".encode())
+        return total.hexdigest()
+
+    return f"sha256:{_remembered(states, compute)}"
+
+
+def _state(file: Path) -> tuple[str, int, int, int, int]:
+    """What changes when a file's bytes do: real path, size, times of change, inode."""
+    target = file.resolve()
+    status = target.stat()
+    return str(target), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _digest(file: Path, progress: tqdm) -> str:
     """SHA-256 of a file's bytes."""
     target = file.resolve()
-    status = target.stat()
+    state = _state(file)
     if target.parent.name == "blobs" and _BLOB.fullmatch(target.name):
         digest = target.name  # the hub's cache names large files by their SHA-256
-    elif file.suffix.lower() in _COMPRESSED and status.st_size > _LARGE_IMAGE:
-        with target.open("rb") as content:
-            ends = content.read(_LARGE_IMAGE // 16)
-            content.seek(-_LARGE_IMAGE // 16, os.SEEK_END)
-            ends += content.read()
-        digest = hashlib.sha256(f"{status.st_size}\0".encode() + ends).hexdigest()
-    elif status.st_size >= _REMEMBERED:
-        return _remembered_digest(target, status, progress)
     else:
-        return _whole_digest(target, progress)
-    progress.update(status.st_size)
+        digest = _remembered([("", *state)], lambda: _hash(target))
+    progress.update(state[1])
     return digest
 
 
-def _whole_digest(file: Path, progress: tqdm) -> str:
-    digest = hashlib.sha256()
+def _hash(file: Path) -> str:
     with file.open("rb") as content:
-        while chunk := content.read(_CHUNK):
-            digest.update(chunk)
-            progress.update(len(chunk))
-    return digest.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _remembered_digest(file: Path, status: os.stat_result, progress: tqdm) -> str:
-    """``_whole_digest``, kept for as long as the file stays what it is."""
-    times = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-    key = hashlib.sha256(repr((str(file), *times)).encode()).hexdigest()
+def _remembered(states: Sequence[tuple], compute: Callable[[], str]) -> str:
+    """``compute()``, kept for as long as the files of these states stay what they are."""
+    if sum(state[2] for state in states) < _REMEMBERED:
+        return compute()
+    key = hashlib.sha256(repr(states).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     record = cache / "paco-rl" / "sha256" / key
     with contextlib.suppress(OSError):
         digest = record.read_text()
         if _BLOB.fullmatch(digest):
-            progress.update(status.st_size)
             return digest
-    digest = _whole_digest(file, progress)
-    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_S:
+    digest = compute()
+    newest = max(max(state[3:5]) for state in states)
+    if time.time() - newest / 1e9 > _SETTLED_S:
         with contextlib.suppress(OSError):  # a cache that cannot be written
             record.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(record, digest)

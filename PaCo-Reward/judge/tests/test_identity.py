@@ -78,20 +78,21 @@ def test_gigabytes_are_hashed_once(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_SETTLED_S", 0.01)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     hashed = []
-    whole_digest = module._whole_digest
-    monkeypatch.setattr(
-        module, "_whole_digest", lambda file, progress: hashed.append(file.name) or whole_digest(file, progress)
-    )  # fmt: skip
+    hash_file = module._hash
+    monkeypatch.setattr(module, "_hash", lambda file: hashed.append(file.name) or hash_file(file))
     model = _model(tmp_path / "model")
     time.sleep(0.05)
     first = identity(model)
     assert sorted(hashed) == ["config.json", "half.bin", "weights.safetensors"]
     hashed.clear()
-    assert identity(model) == first and hashed == ["config.json"]
+    assert identity(model) == first and not hashed
+    (model / "scheduler" / "config.json").write_text("{}")
+    assert identity(model) != first and hashed == ["config.json"]
+    hashed.clear()
     for record in (tmp_path / "cache").rglob("*"):
         if record.is_file():
             record.write_text("cut off")
-    assert identity(model) == first
+    assert identity(model) != first and len(hashed) == 3
 
 
 def _cached(root, name, weights=b"weights", whole=True):
