@@ -156,8 +156,10 @@ class BestEvaluation:
     def _describe(self) -> str:
         run = self.run
         row = self._find(run.metrics.rows())
+        if row is None and not run.metrics.rows("eval"):
+            return "nothing was evaluated, so no checkpoint is the best"
         if row is None:
-            return "no evaluation measures a trained reward, so none is the best"
+            return "no evaluation measures a trained reward, so no checkpoint is the best"
         epoch = row["epoch"]
         folder = f"{run.checkpoints.link} -> checkpoints/{checkpoint_name(epoch)}"
         place = folder if epoch else "the weights before training"
