@@ -225,6 +225,7 @@ def test_bfloat16_rounds_weights_and_features_alone(tiny_folder, name):
     assert scalars[0] and len(scalars[0]) == len(scalars[1])
     for one, other in zip(*scalars, strict=True):
         assert other.dtype == torch.float32 and torch.equal(one, other)
+    assert policy.encode(items(name, prompt)).prompt_embeds.dtype == torch.bfloat16
     encoders = [p for encoder in policy.text_encoders() for p in encoder.parameters()]
     assert {parameter.dtype for parameter in encoders} == {torch.bfloat16}
     kept = policy.transformer._keep_in_fp32_modules or ()
