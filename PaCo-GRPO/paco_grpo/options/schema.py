@@ -297,7 +297,7 @@ class RunOptions:
     )
     resume_from: Place | None = option(None, "checkpoint to resume from: latest, or a path")
     resume_changed: bool = beyond_paper(
-        False, "resume with another model, prompt set, adapter, objective or seed than before"
+        False, "resume with another model, prompt set, adapter, judge, objective or seed"
     )
     num_epochs: Whole = option(1000, "epochs; one epoch samples, scores and updates")
     max_train_minutes: NonNegative | None = beyond_paper(

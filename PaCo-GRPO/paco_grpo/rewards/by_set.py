@@ -14,6 +14,7 @@ from PIL import Image
 
 from paco_grpo.data.sets import PromptSet, prompt_sets
 from paco_grpo.item import Item
+from paco_grpo.names import without_keys
 from paco_grpo.options import RunOptions
 from paco_grpo.rewards.registry import CheckedReward, Reward, build_rewards, reward_weights
 from paco_judge.identity import joined
@@ -71,7 +72,8 @@ class RewardBySet:
         for number, reward in self.of_sets.items():
             of_set = reward.identity()
             arguments[str(number)] = [of_set["arguments"], of_set["record"]]
-        return {"arguments": arguments, "record": self.record, "weights": self.weights()}
+        record = without_keys(self.record)
+        return {"arguments": arguments, "record": record, "weights": self.weights()}
 
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64, NaN = missing, by the reward of each item's set."""

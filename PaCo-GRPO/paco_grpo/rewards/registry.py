@@ -28,6 +28,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -182,11 +183,13 @@ def _places(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[
     for name, value in bound.arguments.items():
         if not isinstance(value, str) or not value:
             continue
-        path = Path(value).expanduser()
-        is_file = path.is_file() and path.suffix in _WEIGHTS
-        is_folder = path.is_dir() and any(file.suffix in _WEIGHTS for file in path.iterdir())
-        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not path.exists()
-        if is_file or is_folder or is_hub_name:
+        # os.path, because a text that is no path, such as a long question, is no error there.
+        place = os.path.expanduser(value)
+        is_here = os.path.exists(place)
+        files = os.listdir(place) if os.path.isdir(place) else [place]
+        has_weights = is_here and any(Path(file).suffix in _WEIGHTS for file in files)
+        is_hub_name = not is_here and re.fullmatch(r"[\w.-]+/[\w.-]+", value)
+        if has_weights or is_hub_name:
             places[name] = value
     return places
 

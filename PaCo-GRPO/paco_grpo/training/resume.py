@@ -203,8 +203,8 @@ def _others(earlier: Earlier, now: Mapping[str, str | None]) -> list[str]:
 def _refuse_others(options: RunOptions, earlier: Earlier, others: Sequence[str]) -> None:
     if others and not options.resume_changed:
         raise ConfigError(
-            f"{earlier.checkpoint.parents[1]} was trained with another {', '.join(others)}; or set "
-            "--config.resume_changed=True"
+            f"{earlier.checkpoint.parents[1]} was trained with other values of {', '.join(others)}: "
+            "use those again, or set --config.resume_changed=True"
         )
 
 

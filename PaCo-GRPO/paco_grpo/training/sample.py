@@ -153,13 +153,12 @@ class Sampler:
         accelerator = self.state.strategy.accelerator
         item_ids = self.groups.samples(self.state.epoch).item_ids
         mine = item_ids[accelerator.process_index :: accelerator.num_processes]
+        policy = self.state.policy
+        options = self.options
         loaded = {}
         for item_id in np.unique(mine).tolist():
             item = self.items[item_id]
-            options = self.options
-            loaded[item_id] = at_size(
-                item, options.train.resolution, options.item_size, self.state.policy
-            )
+            loaded[item_id] = at_size(item, options.train.resolution, options.item_size, policy)
         return loaded
 
     def sample(

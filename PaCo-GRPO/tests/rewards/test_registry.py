@@ -207,3 +207,7 @@ def test_a_reward_is_its_weights(tmp_path, monkeypatch):
     assert "openai/clip-vit-large-patch14@4f4f" in default.weights()
     absent = build_rewards({"clipscore": 1.0}, {"clipscore": {"model": "org/absent"}})
     assert absent["clipscore"].weights() is None
+    said = "reward_factories:said"
+    for text in (5000 * "x", "~nobody knows", "a\0"):
+        (reward,) = build_rewards({said: 1.0}, {said: {"value": text}}).values()
+        assert reward.identity()["arguments"] == {"value": text}
