@@ -157,7 +157,8 @@ class BatchWorker:
 
     def _result(self, job: Job, ids: list[int], logits: np.ndarray) -> dict | ApiError:
         """A choice. ``logits``: of the first token, (V,)."""
-        if np.isnan(logits).any():
+        logprobs = log_softmax(logits)
+        if np.isnan(logprobs).any():
             # No 5xx, after which clients would ask again.
             return ApiError("the model's logits are not numbers: its weights are damaged", 422)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -168,7 +169,6 @@ class BatchWorker:
             "finish_reason": "stop" if ids[-1] in self._eos_ids else "length",
         }
         if job.request.logprobs:
-            logprobs = log_softmax(logits)
             top = top_logprobs(logprobs, self.scorer.token, job.request.top_logprobs)
             first = entry(self.scorer.token(ids[0]), logprobs[ids[0]])
             choice["logprobs"] = {"content": [first | {"top_logprobs": top}]}

@@ -160,7 +160,7 @@ def save_edit_bench(file, examples):
 @pytest.fixture
 def edits(examples, tmp_path):
     """Edit-Bench's ``evaluation.py`` on ``examples``."""
-    data = tmp_path / "data" / "bench.jsonl"
+    data = tmp_path / "data" / "bench.JSONL"
     save_edit_bench(data, examples)
     arguments = ["--dataset", data, "--output", tmp_path / "summary"]
     return BenchCommand(edit, data, tmp_path, arguments)

@@ -74,8 +74,11 @@ def test_results_of_other_weights_or_items_are_not_continued(
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{prefix}model.safetensors").write_text(name)
     (tmp_path / "mine.txt").write_text("Same {theme}?")
-    options = ["--model", tmp_path / "judge", "--adapter", tmp_path / "adapter"]
-    options += ["--question", tmp_path / "mine.txt"]
+    options = ["--model", tmp_path / "judge", "--question", tmp_path / "mine.txt"]
+    adapter = ["--adapter", tmp_path / "adapter"]
+    with pytest.raises(SystemExit):
+        rank(ContentJudge(), *options, *adapter)  # vLLM takes none here
+    options += [*adapter, "--engine", "transformers"]
     rank.file = rank.file.with_name("judge+adapter-vmine.jsonl")
     assert rank(ContentJudge(), *options) == 0
     before = rank.file.read_bytes()

@@ -83,7 +83,7 @@ def test_another_model_at_the_same_place_is_named(judge_dir, tmp_path, caplog):
     state.touch()
     (state.parent / "optimizer.pt").touch()
     config = {"output_dir": str(tmp_path), "do_train": True}
-    config |= {"model_name_or_path": str(judge), "adapter_name_or_path": str(adapter)}
+    config |= {"model_name_or_path": str(judge), "adapter_name_or_path": f" {adapter},"}
     before = config | {MODEL: weights_of(config)}
     (adapter / "adapter_model.safetensors").write_bytes(b"other")
     for recorded, words in (

@@ -222,7 +222,8 @@ class CheckedReward:
         arguments = dict(kwargs)
         if "device" in parameters:
             arguments.setdefault("device", device)
-        hinted = dict.fromkeys([*parameters[:2], *({"api_key"} & set(parameters))])
+        often_needed = [name for name in ("api_key", "question") if name in parameters]
+        hinted = dict.fromkeys([*parameters[:2], *often_needed])
         self._options = f"config.train.reward_fn_kwargs.{name}.{'|'.join(hinted)}"
         try:
             self.function = factory(**arguments)

@@ -24,6 +24,7 @@ from paco_judge.errors import UserError
 IMAGES = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
 ITEMS = [Item(0, "a"), Item(1, "b")]
 OWN, JPEG = "reward_factories:factory", "jpeg_compressibility"
+JUDGE = "consistency_score"
 
 
 def test_import_path_kwargs_and_device():
@@ -41,6 +42,7 @@ def test_import_path_kwargs_and_device():
     ("reward_fn", "kwargs", "named"),
     [
         ({JPEG: 1}, {JPEG: {"qualty": 3}}, f"'{JPEG}'.*'qualty'.*{JPEG}.quality"),
+        ({JUDGE: 1}, {JUDGE: {"prompt_template_version": 2}}, f"'prompt_.*{JUDGE}.*question"),
         ({"jpeg_compresibility": 1}, {}, f"'{JPEG}'"),
         ({OWN: 1, "other:factory": 1}, {}, "'factory'"),
         ({JPEG: 1}, {JPEG: {"server": "http://x", "quality": 3}}, "'quality'"),

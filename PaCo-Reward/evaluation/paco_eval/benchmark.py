@@ -106,6 +106,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("paco_judge").setLevel(logging.INFO)  # what an adapter changes
+    if args.adapter and (args.server or args.engine != "transformers"):
+        parser.error("--adapter needs --engine transformers; or export the merged model first")
     if args.model is None and not args.server:
         args.model = f"X-GenGroup/{DEFAULT_MODEL}"
     return args
@@ -132,21 +134,31 @@ def run_judge(
         benchmark: What is scored.
         questions: Are recorded in each row, with ``asked``.
         suffix: Stands after the judge's name in the name of the results file.
+
+    Raises UserError: The judge is not there.
     """
     if args.server:
-        args.model = JudgeClient(args.server, args.model).check()
-    elif (max_pixels := allowed_pixels()) != TRAINED_MAX_PIXELS:
-        asked["max_pixels"] = max_pixels
+        client = JudgeClient(args.server, args.model)
+        args.model = client.check()
+        weights = client.identity()
+        places = [args.model]
+    else:
+        places = [place for place in (args.model, args.adapter) if place]
+        for place in places:
+            local_folder(place, WEIGHT_FILES)
+        weights = identity(*places)
+        if (max_pixels := allowed_pixels()) != TRAINED_MAX_PIXELS:
+            asked["max_pixels"] = max_pixels
     short_names = []
     exact_names = []
-    for place in filter(None, (args.model, args.adapter)):
+    for place in places:
         short_names.append(Path(os.path.abspath(place)).name)
         # Checkpoints may share a folder name, so rows hold the whole path.
         exact_names.append(str(Path(place).resolve()) if Path(place).is_dir() else place)
     stamp = {
         "model": " + ".join(exact_names),
         "asked": record(questions, form_of(args)) | asked,
-        "weights": judge_identity(args),
+        "weights": weights,
     }
     file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
     load_engine = partial(make_engine, args)
@@ -154,19 +166,6 @@ def run_judge(
     return score_benchmark(
         benchmark, file, stamp, load_engine, args.batch_size, args.continue_unknown
     )
-
-
-def judge_identity(args: argparse.Namespace) -> str | None:
-    """The identity of the judge that the command line selects; downloads it if necessary.
-
-    Raises UserError: It is not there.
-    """
-    if args.server:
-        return JudgeClient(args.server, args.model).identity()
-    places = [place for place in (args.model, args.adapter) if place]
-    for place in places:
-        local_folder(place, WEIGHT_FILES)
-    return identity(*places)
 
 
 def score_benchmark(

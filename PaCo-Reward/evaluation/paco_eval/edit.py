@@ -106,7 +106,7 @@ class EditRows:
         self._stored: Callable[[int], Row]
         path = Path(dataset or _local_copy(hub_name) or hub_name).expanduser()
         self._root = path.parent if path.is_file() else path
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             self.rows = read_json_lines(path)
             self._stored = self.rows.__getitem__
             columns = set().union(*self.rows)

@@ -29,8 +29,6 @@ VLLM_SETTINGS = {
 
 def make_engine(args: argparse.Namespace) -> ScorePairs:
     """The engine that the command line selects."""
-    if args.adapter and (args.server or args.engine != "transformers"):
-        raise UserError("--adapter needs --engine transformers; or export the merged model first")
     form = form_of(args)
     if args.server:
         return ServerEngine(args.server, args.model, form)

@@ -133,7 +133,9 @@ def _snapshot(name: str) -> Path | None:
         return None
 
 
-def served_identity(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], url: str) -> Any:
+def served_identity(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], url: str
+) -> str | None:
     """The identity of a model that a server lists, as far as the server says it.
 
     Our servers say it. vLLM names the folder or hub model (``root``), of a LoRA also its ``parent``.

@@ -68,11 +68,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def json_headers(api_key: str | None) -> dict[str, str]:
-    """A request's headers, the key as a bearer token."""
+def json_headers(api_key: str | int | None) -> dict[str, str]:
+    """A request's headers, the key as a bearer token; YAML and JSON may make it a number."""
     headers = {"content-type": "application/json"}
     if api_key:
-        headers["authorization"] = f"Bearer {api_key.strip()}"
+        headers["authorization"] = f"Bearer {str(api_key).strip()}"
     return headers
 
 

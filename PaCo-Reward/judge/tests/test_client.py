@@ -175,8 +175,9 @@ def test_the_only_model_of_a_server_needs_no_name(caplog):
 
 
 def test_the_api_key_is_sent_and_a_wrong_one_is_reported(monkeypatch):
-    with FakeJudge(key="right") as judge:
+    with FakeJudge(key="7") as judge:
         with pytest.raises(UserError, match="VLLM_API_KEY"):
             client(judge, api_key="wrong").check()
-        monkeypatch.setenv("VLLM_API_KEY", "right")
+        client(judge, api_key=7).check()
+        monkeypatch.setenv("VLLM_API_KEY", "7\n")
         assert client(judge).score([PAIR])[0].ok

@@ -98,8 +98,9 @@ def plan_processes(config: dict[str, Any], environment: Mapping[str, str]) -> li
 
 def weights_of(config: dict[str, Any]) -> str | None:
     """The identity of what is trained (``paco_judge.identity``)."""
-    adapters = str(config.get("adapter_name_or_path") or "")
-    return identity(config["model_name_or_path"], *filter(None, adapters.split(",")))
+    adapters = str(config.get("adapter_name_or_path") or "").split(",")
+    names = [name.strip() for name in adapters if name.strip()]
+    return identity(config["model_name_or_path"], *names)
 
 
 def with_resume(config: dict[str, Any]) -> dict[str, Any]:
