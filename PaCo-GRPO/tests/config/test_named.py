@@ -4,11 +4,9 @@
 """
 
 import sys
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
-import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -17,7 +15,7 @@ from named import FUNCTIONS, SIZED, load, load_with_suffixes
 from paco_grpo.objectives import get_objective
 from paco_grpo.options import OPTIONS, RunOptions
 from paco_grpo.options.parse import options_to_dict
-from paco_grpo.training.state import EMA, make_plan
+from paco_grpo.training.state import make_plan
 
 COMPLETE = ("t2is", "kontext_editing", "qwen_editing")  # published
 RECIPES = Path(__file__).with_name("recipes.yaml")
@@ -64,34 +62,13 @@ def test_every_recipe_has_a_guard():
         assert set(options.test.reward_fn or options.train.reward_fn) - trained, name
 
 
-@cache
-def ages_of_average(decay, interval, steps):
-    """Epochs by which the average is behind after each of 100 epochs of ``steps`` steps.
-
-    The weight that is averaged is the number of epochs it was trained for.
-    """
-    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    ema = EMA({"w": weight}, decay, interval)
-    ages = []
-    for step in range(1, 100 * steps + 1):
-        weight.data.fill_(step / steps)
-        ema.update(step)
-        if step % steps == 0:
-            ages.append((weight - ema.shadow["w"]).item())
-    return ages
-
-
-def test_no_average_is_older_than_an_eighth_of_the_run():
-    """Or two epochs: what is evaluated and saved is what was trained."""
+def test_no_average_lags_far_behind():
+    """What is evaluated and saved is what was trained; test_plan.py has the limit."""
     for name, options in load_with_suffixes():
-        train = options.train
         for processes in (1, 7, 8):
-            plan = make_plan(options, processes, get_objective(train.loss_type).gradient_steps)
-            steps = plan.gradient_steps * train.num_inner_epochs
-            ages = ages_of_average(train.ema_decay, train.ema_update_interval, steps)
-            for epochs, age in enumerate(ages, 1):
-                assert age <= max(2, epochs / 8), (name, processes, epochs)
-            assert not any("ema_update_interval" in note for note in plan.notes), name
+            gradient_steps = get_objective(options.train.loss_type).gradient_steps
+            notes = make_plan(options, processes, gradient_steps).notes
+            assert not any("ema_update_interval" in note for note in notes), name
 
 
 def test_t2is_variety_trains_as_the_quickstart():

@@ -146,9 +146,7 @@ def test_training_and_benchmarks_take_what_is_printed(fetch, clone, tmp_path, ca
             "two texts",
         ),
         (3, "{criteria_text}", "{criteria_text.strip()}", "criteria_text.strip()"),
-        (3, "{criteria_text}", "{criteria_text!r}", "criteria_text"),
         (3, '"Rank two"', '"Rank {theme}"', "{theme}"),
-        (3, '"Rank two"', "TEXTS[2]", "TEXTS[2]"),
     ],
 )
 def test_another_layout_is_one_sentence(fetch, clone, tmp_path, capsys, number, old, new, named):
@@ -162,8 +160,3 @@ def test_another_layout_is_one_sentence(fetch, clone, tmp_path, capsys, number, 
     message = capsys.readouterr().err
     assert named in message and str(clone) in message and message.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_without_a_clone_the_error_says_how_to_get_one(fetch, tmp_path, capsys):
-    assert fetch.main(["questions", "--output", str(tmp_path / "out")]) == 1
-    assert "git clone" in capsys.readouterr().err

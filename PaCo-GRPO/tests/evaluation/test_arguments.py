@@ -12,7 +12,7 @@ from tiny_run import brightness, load_script, tiny_options, write_prompts
 
 from paco_grpo.commands.compare import BENCHMARKS, measuring, options_for
 from paco_grpo.data.sets import prompt_sets, reward_arguments
-from paco_grpo.options import ConfigError, options_to_yaml
+from paco_grpo.options import options_to_yaml
 from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
 
@@ -98,14 +98,8 @@ def test_images_are_judged_with_the_arguments_of_the_sets_judge(sets, tmp_path):
         assert sum(criterion in text for text in asked[1:]) == 1
 
 
-def test_arguments_that_differ_between_sets_are_refused(sets, tiny_flux_dir, tmp_path):
-    datasets = {"a": {"folder": "x", "test_reward_fn": {SAID: 1.0}}}
-    for name, value in (("b", 17.0), ("c", 19.0)):
-        of_set = {"reward_fn": {SAID: 1.0}, "reward_fn_kwargs": {SAID: {"value": value}}}
-        datasets[name] = {"folder": "x", **of_set}
+def test_arguments_of_training_come_first(tiny_flux_dir, tmp_path):
+    of_set = {"folder": "x", "reward_fn": {SAID: 1.0}, "reward_fn_kwargs": {SAID: {"value": 17.0}}}
+    datasets = {"a": {"folder": "x", "test_reward_fn": {SAID: 1.0}}, "b": of_set}
     options = tiny_options(tiny_flux_dir, tmp_path, dataset="", datasets=json.dumps(datasets))
-    with pytest.raises(ConfigError, match=SAID):
-        reward_arguments(options, SAID)
-    del datasets["c"]
-    options = tiny_options(tiny_flux_dir, tmp_path, dataset="", datasets=json.dumps(datasets))
-    assert reward_arguments(options, SAID) == {"value": 17.0}  # of training, where it has some
+    assert reward_arguments(options, SAID) == {"value": 17.0}

@@ -162,9 +162,7 @@ def pixels(path):
 @pytest.mark.parametrize(
     ("num_images", "sizes", "said"),
     [
-        (256, (2,), "2 prompts, 256 images: each is drawn 128 times"),
         (7, (3,), "3 prompts, 7 images: each is drawn up to 3 times"),
-        (3, (3,), None),
         (None, (3,), None),
         # Two sets have four images each.
         (8, (5, 3), "shared by 2 prompt sets: b: 3 prompts, 4 images: each is drawn up to 2 times"),
@@ -185,14 +183,6 @@ def test_prompts_that_repeat_are_said(num_images, sizes, said, caplog):
     compares.compares_images = True  # then they are meant
     log_repeats(items, make_options(values), {"a": compares})
     assert caplog.messages == []
-
-
-def test_evaluation_set_repeats_items_with_new_seeds():
-    items = [Item(i, str(i)) for i in range(3)]
-    chosen = evaluation_set(items, 7, seed=5)
-    assert [item.item_id for item, _ in chosen] == [0, 1, 2, 0, 1, 2, 0]
-    assert evaluation_set(items, None, 5) == chosen[:3]
-    assert len({seed for _, seed in chosen + evaluation_set(items, 7, 6)}) == 14
 
 
 def test_summary_against_numpy():

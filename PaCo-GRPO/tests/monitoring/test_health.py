@@ -161,10 +161,3 @@ def test_equal_scores_are_named_once():
     assert "ocr 0.0000" in finding.message and not finding.collapse
     for rows in ([flat, flat], [flat, good], [missing], [{}]):
         assert judge_scores(rows) == []
-
-
-def test_a_run_compares_with_its_first_epoch(trained_run):
-    first, second = rows_of(trained_run.options, "train")
-    for name in ("health/latent_std", "health/distinctness"):
-        ratio = second[f"{name}_vs_first"]
-        assert ratio == pytest.approx(second[name] / first[name]) and ratio != 1

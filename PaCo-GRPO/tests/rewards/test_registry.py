@@ -77,11 +77,9 @@ def test_factories_in_files(tmp_path):
     ("code", "named"),
     [
         ("def bright(): pass", "None"),
-        ("from os import getcwd as bright", "images and items"),
         ("def bright(): return lambda images: 5", "images and items"),
         ("class bright: pass", "images and items"),
         ("bright = 0.5", "no function, but 0.5"),
-        ("bright = dict", "dict"),
         ("\n\nbright = brihgt", "NameError: name 'brihgt'.*UP.PY, line 3"),
         ("\ndef bright(:", "SyntaxError.*UP.PY, line 2"),
         ("import sys\n\n\nsys.exit(3)", "SystemExit: 3.*UP.PY, line 4"),

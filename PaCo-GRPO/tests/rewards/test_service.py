@@ -101,10 +101,8 @@ def test_without_a_service_scores_are_missing_and_check_is_an_error(caplog):
     [
         ({"scores": [1, 0.25, None]}, [1.0, 0.25, math.nan]),
         ({"scores": "012"}, None),
-        ({"scores": {"a": 1, "b": 2, "c": 3}}, None),
         ({"scores": ["1_0", 2.0, 3.0]}, None),
         ({"scores": [True, 2.0, 3.0]}, None),
-        ({"scores": [[1.0], 2.0, 3.0]}, None),
         ({"scores": [1.0, 2.0]}, None),
         ({"rewards": [1.0, 2.0, 3.0]}, None),
         ([1.0, 2.0, 3.0], None),

@@ -6,9 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 from tiny_run import rows_of, tiny_options, train
-from torch.testing import assert_close
 
 from paco_grpo.data.sets import prompt_sets
 from paco_grpo.options import make_options
@@ -22,7 +20,7 @@ from paco_grpo.training.best import (
     best_evaluation,
 )
 from paco_grpo.training.build import build_run, training_rewards
-from paco_grpo.training.resume import TrainingStopped, load_state
+from paco_grpo.training.resume import load_state
 from paco_judge.files import write_json_lines
 
 SCRIPTED = "reward_factories:scripted"
@@ -51,7 +49,6 @@ WELL = [evaluation(0, 0.2), epoch_row(2), evaluation(2, 0.6), epoch_row(4), eval
         ([*WELL, evaluation(6, 0.6)], 2),  # the earliest of equal ones
         ([*WELL, epoch_row(6), evaluation(6, 0.7, guard=0.3, judge=0.9)], 2),  # a fallen guard
         ([*WELL, epoch_row(6, **{"health/velocity_change": 0.8}), evaluation(6, 0.7)], 2),
-        ([*WELL, epoch_row(6, **{"health/diversity_vs_first": 0.6}), evaluation(6, 0.7)], 2),
         ([*WELL, epoch_row(6, not_finite=["health/latent_std"]), evaluation(6, 0.7)], 2),
         ([*WELL, epoch_row(6, not_finite=["train/kl"]), evaluation(6, 0.7)], 6),
         ([*WELL, epoch_row(5, **{"health/velocity_change": 0.8}), evaluation(6, 0.7)], 6),
@@ -210,7 +207,7 @@ def kept(folder):
 
 
 def test_the_best_is_kept_linked_and_named(scripted, caplog):
-    """After epoch 1, where no checkpoint was due. Then the run resumes from there."""
+    """After epoch 1, where no checkpoint was due."""
     caplog.set_level("INFO")
     options = scripted([0.3, 0.9, 0.5, 0.4, 0.6])
     folder = train(options).run.folder
@@ -222,14 +219,6 @@ def test_the_best_is_kept_linked_and_named(scripted, caplog):
     last_words = [line for line in caplog.messages if line.startswith("best evaluation")][-1]
     assert "after epoch 1, trained reward 1.8" in last_words and "epoch_0001" in last_words
     assert read_run(folder).best["epoch"] == 1
-    saved = load_file(folder / "best" / "state" / "ema.safetensors")
-
-    again = scripted([0.7, 0.8], num_epochs=2, resume_from=folder / "best")
-    train(again)
-    assert kept(folder) == ["epoch_0001", "epoch_0002"]
-    assert (folder / "checkpoints" / "replaced_epoch_0004").is_dir()
-    assert os.readlink(folder / "best") == "checkpoints/epoch_0001"
-    assert_close(load_file(folder / "best" / "state" / "ema.safetensors"), saved, rtol=0, atol=0)
 
 
 def test_a_superseded_best_is_set_aside(trained_run, tiny_flux_dir, tmp_path):
@@ -243,30 +232,17 @@ def test_a_superseded_best_is_set_aside(trained_run, tiny_flux_dir, tmp_path):
         write_json_lines(folder / "eval" / ckpt.checkpoint_name(epoch) / "eval_data.jsonl", scored)
     ckpt.link(folder / "best", folder / "checkpoints" / "epoch_0002")
     weight = {"train__reward_fn": json.dumps({"tiny_run:brightness": -2.0})}
-    checkpoint = folder / "checkpoints" / "epoch_0001"
+    checkpoint = tmp_path / "link"
+    checkpoint.symlink_to(folder / "checkpoints" / "epoch_0001")
     run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from=checkpoint, **weight))
     load_state(run)
     best = BestEvaluation(run)
     best.find_again()
     assert [row[TRAINED_REWARD] for row in run.metrics.rows()] == [-14.0, -8.0]
-    assert run.metrics.rows()[-1][BEST_EPOCH] == 1
+    assert run.metrics.rows()[-1][BEST_EPOCH] == run.checkpoints.best == 1
     assert os.readlink(folder / "best") == "checkpoints/epoch_0001"
     assert (folder / "checkpoints" / "replaced_epoch_0002").is_dir()
     run.metrics.replace(rows[:1])
     best.find_again()
     assert not (folder / "best").is_symlink()  # the weights before training have no checkpoint
     run.close()
-
-
-def test_a_run_that_stops_early_says_that_it_has_no_best(scripted, caplog):
-    caplog.set_level("INFO")
-    options = scripted(
-        [0.3, 0.4],
-        test__reward_fn=json.dumps({"tiny_run:redness": 0.0}),
-        test__reward_fn_kwargs="{}",
-        train__max_missing_reward_fraction=0.0,
-        train__reward_fn=json.dumps({"reward_factories:gaps": 1.0}),
-    )
-    with pytest.raises(TrainingStopped):
-        train(options)
-    assert "no evaluation measures a trained reward" in caplog.messages[-1]

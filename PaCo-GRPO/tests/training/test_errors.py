@@ -53,9 +53,7 @@ def test_files_that_are_no_images_are_named_together_before_weights_are_loaded(
 
 
 @pytest.mark.parametrize("eval_freq", [0, 1])
-def test_cut_reference_images_end_the_first_epoch_and_a_resume_reads_only_them(
-    tiny_folder, tmp_path, eval_freq
-):
+def test_cut_reference_images_end_the_first_epoch(tiny_folder, tmp_path, eval_freq):
     """One is drawn in the first evaluation, two in no epoch before the last."""
     changes = {"sample__unique_sample_num_per_epoch": 1, "num_epochs": 4, "save_freq": 0}
     options = tiny_edit_options(
@@ -75,10 +73,7 @@ def test_cut_reference_images_end_the_first_epoch_and_a_resume_reads_only_them(
     for name, content in whole.items():
         (tmp_path / "prompts" / name).write_bytes(content)
     options = dataclasses.replace(options, resume_from="latest")
-    run = build_run(options)
-    read_again = [run.references.images[number].file.name for number in run.references._pending]
-    assert sorted(read_again) == sorted(names)
-    Trainer(run).fit()
+    Trainer(build_run(options)).fit()
     assert build_run(options).references._pending == []
 
 

@@ -38,8 +38,7 @@ def means(options):
 
 def test_too_few_scores_stop_the_run_and_the_evaluation_is_repeated(run, tmp_path):
     train(run(num_epochs=0))  # its evaluation is good
-    # The file is an argument of the reward, which is another one without it.
-    options = run(resume_from="latest", num_epochs=1, resume_changed=True)
+    options = run(resume_from="latest", num_epochs=1)
     before = means(options)
     (tmp_path / "absent").touch()
     with pytest.raises(TrainingStopped, match="epoch 1 .*resume_from"):

@@ -1,13 +1,10 @@
 """A server's key that is given as an option reaches the reward, and no file and no log."""
 
 import logging
-import shutil
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import pytest
-from fakes import fake_judge
 from tiny_run import load_script, tiny_options
 
 from paco_grpo.monitoring.trackers import Tracker
@@ -16,7 +13,6 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.training.build import build_run
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
-from paco_judge.errors import UserError
 
 KEYED = "reward_factories:keyed"
 SECRET = "SECRET-"
@@ -72,17 +68,6 @@ def test_no_file_has_a_key(tiny_flux_dir, tmp_path, caplog, capfd):
     assert SECRET not in caplog.text and SECRET not in capfd.readouterr().err
 
 
-def test_generate_with_a_key(trained_run, tmp_path):
-    shutil.copy(trained_run.folder / "saved.yaml", tmp_path / "config.yaml")
-    option = f"--config.train.reward_fn_kwargs.consistency_score.api_key={SECRET}judge"
-    command = ["--config", str(tmp_path / "config.yaml"), option, "--output", str(tmp_path / "out")]
-    with fake_judge.FakeJudge(key=f"{SECRET}judge") as judge:
-        command += ["--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b.", "--judge", judge.url]
-        assert load_script("generate").main(command) == 0
-    assert (tmp_path / "out" / "questions.json").is_file()
-    assert files_with_secret(tmp_path) == []
-
-
 def test_keys_of_sets_and_within_arguments_are_left_out(tiny_flux_dir, tmp_path):
     datasets = {
         "one": {
@@ -107,11 +92,3 @@ def test_trackers_see_no_key_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config=x", f"--config.a.api_key={SECRET}"])
     Tracker("trackio", tmp_path, "p", "r", {})
     assert seen == [["train.py", "--config=x", "--config.a.api_key"]]
-
-
-def test_a_refused_key_names_variable_and_option():
-    with fake_judge.FakeJudge(key="right") as judge:
-        kwargs = {"consistency_score": {"base_url": judge.url, "api_key": "wrong"}}
-        reward = build_rewards({"consistency_score": 1}, kwargs)["consistency_score"]
-        with pytest.raises(UserError, match=r"VLLM_API_KEY.*consistency_score.*api_key"):
-            reward.check()

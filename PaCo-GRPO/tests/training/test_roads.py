@@ -90,8 +90,6 @@ def test_an_image_is_scored_with_its_own_item(tiny_flux_dir, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"train__gradient_step_per_epoch": 2, "train__num_inner_epochs": 2},
         {"train__gradient_step_per_epoch": 3, "train__loss_type": "nft"},
         {"train__gradient_step_per_epoch": 2, "train__loss_type": "dgpo", "sample__noise_level": 0},
     ],

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from forked_runs import (
@@ -22,10 +21,8 @@ from forked_runs import (
 from hypothesis import given
 from hypothesis import strategies as st
 from named import CONFIG, load
-from PIL import Image
-from tiny_run import rows_of, tiny_options, train, write_rows
+from tiny_run import tiny_options, train, write_rows
 
-from paco_grpo.commands.compare import results
 from paco_grpo.data.sets import (
     divide,
     load_items,
@@ -34,14 +31,10 @@ from paco_grpo.data.sets import (
 )
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
 from paco_grpo.rewards.by_set import merge_sets
-from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import build_rewards, watched_rewards
 from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.checks import contradictions
-from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.sample import GroupSampler
-from paco_grpo.training.trainer import Trainer
-from paco_judge.files import read_json_lines
 
 ASKED = "reward_factories:of_set"
 OTHERS = "reward_factories:spread_of_set"
@@ -234,83 +227,6 @@ def test_each_set_has_its_prompts_in_every_epoch():
 # --- whole runs ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_flux_dir, tmp_path_factory):
-    """A run of two epochs; rewards fail for images of another set."""
-    folder = tmp_path_factory.mktemp("sets")
-    product = {"train__aggregate_fn": "product_aggregate_fn"}
-    options = tiny_options(tiny_flux_dir, folder, eval_freq=2, **set_changes(folder), **product)
-    run = build_run(options)
-    run.seen = []
-    update, gathered = run.updater.update, ScoreQueue.gathered
-
-    def record_scores(queue, *arguments):
-        run.scores = gathered(queue, *arguments)
-        return run.scores
-
-    def record_advantages(rollouts, advantages, *others):
-        run.seen.append((run.scores, advantages, rollouts.item_ids))
-        return update(rollouts, advantages, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScoreQueue, "gathered", record_scores)
-        patch.setattr(run.updater, "update", record_advantages)
-        Trainer(run).fit()
-    assert json.loads((run.folder / "plan.json").read_text())["prompts_of_sets"] == {
-        "large": 3,
-        "small": 1,
-    }
-    return run
-
-
-def test_advantages_are_of_each_sets_rewards_in_its_own_spread(finished):
-    for of_epoch, advantages, item_ids in finished.seen:
-        scores = dict(zip(finished.rewards.train, of_epoch.T, strict=True))
-        is_small = np.array([finished.train_items[i].dataset for i in item_ids]) == 1
-        assert (np.isnan(scores["spread_of_set"]) == ~is_small).all()
-        small = scores["of_set"] ** 2 * scores["spread_of_set"] ** 3
-        totals = pd.Series(np.where(is_small, small, scores["of_set"]))
-        spreads = totals.groupby(is_small).transform("std", ddof=0)
-        expected = (totals - totals.groupby(item_ids).transform("mean")) / spreads
-        np.testing.assert_allclose(advantages, expected)
-
-
-def test_metrics_are_those_of_each_set(finished):
-    for row in rows_of(finished.options, "train"):
-        large, small = row["set/large/of_set_mean"], row["set/small/of_set_mean"]
-        assert row["reward/of_set_mean"] == pytest.approx((9 * large + 3 * small) / 12)
-        assert "set/large/spread_of_set_mean" not in row
-        sizes = row["advantage/large/mean_abs"], row["advantage/small/mean_abs"]
-        assert row["advantage/mean_abs"] == pytest.approx(np.average(sizes, weights=[9, 3]))
-        assert row["reward/spread_of_set_mean"] == row["set/small/spread_of_set_mean"]
-    (_, last) = rows_of(finished.options, "eval")
-    folder = finished.folder / "eval" / "epoch_0002"
-    rows = read_json_lines(folder / "eval_data.jsonl")
-    assert [row["idx"] for row in rows] == ["large0", "small0", "large1", "small0", "large0"]
-    assert len({row["seed"] for row in rows}) == 5
-    for row in rows:
-        gray = np.asarray(Image.open(folder / row["file"]).convert("L")).mean()
-        factor = {"large": 7, "small": 5}[row["dataset"]]
-        assert row["rewards"]["of_set"] == pytest.approx(factor * (gray + len(row["prompt"])))
-    for name, rewards in (("large", ["of_set"]), ("small", ["of_set", "redness"])):
-        of_set = [row["rewards"] for row in rows if row["dataset"] == name]
-        assert all(list(scores) == rewards for scores in of_set)
-        for reward in rewards:
-            mean = np.mean([scores[reward] for scores in of_set])
-            assert last[f"set/{name}/{reward}_mean"] == pytest.approx(mean)
-    assert last["eval/missing_share"] == 0 and "set/large/redness_mean" not in last
-
-
-def test_tables_are_by_set(finished):
-    folder = finished.folder / "eval" / "epoch_0002"
-    results(folder, None, None)
-    record = json.loads((folder / "results.json").read_text())
-    (_, row) = rows_of(finished.options, "eval")
-    for name in ("large", "small"):
-        mean = record["datasets"][name]["results"]["adapter"]["of_set"]["mean"]
-        assert mean == pytest.approx(row[f"set/{name}/of_set_mean"], rel=0.05)
-
-
 def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog):
     """Other prompts; but with another share or other rewards, which are said."""
     changes = set_changes(tmp_path)
@@ -334,19 +250,6 @@ def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog
     write_rows(tmp_path / "small", "train", [{"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."}])
     with pytest.raises(ConfigError, match="dataset"):
         build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
-
-
-def test_missing_scores_are_counted_in_their_set(tiny_flux_dir, tmp_path):
-    """A dead judge of a small set ends the run, however few of all images are its.
-
-    Though its other rewards have their scores.
-    """
-    changes = set_changes(tmp_path)
-    sets = sets_in(tmp_path)
-    sets["small"]["reward_fn"]["reward_factories:no_scores"] = 1.0
-    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.3}
-    with pytest.raises(TrainingStopped, match="small .*no_scores"):
-        train(tiny_options(tiny_flux_dir, tmp_path, **changes))
 
 
 DGPO = {
