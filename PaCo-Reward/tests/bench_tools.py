@@ -130,7 +130,7 @@ def edit_examples(count=20):
         rows.append(
             {
                 "key": [f"edit{index}a", f"edit{index}b"],
-                "instruction": f'make the "left" shape {seed} px larger',
+                "instruction": f' make the "left" shape {seed} px larger\n',
                 "input_image": before,
                 "output_images": [better, worse],
                 "task_type": TASKS[index % 13],

@@ -63,17 +63,10 @@ def test_images_are_found_as_in_training_or_named_before_the_judge_is_loaded(
     assert main([*arguments, "--media_dir", str(data_dir)]) == 0
 
 
-def test_answers_are_counted_and_a_row_with_a_second_one_is_no_labeled_pair(tiny, tmp_path, caplog):
+def test_a_row_with_a_second_answer_is_no_labeled_pair(tiny, tmp_path):
     """Its questions would be asked as one."""
     file = tiny.save_pairs(tmp_path) / "pairs.json"
     rows = json.loads(file.read_text())
-    file.write_text(json.dumps(rows[:5]))
-    caplog.set_level("INFO", "paco_reward")
-    labeled_pairs(tmp_path, "pairs")
-    file.write_text(json.dumps(rows[1:8:2]))
-    labeled_pairs(tmp_path, "pairs")
-    one_answer = "; one answer only: accuracy means little, no AUC"
-    assert caplog.messages == ["pairs: 3 Yes, 2 No", f"pairs: 0 Yes, 4 No{one_answer}"]
     for role, content in (("user", "Really?"), ("assistant", "No. I am not sure.")):
         rows[1]["messages"].append({"role": role, "content": content})
     file.write_text(json.dumps(rows))

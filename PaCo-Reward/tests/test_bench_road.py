@@ -88,7 +88,8 @@ def test_edits(server, edits, tmp_path, capsys):
             expected = {}
             for about_what, name in QUESTIONS.items():
                 if item["dimension"] in (about_what, "overall"):
-                    text = shipped()[name].replace("{instruction}", item["instruction"])
+                    instruction = item["instruction"].strip()
+                    text = shipped()[name].replace("{instruction}", instruction)
                     expected[about_what] = p_yes(text, *files)
             assert answers == pytest.approx(expected)
             scores.append(np.prod(list(expected.values())) ** (1 / len(expected)))

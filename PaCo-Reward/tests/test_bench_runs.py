@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from bench_tools import RANK_FOLDER, ContentJudge, edit_lines
+from bench_tools import RANK_FOLDER, ContentJudge
 from fakes import fake_judge
 from pairing_tools import write_lines
 from PIL import Image
@@ -41,17 +41,6 @@ def test_a_stopped_run_continues(edits):
     assert [row["index"] for row in expected] == list(range(20))
     assert 0 < len(rest.questions) < len(whole.questions)
     assert edits(ContentJudge(stop_after=0)) == 0, "nothing is left to ask"
-
-
-@pytest.mark.parametrize(
-    "change", [{"weights": "other/judge@12"}, {"dimension": "overall"}, {"asked": {}}]
-)
-def test_results_of_something_else_are_not_mixed(change, edits):
-    assert edits(ContentJudge(stop_after=1)) == STOPPED
-    edit_lines(edits.file, {0: change})
-    before = edits.file.read_text()
-    assert edits(ContentJudge()) == 1
-    assert edits.file.read_text() == before
 
 
 BENCH = "data/ConsistencyRank-Bench"

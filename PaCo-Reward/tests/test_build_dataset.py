@@ -266,17 +266,6 @@ def test_labels_are_the_judges_about_reference_and_candidate(built, world):
     assert {True, False} <= set(orders) and 0.2 < np.mean(orders) < 0.8
 
 
-def test_another_judge_is_asked_again(world, tmp_path):
-    """Its answers are not those of the judge that was asked before into the same folder."""
-    asked = []
-    with fake_judge.FakeJudge(judge_model, models=("judge-a", "judge-b")) as server:
-        for model, image_format in (("a", "png"), ("b", "png"), ("b", "jpeg"), ("a", "png")):
-            judge = {"server": server.url, "model": f"judge-{model}", "image_format": image_format}
-            build(world, tmp_path, **judge, **SETTING)
-            asked.append(len(server.requests))
-    assert asked == [asked[0], 2 * asked[0], 3 * asked[0], 3 * asked[0]]
-
-
 def test_answers_of_a_judge_exchanged_under_its_name(world, tmp_path):
     """They are not mixed with the new one's; unknown ones only if the user says so."""
     with fake_judge.FakeJudge(judge_model, models=("judge-a",)) as server:
@@ -289,9 +278,14 @@ def test_answers_of_a_judge_exchanged_under_its_name(world, tmp_path):
         build(world, tmp_path, **setting, continue_unknown=True)
         assert len(server.requests) == first
         (tmp_path / "work" / "scores.jsonl").unlink()
-        for identity, requests in (("o/a@1", 2), ("o/a@2", 3), ("o/a@1", 3)):
-            server.identities = {"judge-a": identity}
-            build(world, tmp_path, **setting)
+        for number, image_format, requests in (
+            (1, "png", 2),
+            (2, "png", 3),
+            (2, "jpeg", 4),
+            (1, "png", 4),
+        ):
+            server.identities = {"judge-a": f"o/a@{number}"}
+            build(world, tmp_path, **setting, image_format=image_format)
             assert len(server.requests) == requests * first
 
 

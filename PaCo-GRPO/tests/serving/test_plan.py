@@ -9,7 +9,7 @@ import pytest
 from serving_tools import VLLM_PYTHON, option
 
 from paco_judge.errors import UserError
-from vllm_server import engines, launch, servers
+from vllm_server import engines, launch
 from vllm_server.engines import Engine, LaunchSettings, process_environment
 
 COMMON = (
@@ -117,12 +117,6 @@ def test_what_cannot_be_served_is_refused_by_name(planned, variables):
     with pytest.raises(UserError, match="|".join(names)) as caught:
         planned(variables)
     assert "pydantic" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("label", ["a/b", "..", "/a"])
-def test_a_label_is_the_name_of_a_folder(label, tmp_path):
-    with pytest.raises(UserError, match=f"VLLM_LABEL={label} "):
-        servers.label_folder({"VLLM_LABEL": label, "PACO_RUNTIME_DIR": str(tmp_path)})
 
 
 @pytest.mark.parametrize(

@@ -227,15 +227,12 @@ def _key(fields: Row) -> str:
 
 def _keys(results: Journal, items: Sequence[Item], stamp: Row, continue_unknown: bool) -> set[str]:
     """The keys of the items that have a row. Raises UserError: A row is of something else."""
-    known = {_key(item.fields) for item in items}
     # Weights identify a judge, and neither its path nor its served name.
     compared = stamp.keys() - ({"model", "weights"} if "weights" in stamp else set())
     keys = set()
     for row in results.rows:
         key = _key({name: row.get(name) for name in items[0].fields})
         others = [name for name in compared if row.get(name) != stamp[name]]
-        if key not in known:
-            others.append(f"item {key}")
         of_row = Match.SAME
         if "weights" in stamp:
             of_row = match(row.get("weights", UNRECORDED), stamp["weights"])

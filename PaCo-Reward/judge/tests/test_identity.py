@@ -95,7 +95,7 @@ def test_gigabytes_are_hashed_once(monkeypatch, tmp_path):
     assert identity(model) != first and len(hashed) == 3
 
 
-def _cached(root, name, weights=b"weights", whole=True):
+def _cached(root, name):
     """A hub model as a download leaves it: links into blobs, and the list of the repository."""
     folder = root / ("models--" + name.replace("/", "--"))
     snapshot = folder / "snapshots" / COMMIT
@@ -104,7 +104,7 @@ def _cached(root, name, weights=b"weights", whole=True):
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
     blob = folder / "blobs" / "b10b"
-    blob.write_bytes(weights)
+    blob.write_bytes(b"weights")
     (snapshot / "transformer" / "model.safetensors").symlink_to(blob)
     return snapshot
 

@@ -1,7 +1,6 @@
 import pytest
 
 from paco_judge.questions import (
-    EDIT_DIMENSIONS,
     EDITING,
     RequestForm,
     build_messages,
@@ -77,25 +76,6 @@ def test_criteria_are_one_question_each_and_empty_ones_are_not_asked(template):
     }
     with pytest.raises(ValueError, match="no criteria"):
         mine.texts({"Style": {"Palette": ""}}, theme="T")
-
-
-def test_editing_dimensions_ask_the_editing_questions():
-    questions = load_editing_questions()
-    keeps, follows = (shipped()[name].replace("{instruction}", "dye it") for name in EDITING)
-    expected = {"prompt_following": follows, "consistency": keeps}
-    asked = editing_texts(questions, " dye it\n")
-    assert list(asked.items()) == list(expected.items())
-    for name, text in expected.items():
-        assert editing_texts(questions, "dye it", name) == {name: text}
-
-
-def test_a_single_editing_question_has_its_own_name_and_decides_every_dimension(template):
-    mine = template("Is it {instruction}?")
-    for name, about in (("editing_consistency", "consistency"), (mine, "mine")):
-        alone = load_editing_questions(name)
-        for dimension in EDIT_DIMENSIONS:
-            expected = {about: alone[0].text(instruction="red")}
-            assert editing_texts(alone, "red", dimension) == expected
 
 
 @pytest.mark.parametrize("names", [EDITING[::-1], (*EDITING, "pair"), ()])
