@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,20 +69,16 @@ class BestEvaluation:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.trained_reward = TrainedReward(
-            run.folder / "eval", run.prompt_sets, run.set_rewards, run.options
-        )
 
     def rate(self, metrics: Row) -> dict[str, float]:
         """The trained reward of a new evaluation and the epoch of the best one, if there are any.
 
         Its row is not in metrics.jsonl yet.
         """
-        epoch = self.run.state.epoch
-        rows = self.run.metrics.rows()
-        row = {"phase": "eval", "epoch": epoch, **metrics}
-        self._measure([*rows, row], [row])
-        best = self._find([*rows, row])
+        row = {"phase": "eval", "epoch": self.run.state.epoch, **metrics}
+        rows = [*self.run.metrics.rows(), row]
+        self._measure(rows, [row])
+        best = self._find(rows)
         if best is not None:
             row[BEST_EPOCH] = best["epoch"]
         return {name: row[name] for name in (TRAINED_REWARD, BEST_EPOCH) if name in row}
@@ -134,13 +129,32 @@ class BestEvaluation:
 
     def _measure(self, rows: Sequence[Row], evaluations: Iterable[dict[str, Any]]) -> None:
         """Set the trained reward of these among ``rows``, where their images' scores are there."""
-        evaluated = [row["epoch"] for row in rows if row["phase"] == "eval"]
+        run = self.run
+        files = {}
+        for row in rows:
+            file = run.folder / "eval" / checkpoint_name(row["epoch"]) / "eval_data.jsonl"
+            if row["phase"] == "eval" and file.is_file():
+                files[row["epoch"]] = file
         for row in evaluations:
-            if self.trained_reward.has(row["epoch"]):
-                row.pop(TRAINED_REWARD, None)
-                value = self.trained_reward.measure(row["epoch"], evaluated)
-                if value is not None:
-                    row[TRAINED_REWARD] = value
+            epoch = row["epoch"]
+            if epoch not in files:
+                continue
+            row.pop(TRAINED_REWARD, None)
+            images = read_json_lines(files[epoch])
+            first = read_json_lines(next(iter(files.values())))
+            try:
+                value = trained_reward(images, first, run.prompt_sets, run.set_rewards, run.options)
+            except Exception as error:  # noqa: BLE001 - the aggregation may be the user's
+                logger.warning(
+                    "config.train.aggregate_fn failed on the images of the evaluation after epoch "
+                    "%d (%s: %s), which therefore cannot be the best",
+                    epoch,
+                    type(error).__name__,
+                    error,
+                )
+                continue
+            if value is not None:
+                row[TRAINED_REWARD] = value
 
     def _find(self, rows: Sequence[Row]) -> Row | None:
         """The best evaluation whose weights are there or can still be saved."""
@@ -167,8 +181,14 @@ class BestEvaluation:
         return f"best evaluation: after epoch {epoch}, trained reward {reward:.4f}; {place}"
 
 
-class TrainedReward:
-    """The number that training raises, measured on the images of an evaluation.
+def trained_reward(
+    images: Sequence[Row],
+    first: Sequence[Row],
+    prompt_sets: Sequence[PromptSet],
+    set_rewards: Sequence[SetRewards],
+    options: RunOptions,
+) -> float | None:
+    """The number that training raises, measured on the images of an evaluation; None if it has none.
 
     An image's rewards are weighted and aggregated as in training, and the mean is taken over the
     images that have all of them. Rewards without any score in the first evaluation are left out:
@@ -179,93 +199,55 @@ class TrainedReward:
     evaluation take their place, so that evaluations can be compared: where training divides rewards
     by their spread (``returns_advantages``, ``train.rank_grpo``) or prompt sets by theirs, it is
     the spread there, and ``log_tame_aggregate_fn`` tames what it would tame there.
+
+    Args:
+        images: Rows of its eval_data.jsonl.
+        first: Those of the first evaluation.
+        prompt_sets, set_rewards, options: Of the run.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        prompt_sets: Sequence[PromptSet],
-        set_rewards: Sequence[SetRewards],
-        options: RunOptions,
-    ) -> None:
-        """``folder``: of the run's evaluations."""
-        self.folder = folder
-        self.prompt_sets = prompt_sets
-        self.set_rewards = set_rewards
-        self.options = options
-
-    def measure(self, epoch: int, evaluated: Sequence[int]) -> float | None:
-        """The number of the evaluation after ``epoch``; None if it has none.
-
-        ``evaluated``: epochs of the run's evaluations, of which the first that is there is compared
-        with.
-        """
-        first = next(filter(self.has, evaluated), epoch)
-        try:
-            return self._measure(self._rows(epoch), self._rows(first))
-        except Exception as error:  # noqa: BLE001 - the aggregation may be the user's
-            logger.warning(
-                "config.train.aggregate_fn failed on the images of the evaluation after epoch %d "
-                "(%s: %s), which therefore cannot be the best",
-                epoch,
-                type(error).__name__,
-                error,
-            )
+    values = []
+    shares = []
+    for prompt_set, of_set in zip(prompt_sets, set_rewards, strict=True):
+        first_of_set = _of_set(first, prompt_set.name)
+        names = []
+        for reward in of_set.weights:
+            if any(row["rewards"].get(reward) is not None for row in first_of_set):
+                names.append(reward)
+        if not names:
+            continue
+        function = _comparable(of_set, _scores(first_of_set, names), options)
+        totals = _totals(_of_set(images, prompt_set.name), names, function, options)
+        if np.isnan(totals).all():
             return None
+        value = np.nanmean(totals)
+        if len(prompt_sets) > 1:
+            value /= _spread(_totals(first_of_set, names, function, options))
+        values.append(value)
+        shares.append(prompt_set.share)
+    return float(np.average(values, weights=shares)) if values else None
 
-    def has(self, epoch: int) -> bool:
-        """Whether the scores of the evaluation after ``epoch`` are there."""
-        return self._file(epoch).is_file()
 
-    def _file(self, epoch: int) -> Path:
-        return self.folder / checkpoint_name(epoch) / "eval_data.jsonl"
+def _comparable(
+    of_set: SetRewards, first: Mapping[str, np.ndarray], options: RunOptions
+) -> AggregateFn:
+    """The aggregation of a prompt set with the statistics of the ``first`` evaluation's scores."""
+    # A copy: one that keeps a state must not see the images of evaluations.
+    function = copy.deepcopy(of_set.aggregate_fn)
+    if getattr(function, "returns_advantages", False) or options.train.rank_grpo:
+        weights = getattr(function, "reward_weights", None) or of_set.weights
+        by_spread = {name: weights[name] / _spread(scores) for name, scores in first.items()}
+        return partial(weighted_sum, by_spread)
+    if hasattr(function, "as_for"):
+        return function.as_for(first)
+    return function
 
-    def _rows(self, epoch: int) -> list[Row]:
-        return read_json_lines(self._file(epoch))
 
-    def _measure(self, rows: Sequence[Row], first_rows: Sequence[Row]) -> float | None:
-        values = []
-        shares = []
-        for prompt_set, of_set in zip(self.prompt_sets, self.set_rewards, strict=True):
-            first = _of_set(first_rows, prompt_set.name)
-            names = []
-            for reward in of_set.weights:
-                if any(row["rewards"].get(reward) is not None for row in first):
-                    names.append(reward)
-            if not names:
-                continue
-            function = self._comparable(of_set, names, first)
-            totals = self._totals(function, names, _of_set(rows, prompt_set.name))
-            if np.isnan(totals).all():
-                return None
-            value = np.nanmean(totals)
-            if len(self.prompt_sets) > 1:
-                value /= _spread(self._totals(function, names, first))
-            values.append(value)
-            shares.append(prompt_set.share)
-        return float(np.average(values, weights=shares)) if values else None
-
-    def _comparable(
-        self, of_set: SetRewards, names: Sequence[str], first: Sequence[Row]
-    ) -> AggregateFn:
-        """The aggregation of a prompt set with the statistics of the ``first`` evaluation."""
-        # A copy: one that keeps a state must not see the images of evaluations.
-        function = copy.deepcopy(of_set.aggregate_fn)
-        scores = _scores(first, names)
-        if getattr(function, "returns_advantages", False) or self.options.train.rank_grpo:
-            weights = getattr(function, "reward_weights", None) or of_set.weights
-            by_spread = {name: weights[name] / _spread(scores[name]) for name in names}
-            return partial(weighted_sum, by_spread)
-        if hasattr(function, "as_for"):
-            return function.as_for(scores)
-        return function
-
-    def _totals(
-        self, function: AggregateFn, names: Sequence[str], rows: Sequence[Row]
-    ) -> np.ndarray:
-        item_ids = np.array([row["item_id"] for row in rows])
-        prompts = [row["prompt"] for row in rows]
-        return aggregate(_scores(rows, names), item_ids, prompts, function, self.options)
+def _totals(
+    rows: Sequence[Row], names: Sequence[str], function: AggregateFn, options: RunOptions
+) -> np.ndarray:
+    item_ids = np.array([row["item_id"] for row in rows])
+    prompts = [row["prompt"] for row in rows]
+    return aggregate(_scores(rows, names), item_ids, prompts, function, options)
 
 
 def _of_set(rows: Sequence[Row], name: str) -> list[Row]:

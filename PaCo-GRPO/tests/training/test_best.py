@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from paco_grpo.training.best import (
     BEST_EPOCH,
     TRAINED_REWARD,
     BestEvaluation,
-    TrainedReward,
     best_evaluation,
+    trained_reward,
 )
 from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.resume import load_state
@@ -76,14 +77,11 @@ NOW = {"a": [0.3, 0.9, None, 0.7], "b": [4.0, 1.0, 6.0, 3.0], "watched": [1, Non
 KEPT = [0, 1, 3]  # images of NOW that have both
 
 
-def measure(folder, options, *evaluations, epoch=None):
+def measure(options, *evaluations):
     """The trained reward of the last of ``evaluations``: rows of eval_data.jsonl of each."""
-    for number, rows in enumerate(evaluations):
-        write_json_lines(folder / ckpt.checkpoint_name(number) / "eval_data.jsonl", rows)
     sets = prompt_sets(options)
     of_sets = [training_rewards(prompt_set, options) for prompt_set in sets]
-    trained_reward = TrainedReward(folder, sets, of_sets, options)
-    return trained_reward.measure(len(evaluations) - 1, range(len(evaluations)))
+    return trained_reward(evaluations[-1], evaluations[0], sets, of_sets, options)
 
 
 def rows_with(scores, ids=(0, 1, 2, 1), **fields):
@@ -106,14 +104,14 @@ def columns(table, names="ab", rows=KEPT):
 POSITIVE = {"a": 2.0, "b": 3.0}
 
 
-def test_weights_and_missing_scores(tmp_path):
+def test_weights_and_missing_scores():
     a, b = columns(NOW)
     expected = (2 * a - 3 * b).mean()
-    measured = measure(tmp_path, options_with(), rows_with(FIRST), rows_with(NOW))
+    measured = measure(options_with(), rows_with(FIRST), rows_with(NOW))
     assert measured == pytest.approx(expected)
 
 
-def test_aggregations_are_those_of_training(tmp_path):
+def test_aggregations_are_those_of_training():
     """``log_tame`` tames what it would in the first evaluation: b, which varies less now."""
     a, b = columns(NOW)
     first_a, first_b = columns(FIRST, rows=range(4))
@@ -128,38 +126,45 @@ def test_aggregations_are_those_of_training(tmp_path):
         json.dumps(tame): (2 * a + 3 * np.log1p(b)).mean(),
         "weighted_advantage_sum_aggregate_fn": in_spreads,
     }
-    for number, (aggregate_fn, value) in enumerate(expected.items()):
+    for aggregate_fn, value in expected.items():
         options = options_with(POSITIVE, train__aggregate_fn=aggregate_fn)
-        folder = tmp_path / str(number)
-        measured = measure(folder, options, rows_with(FIRST), rows_with(NOW))
+        measured = measure(options, rows_with(FIRST), rows_with(NOW))
         assert measured == pytest.approx(value), aggregate_fn
     ranked = options_with(POSITIVE, train__rank_grpo=True)
-    measured = measure(tmp_path, ranked, rows_with(FIRST), rows_with(NOW))
+    measured = measure(ranked, rows_with(FIRST), rows_with(NOW))
     assert measured == pytest.approx(in_spreads)
 
 
-def test_rewards_that_the_evaluation_lacks_do_not_count(tmp_path):
+def test_rewards_that_the_evaluation_lacks_do_not_count():
     """b is not among its rewards, or compares images where each prompt has one."""
     options = options_with(POSITIVE, train__aggregate_fn="product_aggregate_fn")
     (a,) = columns(NOW, "a", [0, 1, 3])
-    for number, b in enumerate(({}, {"b": [None] * 4})):
+    for b in ({}, {"b": [None] * 4}):
         evaluations = [rows_with({"a": table["a"]} | b) for table in (FIRST, NOW)]
-        measured = measure(tmp_path / str(number), options, *evaluations)
+        measured = measure(options, *evaluations)
         assert measured == pytest.approx((a**2).mean())
     # Absent only now, it would make the number another one.
     none_now = rows_with(NOW | {"b": [None] * 4})
-    assert measure(tmp_path, options, rows_with(FIRST), none_now) is None
-    assert measure(tmp_path, options, rows_with({"watched": [1, 2, 3, 4]})) is None
+    assert measure(options, rows_with(FIRST), none_now) is None
+    assert measure(options, rows_with({"watched": [1, 2, 3, 4]})) is None
 
 
 def test_an_aggregation_that_fails_ends_no_run(tmp_path, caplog):
     options = options_with(POSITIVE, train__aggregate_fn="geometric_mean_aggregate_fn")
     negative = rows_with(NOW | {"a": [-1, 2, 3, 4]})
-    assert measure(tmp_path, options, rows_with(FIRST), negative) is None
+    sets = prompt_sets(options)
+    of_sets = [training_rewards(prompt_set, options) for prompt_set in sets]
+    run = SimpleNamespace(folder=tmp_path, prompt_sets=sets, set_rewards=of_sets, options=options)
+    for epoch, rows in enumerate((rows_with(FIRST), negative)):
+        folder = tmp_path / "eval" / ckpt.checkpoint_name(epoch)
+        write_json_lines(folder / "eval_data.jsonl", rows)
+    rows = [evaluation(epoch, 0.5) for epoch in range(2)]
+    BestEvaluation(run)._measure(rows, rows)
+    assert rows[0][TRAINED_REWARD] != 0.5 and TRAINED_REWARD not in rows[1]
     assert "after epoch 1" in caplog.text and "'a' reaches -1" in caplog.text
 
 
-def test_sets_count_by_share_in_units_of_their_spread(tmp_path):
+def test_sets_count_by_share_in_units_of_their_spread():
     sets = {
         "x": {"folder": "x", "share": 1.5, "reward_fn": {"a": 2.0, "b": 3.0}},
         "y": {"folder": "y", "share": 0.5, "reward_fn": {"c": -4.0}},
@@ -175,7 +180,7 @@ def test_sets_count_by_share_in_units_of_their_spread(tmp_path):
     totals = [2 * a + 3 * b for a, b in (columns(FIRST, rows=range(4)), columns(NOW))]
     x = totals[1].mean() / totals[0].std()
     y = -4 * now_c.mean() / (4 * first_c.std())
-    measured = measure(tmp_path, options, *evaluations)
+    measured = measure(options, *evaluations)
     assert measured == pytest.approx((1.5 * x + 0.5 * y) / 2)
 
 
