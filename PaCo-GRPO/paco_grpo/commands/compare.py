@@ -157,10 +157,8 @@ def prepare(
             )
     text_length(options, items)  # warns of prompts that will be truncated
     rewards = evaluation_rewards(options, accelerator.device, items)
-    if accelerator.is_main_process:
-        if images_per_prompt == 1:
-            log_repeats(items, options, rewards)
-        write_records(rewards, folder)
+    if accelerator.is_main_process and images_per_prompt == 1:
+        log_repeats(items, options, rewards)
     return PromptSet(options, items, rewards)
 
 
@@ -247,8 +245,12 @@ def is_complete(
 def record_evaluation(
     folder: Path, options: RunOptions, rewards: Mapping[str, Reward], adapter: Path | None
 ) -> None:
-    """Write ``evaluation.json``, once the model has been loaded and is in the cache for sure."""
+    """Write ``evaluation.json`` and ``questions.json``.
+
+    Once the model has been loaded and is in the cache for sure.
+    """
     write_json(folder / RECORD, _identity(options, rewards, adapter))
+    write_records(rewards, folder)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from fakes import fake_judge
 from PIL import Image, ImageColor
 from tiny_run import tiny_options
 
-from paco_grpo.commands.compare import is_complete, record_evaluation
+from paco_grpo.commands.compare import is_complete, prepare, record_evaluation
 from paco_grpo.evaluation.folder import EvaluationFolder, contact_sheet
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards
@@ -176,6 +176,23 @@ def test_other_rewards_only_score_again(case):
             with pytest.raises(ConfigError, match=words):
                 case.complete()
             assert case.complete(continue_unknown=True)
+
+
+def test_what_was_asked_is_written_when_an_evaluation_begins(case):
+    """One that is then refused changes no file."""
+    with fake_judge.FakeJudge(models=["mine"]) as server:
+        server.identities = {"mine": "o/a@4"}
+        judge = {"model": "mine", "base_url": server.url}
+        rewards = {"reward_fn": {"consistency_score": 1.0}}
+        arguments = {"reward_fn_kwargs": {"consistency_score": judge}}
+        test = dataclasses.replace(case.options.test, **rewards, **arguments)
+        options = dataclasses.replace(case.options, test=test)
+        before = {file: file.read_bytes() for file in case.folder.iterdir()}
+        prepared = prepare(options, Accelerator(cpu=True), case.folder, 1)
+        assert {file: file.read_bytes() for file in case.folder.iterdir()} == before
+        record_evaluation(case.folder, options, prepared.rewards, case.adapter)
+    asked = json.loads((case.folder / "questions.json").read_text())
+    assert asked["consistency_score"]["weights"] == "o/a@4"
 
 
 def test_a_users_reward_is_its_code(case, tmp_path):

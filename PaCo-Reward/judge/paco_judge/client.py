@@ -136,8 +136,8 @@ class JudgeClient:
         error = (_answer(choice) if writes else self._verdict(choice)).error
         if error is not None:
             raise UserError(
-                f"the judge {self._served} at {self.base_url} did not answer a question about images "
-                f"within {seconds:.0f} s ({error}); look at its log, or ask another model"
+                f"the judge {self._served} at {self.base_url} gave no usable answer to a first question "
+                f"about images: {error}. Look at its log, or ask another model"
             )
 
     def score(self, pairs: Sequence[Pair]) -> list[Verdict]:
@@ -200,7 +200,8 @@ class JudgeClient:
                     task = asyncio.to_thread(data_url, image, self.form.image_format)
                     encoding[id(image)] = asyncio.create_task(task)
             try:
-                urls = [await encoding[id(image)] for image in pair.images]
+                # Of several that fail, asyncio would report all but the first at some later time.
+                urls = await asyncio.gather(*[encoding[id(image)] for image in pair.images])
             except UnreadableImage as error:
                 return str(error)
             async with self._slots:

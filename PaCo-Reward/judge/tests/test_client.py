@@ -1,6 +1,7 @@
 """The client against servers on loopback, good ones and broken ones."""
 
 import base64
+import gc
 import io
 import json
 import time
@@ -118,6 +119,20 @@ def test_answers_that_cannot_be_read_fail_the_proof(writes, bad, named, good):
             client(judge).prove(PAIR, writes)
         judge.respond = lambda *_: (200, good, {})
         client(judge).prove(PAIR, writes)
+
+
+def test_two_bad_images_of_a_pair_are_one_reason(tmp_path, caplog):
+    """And none that asyncio reports later."""
+    for number in (1, 2):
+        picture(number).save(tmp_path / "whole.png")
+        part = (tmp_path / "whole.png").read_bytes()[:-60]
+        (tmp_path / f"{number}.png").write_bytes(part)
+    first, second = [Image.open(tmp_path / f"{number}.png") for number in (1, 2)]
+    with FakeJudge() as judge:
+        (verdict,) = client(judge).score([Pair(first, second, "same?")])
+    gc.collect()
+    assert verdict.p_yes is None and ".png" in verdict.error
+    assert "never retrieved" not in caplog.text
 
 
 def test_the_form_says_which_tokens_count():
