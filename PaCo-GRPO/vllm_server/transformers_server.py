@@ -242,7 +242,8 @@ def serve() -> None:
     parser.add_argument(
         "--max-pixels",
         type=int,
-        help=f"shrink larger images to it; 0: as the model says (default: {TRAINED_MAX_PIXELS})",
+        help="shrink larger images to it; 0: as the model says (default: VLLM_MAX_PIXELS, or "
+        f"{TRAINED_MAX_PIXELS})",
     )
     arguments = parser.parse_args()
     logging.basicConfig(

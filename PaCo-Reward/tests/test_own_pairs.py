@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -179,7 +180,8 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     assert "pairs.jsonl row 2: " in first and named in first
     assert "pairs.jsonl row 6: " in second and "label" in second
     table = write_csv(tmp_path / "pairs.csv", pairs)
-    table.write_bytes(
-        table.read_text(encoding="utf-8-sig").replace("fox", "füchse").encode("cp1252")
-    )
+    text = table.read_text(encoding="utf-8-sig")
+    table.write_text(text.replace('""red""', '"red"'))
+    assert re.search(r"pairs.csv line \d is not CSV", problem(table, tmp_path / "out"))
+    table.write_text(text.replace("fox", "füchse"), encoding="cp1252")
     assert "pairs.csv is not a text in UTF-8" in problem(table, tmp_path / "out")

@@ -135,8 +135,11 @@ def _answer(label: bool, reason: str) -> str:
 def _rows(file: Path) -> list[dict[str | None, Any]]:
     """The values of each row by column, cells without a column by None. Raises UserError."""
     if file.suffix.lower() == ".csv":
-        text = io.StringIO(read_text(file))
-        rows = list(csv.DictReader(text, strict=True, skipinitialspace=True))
+        reader = csv.DictReader(io.StringIO(read_text(file)), strict=True, skipinitialspace=True)
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise UserError(f"{file} line {reader.line_num} is not CSV: {error}") from error
     else:
         rows = read_json_rows(file)
     table = []
