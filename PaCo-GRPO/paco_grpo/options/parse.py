@@ -252,6 +252,8 @@ class _FlowLoader(yaml.BaseLoader):
             key = key_node.value
             if not isinstance(key, str) or key in mapping:
                 raise yaml.YAMLError(f"the key {key!r} is no text, or stands twice")
+            if value_node.value == "" and value_node.style is None:
+                raise yaml.YAMLError(f"the key {key!r} has no value")  # "{n}" is a text
             mapping[key] = self.construct_object(value_node, deep=deep)
         return mapping
 

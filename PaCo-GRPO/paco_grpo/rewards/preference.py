@@ -73,6 +73,7 @@ def imagereward(
         scores = [scorer.score(item.prompt, image.convert("RGB")) for image, item in pairs]
         return np.array(scores, dtype=np.float64)
 
+    score.where = ("cache_dir",)
     return score
 
 

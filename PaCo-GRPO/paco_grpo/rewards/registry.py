@@ -13,7 +13,7 @@ cannot be scored. The callable may have
   tokens", or None; the log says how many such prompts there are. A factory may have it, too,
 - ``record``: a dictionary for the run's ``questions.json``,
 - ``weights()``: the identity of what gives the scores (``paco_judge.identity``), None if it is not
-  known; ``where``: the names of arguments that only say where that is,
+  known; ``where``: the names of arguments that only say where that is, such as a cache,
 - ``parallel_calls``: how many threads may call it at the same time (default 1),
 - ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
   sampled.
@@ -175,13 +175,18 @@ def _parameters(name: str, factory: Callable[..., Reward]) -> list[str]:
         raise UserError(f"reward {name!r} is no factory of rewards: {error}") from error
 
 
-def _places(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments, also those left at their defaults, that name weights: files, folders, models."""
+def _places(
+    signature: inspect.Signature, arguments: Mapping[str, Any], where: Sequence[str]
+) -> dict[str, str]:
+    """The arguments, also those left at their defaults, that name weights: files, folders, models.
+
+    Not those in ``where``, such as a folder to which weights are still to be downloaded.
+    """
     bound = signature.bind(**arguments)
     bound.apply_defaults()
     places = {}
     for name, value in bound.arguments.items():
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value or name in where:
             continue
         # os.path, because a text that is no path, such as a long question, is no error there.
         place = os.path.expanduser(value)
@@ -247,7 +252,8 @@ class CheckedReward:
             ) from error
         except ValueError:  # Python does not know the arguments of a compiled function
             pass
-        self._places = _places(inspect.signature(factory), arguments)
+        self._where: Sequence[str] = getattr(self.function, "where", ())
+        self._places = _places(inspect.signature(factory), arguments, self._where)
         self.record: dict[str, Any] | None = getattr(self.function, "record", None)
         self.compares_images: bool = getattr(self.function, "compares_images", False)
         self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
@@ -274,7 +280,7 @@ class CheckedReward:
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on besides images and items; JSON can hold it."""
-        left_out = {*getattr(self.function, "where", ()), *self._places}
+        left_out = {*self._where, *self._places}
         arguments = {}
         for name, value in self.kwargs.items():
             if name not in left_out:

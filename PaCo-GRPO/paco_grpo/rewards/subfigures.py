@@ -82,7 +82,9 @@ def subfig_dreamsim(
         vectors = [model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]
         return normalize(torch.cat(vectors), dim=-1)
 
-    return mean_over_pairs("subfig_dreamsim", features)
+    score = mean_over_pairs("subfig_dreamsim", features)
+    score.where = ("cache_dir",)
+    return score
 
 
 subfig_dreamsim.check_item = lambda item, kwargs: grid_of(item, "subfig_dreamsim")

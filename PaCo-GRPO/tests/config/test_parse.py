@@ -194,7 +194,7 @@ def test_tables_in_a_file(load_file):
 TEXTS = [
     "007", "-01.5", "12:30", "off", "No", "on", "y", "~", "~/a", "+3", "0x1F", "0o17", "1_000",
     ".inf", "nan", "2026-11-29", "5%", "?", "*a", "=", "<<", "1.2.3", "1e", ".", "-", "e5", "${x}",
-    "[a-z]+", "it's", "- a", "&a 3", "!!str 3", "3 # three", "a: 1", " x ", "{n}: ",
+    "[a-z]+", "it's", "- a", "&a 3", "!!str 3", "3 # three", "a: 1", " x ", "{n}: ", "{n}",
 ]  # fmt: skip
 ARGUMENTS = {
     **dict(zip(TEXTS, TEXTS, strict=True)),

@@ -159,29 +159,18 @@ def pixels(path):
         return np.asarray(image, np.int16)
 
 
-@pytest.mark.parametrize(
-    ("num_images", "sizes", "said"),
-    [
-        (7, (3,), "3 prompts, 7 images: each is drawn up to 3 times"),
-        (None, (3,), None),
-        # Two sets have four images each.
-        (8, (5, 3), "shared by 2 prompt sets: b: 3 prompts, 4 images: each is drawn up to 2 times"),
-    ],
-)
-def test_prompts_that_repeat_are_said(num_images, sizes, said, caplog):
-    items = []
-    for dataset, size in enumerate(sizes):
-        for _ in range(size):
-            items.append(Item(len(items), "p", dataset=dataset))
-    sets = {name: {"folder": "x"} for name in "ab"[: len(sizes)]}
-    values = {"datasets": sets if len(sizes) > 1 else {}, "test": {"num_images": num_images}}
-    log_repeats(items, make_options(values), {"a": checked(lambda images, items: [])})
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (said is not None)
-    assert said is None or caplog.messages[0].endswith(said)
+def test_prompts_that_repeat_are_said(caplog):
+    """Two sets have four images each. Where a reward compares images, repeats are meant."""
+    items = [Item(number, "p", dataset=number // 5) for number in range(8)]
+    values = {"datasets": {"a": {"folder": "x"}, "b": {"folder": "x"}}, "test": {"num_images": 8}}
+    reward = checked(lambda images, items: [])
+    log_repeats(items[:5], make_options({}), {"a": reward})
+    assert caplog.messages == []
+    log_repeats(items, make_options(values), {"a": reward})
+    assert "sets: b: 3 prompts, 4 images: each is drawn up to 2 times" in caplog.text
     caplog.clear()
-    compares = checked(lambda images, items: [])
-    compares.compares_images = True  # then they are meant
-    log_repeats(items, make_options(values), {"a": compares})
+    reward.compares_images = True
+    log_repeats(items, make_options(values), {"a": reward})
     assert caplog.messages == []
 
 

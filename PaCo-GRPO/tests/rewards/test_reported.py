@@ -33,6 +33,13 @@ def test_packages_get_their_arguments(packages, tmp_path):
     assert edit["reward_dim"] == "overall_detail"
 
 
+@pytest.mark.parametrize("name", ["subfig_dreamsim", "imagereward"])
+def test_what_a_package_downloads_makes_no_other_reward(packages, tmp_path, name):
+    before = built(name, cache_dir=str(tmp_path)).identity()
+    (tmp_path / "downloaded.pth").write_text("weights")
+    assert built(name, cache_dir=str(tmp_path)).identity() == before
+
+
 def test_a_package_that_prefers_noise_is_refused(packages, monkeypatch):
     built("hpsv3").check()
     (inferencer,) = vars(sys.modules["hpsv3"]).values()

@@ -49,14 +49,6 @@ def finished(tiny_flux_dir, tmp_path_factory):
 def test_what_a_run_writes(finished):
     folder = folder_of(finished)
     rows = rows_of(finished)
-    assert [(row["phase"], row["epoch"], row["step"]) for row in rows] == [
-        ("eval", 0, 0),
-        ("train", 1, 2),
-        ("train", 2, 4),
-        ("eval", 2, 4),
-        ("train", 3, 6),
-        ("eval", 3, 6),
-    ]
     seconds = sum(row["time/epoch_s"] for row in rows_of(finished, "train"))
     assert rows[-1]["train_time"] == pytest.approx(seconds)
     assert len(list((folder / "eval" / "epoch_0002").glob("*.png"))) == 6  # with the sheet
