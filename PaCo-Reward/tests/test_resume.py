@@ -88,7 +88,7 @@ def test_another_model_at_the_same_place_is_named(judge_dir, tmp_path, caplog):
     (adapter / "adapter_model.safetensors").write_bytes(b"other")
     for recorded, words in (
         (before, f"another {MODEL};"),
-        (before | {MODEL: None}, "same model is unknown (a server or a folder"),
+        (before | {MODEL: None}, "same model is unknown (its server does not say"),
         (config, "same model is unknown (an earlier version"),
         (config | {MODEL: weights_of(config)}, ""),
     ):

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
-    parser = Parser(add_help=False)
+    usage = "evaluate.py --config FILE[:NAME] [--config.a.b=value …] [OPTION …]; --help lists them"
+    parser = Parser(add_help=False, usage=usage)
     parser.add_argument("--adapter")
     parser.add_argument("--against")
     parser.add_argument("--benchmarks", default="")

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(__doc__)
         return 0
-    parser = Parser(add_help=False)
+    usage = "generate.py --config FILE[:NAME] [--config.a.b=value …] [OPTION …]; --help lists them"
+    parser = Parser(add_help=False, usage=usage)
     parser.add_argument("--adapter")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompts_file", type=Path)

@@ -42,7 +42,7 @@ class Match(enum.Enum):
 
     SAME = "the same weights"
     DIFFERENT = "other weights"
-    UNKNOWN = "a server or a folder that is not here does not say which they are"
+    UNKNOWN = "its server does not say which it has, or its folder is not here"
     EARLIER = "an earlier version wrote this, which did not record them"
 
 
