@@ -228,16 +228,18 @@ def is_complete(
                 f"{folder} holds images with another {', '.join(changed)}: choose another --output"
             )
         other_scores, unknown_scores = _differences_of_rewards(before.get("rewards", {}), now)
-        if metrics.is_file():
+        is_scored = False
+        if metrics.is_file() and not other_scores:
+            is_scored = read_json(metrics)["eval/missing_share"] == 0
+        if is_scored:
             unknown += unknown_scores
         if unknown and not continue_unknown:
             raise ConfigError(
                 f"whether {folder} holds results of the same {', '.join(unknown)} is unknown: "
                 "choose another --output, or pass --continue_unknown to take them"
             )
-        if not other_scores and metrics.is_file():
-            missing_share = read_json(metrics)["eval/missing_share"]
-            return missing_share == 0
+        if is_scored:
+            return True
     metrics.unlink(missing_ok=True)
     return False
 
@@ -254,7 +256,7 @@ def record_evaluation(
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What of ``now`` another evaluation had, and what is unknown of it; without rewards."""
+    """Names of what has changed, and of what may have changed; without rewards."""
     changed = []
     unknown = []
     of_this_version = before.get("format") == _FORMAT
@@ -275,7 +277,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[lis
 def _differences_of_rewards(
     before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """The rewards that must score again, and those whose scores may be of others."""
+    """Names of the rewards that have changed, and of those that may have changed."""
     changed = [name for name in before if name not in now["rewards"]]
     unknown = []
     for name, reward in now["rewards"].items():
