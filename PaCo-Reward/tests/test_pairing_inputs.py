@@ -41,14 +41,13 @@ def test_problems_of_a_metadata_line(world, tmp_path, lines, number, change, nam
 
 
 def test_several_unusable_rows_are_named_at_once(world, tmp_path, lines):
-    """Of each kind of input file."""
+    """Of edits and of rankings."""
     images = {"source": lines[0]["idx"], "edited": "b.png"}
     edits = [images | {"instruction": text} for text in ("x", "<image>", "", "y <audio>")]
     ranking = {"folder": "p0", "ref_image": "00/0.png", "rank_images": ["00/1.png", "x.png"]}
     rankings = [ranking, ranking | {"folder": "none"}]
-    metadata = [line | {"file": ["none.png"]} for line in lines]
     files = {}
-    for name, content in (("editing", edits), ("rankings", rankings), ("metadata", metadata)):
+    for name, content in (("editing", edits), ("rankings", rankings)):
         files[name] = write_lines(tmp_path / f"{name}.jsonl", content)
     message = problem(None, tmp_path / "out", editing=files["editing"])
     assert [line.split()[2] for line in message.splitlines()] == ["2:", "3:", "4:"]
@@ -56,8 +55,6 @@ def test_several_unusable_rows_are_named_at_once(world, tmp_path, lines):
     assert len(message.splitlines()) == 21 and message.endswith("10 more rows cannot be used")
     message = problem(world, tmp_path / "out", rankings=files["rankings"])
     assert "x.png" in message.splitlines()[0] and "none" in message.splitlines()[1]
-    message = problem(world, tmp_path / "out", metadata=files["metadata"], sets_only=True)
-    assert message.count("none.png") == len(lines)
 
 
 @pytest.mark.parametrize("option", ["question", "image_labels"])

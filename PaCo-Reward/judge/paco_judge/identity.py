@@ -155,10 +155,12 @@ def served_identity(
     else:
         # Which snapshot of the hub model the server has is not known.
         own = f"{root}@" if re.fullmatch(r"[\w.-]+/[\w.-]+", root) else None
+    if not row.get("parent"):
+        return own
     for parent in rows:
-        if row.get("parent") and parent.get("id") == row["parent"] and parent is not row:
+        if parent.get("id") == row["parent"] and parent is not row:
             return joined([served_identity(parent, rows, url), own])
-    return own
+    return None
 
 
 def _is_loopback(url: str) -> bool:

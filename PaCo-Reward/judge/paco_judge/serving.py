@@ -46,7 +46,11 @@ class SaysIdentity:
         roots = {row["id"]: row.get("root") for row in answer["data"]}
         for row in answer["data"]:
             # A LoRA's parent is the model that it changes.
-            places = tuple(filter(None, (roots.get(row.get("parent")), row.get("root"))))
+            names = [row["parent"], row["id"]] if row.get("parent") else [row["id"]]
+            places = tuple(map(roots.get, names))
+            if not all(places):  # a parent may be named otherwise than it is served
+                row["identity"] = None
+                continue
             if places not in self._identities:
                 task = asyncio.create_task(asyncio.to_thread(identity, *places))
                 self._identities[places] = task

@@ -187,6 +187,7 @@ def test_a_server_is_believed_as_far_as_it_says(tmp_path):
         {"id": "plain", "root": str(judge), "parent": None},
         {"id": "hub", "root": "o/a"},
         {"id": "lora", "root": str(lora), "parent": "plain"},
+        {"id": "orphan", "root": str(lora), "parent": "o/a"},
         {"id": "relative", "root": "judge"},
         {"id": "silent"},
     ]
@@ -194,8 +195,8 @@ def test_a_server_is_believed_as_far_as_it_says(tmp_path):
     for url in ("http://127.0.0.1:8000", "http://10.1.2.3:8000"):
         told.append([served_identity(row, rows, url) for row in rows])
     here, elsewhere = told
-    assert here == ["o/a@7", identity(judge), "o/a@", identity(judge, lora), None, None]
-    assert elsewhere == ["o/a@7", None, "o/a@", None, None, None], "folders of another machine"
+    assert here == ["o/a@7", identity(judge), "o/a@", identity(judge, lora), *[None] * 3]
+    assert elsewhere == ["o/a@7", None, "o/a@", *[None] * 4], "folders of another machine"
 
 
 async def test_vllm_says_whose_scores_it_gives(tmp_path):
@@ -207,6 +208,7 @@ async def test_vllm_says_whose_scores_it_gives(tmp_path):
         {"id": "judge", "root": str(judge), "parent": None},
         {"id": "lora", "root": str(lora), "parent": "judge"},
         {"id": "elsewhere", "root": str(tmp_path / "gone"), "parent": None},
+        {"id": "orphan", "root": str(lora), "parent": "o/a"},
     ]
 
     async def vllm(scope, receive, send):
@@ -217,7 +219,7 @@ async def test_vllm_says_whose_scores_it_gives(tmp_path):
         await send({"type": "http.response.body", "body": body[:9], "more_body": True})
         await send({"type": "http.response.body", "body": body[9:]})
 
-    expected = [identity(judge), identity(judge, lora), None]
+    expected = [identity(judge), identity(judge, lora), None, None]
     transport = httpx.ASGITransport(SaysIdentity(vllm))
     async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
         for weights in (b"first", b"exchanged"):
