@@ -176,6 +176,8 @@ def test_other_rewards_only_score_again(case):
             with pytest.raises(ConfigError, match=words):
                 case.complete()
             assert case.complete(continue_unknown=True)
+            case.rewards |= build_rewards({"jpeg_compressibility": 1.0})
+            assert not case.complete()  # all score again
 
 
 def test_what_was_asked_is_written_when_an_evaluation_begins(case):
