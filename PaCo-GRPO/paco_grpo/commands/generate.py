@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         require_promised_gpu(os.environ)
         options, _ = read_options(configuration)
         kept = generate(options, command)
-        print(f"{kept} images and sheet.png in {command.output}")
+        print(f"{'1 image' if kept == 1 else f'{kept} images'} and sheet.png in {command.output}")
 
     return run_command(run, ScoringError, OSError)
 

@@ -24,8 +24,7 @@ A LoRA for `{model}`, trained with PaCo-GRPO (arXiv 2512.04784) for {epochs} epo
 ```python
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.utils import load_image
-
+{import_of_edits}
 pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to('cuda')
 {attach}
 {setup}image = pipe(
@@ -34,13 +33,15 @@ image.save('image.png')
 ```
 
 In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training kept in \
-float32, so its images differ slightly from those of training. Pipelines of editors choose another \
-size for the reference image than training did; `scripts/generate.py` of PaCo-GRPO does not.
+float32, so its images differ slightly from those of training.{size_of_edits}
 
 {configuration}
 ```yaml
 {options}```
 """
+_IMPORT_OF_EDITS = "from diffusers.utils import load_image\n"
+_SIZE_OF_EDITS = """ It also chooses \
+another size for the reference image; `scripts/generate.py` of PaCo-GRPO does not."""
 _ATTACH = {
     "diffusers": "{load}('FOLDER OF THIS FILE', use_safetensors=True)",
     "adapter": (
@@ -79,6 +80,8 @@ def write_model_card(
     load = "pipe.load_lora_weights" if has_loader else "pipe.transformer.load_lora_adapter"
     card = _CARD.format(
         head=yaml.safe_dump(head, sort_keys=False),
+        import_of_edits=_IMPORT_OF_EDITS if edits else "",
+        size_of_edits=_SIZE_OF_EDITS if edits else "",
         name=options.run_name,
         model=options.pretrained.model,
         epochs=epochs,

@@ -59,7 +59,9 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     photo = picture(5, 2 * SIDE, 2 * SIDE)
     photo.save("photo.png")
 
-    assert "for 2 epochs at 48 px and 20 text tokens" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "for 2 epochs at 48 px and 20 text tokens" in card
+    assert ("load_image" in card) == ("size for the reference" in card) == edits
     code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
     exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
 
