@@ -89,9 +89,6 @@ def test_rows_are_read_as_llama_factory_reads_them(config, caplog):
     assert warning.startswith("2 of 16 rows") and "pairs row 1: 'Be strict.'" in warning
     check_data(config | {"max_samples": 15})
     assert "max_samples" in caplog.messages[-1]
-    index.write_text("{,}")
-    with pytest.raises(UserError, match="dataset_info.json"):
-        check_data(config)
 
 
 def test_problems_of_a_data_set_are_named(config, tmp_path):
@@ -132,9 +129,7 @@ def test_a_file_with_a_base_has_its_values_unless_it_replaces_them(tmp_path):
     ("word", "value"),
     [
         ("eval_strategy={}no", "no"),
-        ("save_strategy={}off", "off"),
         ("run_name={}007", "007"),
-        ("output_dir={}2024", "2024"),
         ("interleave_probs={}0.5", "0.5"),
         ("do_train={}on", True),
         ("seed={}010", 10),  # of YAML 1.1, this is 8

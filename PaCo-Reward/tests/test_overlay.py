@@ -87,7 +87,6 @@ ONE_ANSWER = "; one answer only: accuracy means little, no AUC"
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_samples": 7}, ["training pairs: 5 Yes, 2 No"]),
         (PACKING | {"max_samples": 8}, ["training pairs: 5 Yes, 3 No"]),
         (
             {"dataset": "yes_first,no", "max_samples": 3, "eval_dataset": "no"},

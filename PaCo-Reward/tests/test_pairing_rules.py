@@ -171,15 +171,12 @@ def test_repeated_and_disputed_pairs_are_left_out():
         ("NO: “Luna” is missing", False, "“Luna” is missing"),
         ("Yes both are red", True, "Both are red"),
         ("No they differ in color", False, "They differ in color"),
-        ("no, its hat is missing", False, "Its hat is missing"),
-        ("NO the hat is missing", False, "The hat is missing"),
         ("No other hat is shown.", None, "No other hat is shown."),
         ("> _NO_: the hat is missing here.", False, "The hat is missing here."),
         ("No.", False, ""),
         ("No difference can be seen.", None, "No difference can be seen."),
         ("no-one is the same in the two.", None, "No-one is the same in the two."),
         ("Yesterday both were the same.", None, "Yesterday both were the same."),
-        ("both are red", None, "Both are red"),
     ],
 )
 def test_verdict_and_reasons_of_a_written_answer(answer, says_yes, reasons):

@@ -9,10 +9,6 @@ import study
 def test_the_claims_are_drawn_from_the_repository():
     results = study.read_results()
     figure = figures.draw_claims(results)
-    left, right = [[text.get_text() for text in axes.texts] for axes in figure.axes]
-    assert left == [label for label, *_ in figures.RESOLUTIONS.values()]
-    assert right[-1] == "before RL"
-    assert len(right) == len(figures.AGGREGATIONS) + 1
     rows = study.trained(results[results["study"] == "aggregation"])
     of_run = rows[rows["run"] == next(iter(figures.AGGREGATIONS))]
     errors = of_run[["alignment_after", "darkness_after"]].sem()

@@ -10,7 +10,7 @@ import pytest
 from paco_grpo.report import Pair
 from paco_judge.files import write_json_lines
 from paco_toy import report, summary
-from paco_toy.summary import judge_id, judge_measures, policy_measures, table
+from paco_toy.summary import judge_measures, policy_measures, table
 from paco_toy.world import (
     CHARACTERS,
     VIEWS,
@@ -83,12 +83,6 @@ def test_measures_of_the_judges_and_of_the_benchmark(tmp_path):
     histogram = measures["rank"].pop("histogram")
     assert measures["rank"] == {"top1": 0.5, "judge": 1.0, "items": 2}
     assert histogram == {"top1": 1.5, "histogram": 1.0, "items": 2}
-    ids = set()
-    for content in (b"c", b"d"):
-        for number, part in enumerate((b"first", content)):
-            (tmp_path / f"{number}.safetensors").write_bytes(part)
-        ids.add(judge_id(tmp_path))
-    assert len(ids) == 2
 
 
 def test_a_commit_with_changes_is_another_one(tmp_path, monkeypatch):

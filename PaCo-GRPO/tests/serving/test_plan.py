@@ -23,11 +23,6 @@ NODE = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7"
 # Variables; GPUs; what follows COMMON.
 PLANS = [
     ("", "0", f"{GPU} 1"),
-    (
-        "VLLM_TP=2 VLLM_REPLICAS=2",
-        "0,1,2,3",
-        f"{GPU} 2 --data-parallel-size 2",
-    ),
     ("CUDA_VISIBLE_DEVICES=", "", f"--dtype float32 {CPU}"),
     ("CUDA_VISIBLE_DEVICES=3,2", "3,2", f"{GPU} 1 --data-parallel-size 2"),
     ("CUDA_VISIBLE_DEVICES=MIG-c", "MIG-c", f"{GPU} 1"),

@@ -88,11 +88,6 @@ def test_gigabytes_are_hashed_once(monkeypatch, tmp_path):
     assert identity(model) == first and not hashed
     (model / "scheduler" / "config.json").write_text("{}")
     assert identity(model) != first and hashed == ["config.json"]
-    hashed.clear()
-    for record in (tmp_path / "cache").rglob("*"):
-        if record.is_file():
-            record.write_text("cut off")
-    assert identity(model) != first and len(hashed) == 3
 
 
 def _cached(root, name):
@@ -158,7 +153,6 @@ BYTES = ["sha256:" + 64 * digit for digit in "ab"]
         (BYTES[0], BYTES[1], Match.DIFFERENT),
         ("o/a@1", "O/A@1", Match.SAME),
         ("o/a@1", "o/a@2", Match.DIFFERENT),
-        ("o/a@1", "o/b@1", Match.DIFFERENT),
         ("o/a@", "o/a@1", Match.UNKNOWN),
         ("o/a@", "o/a@", Match.UNKNOWN),
         ("o/a@", "o/b@1", Match.DIFFERENT),

@@ -66,7 +66,6 @@ def test_grids_and_edits_are_scored_as_by_the_rewards(server):
         (np.linspace(-1, 1, 384).reshape(3, 8, 16), "-1 to 1"),
         (np.linspace(0, 255, 384).reshape(3, 8, 16), "0 to 255"),
         (np.full((3, 8, 16), 1.003), "1.003"),
-        (np.full((3, 8, 16), True), "bool"),
         (torch.full((3, 8, 16), 200), "int64"),
         (np.zeros((1, 8, 16), np.uint8), "(1, 8, 16)"),
         (np.zeros((0, 3, 8, 16), np.uint8), "(0, 3, 8, 16)"),
