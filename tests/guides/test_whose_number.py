@@ -17,9 +17,15 @@ STUDY = "quickstart/tests/test_study.py"
 
 NO_GENERATOR = "it samples no images"
 NO_SERVER = "generators and adapters are not served"
+ONLY_SERVED = "a reward asks a judge over a server alone"
 NO_REWARD = "its only reward is the judge"
 AS_FOLDER = f"{IDENTITY}::test_a_hub_model_is_its_snapshot"
 ADAPTER_ON_HUB = "find_lora downloads it, and it is compared as a folder"
+REWARDS = (
+    f"{FOLDER}::test_a_users_reward_is_its_code",
+    "PaCo-GRPO/tests/rewards/test_registry.py::test_a_reward_is_its_weights",
+    f"{SERVICE}::test_a_service_says_whose_scores_it_gives",
+)
 KINDS = ("generator", "adapter", "judge", "reward")
 PLACES = ("folder", "hub", "server")
 # Place → (kind, folder, hub, server): a test, or why there is none.
@@ -27,7 +33,7 @@ TABLE = {
     "evaluate.py, --output and --output/against": {
         "generator": (
             f"{FOLDER}::test_other_files_under_the_same_path_are_refused",
-            f"{FOLDER}::test_two_hub_models_are_not_confused",
+            AS_FOLDER,
             NO_SERVER,
         ),
         "adapter": (
@@ -36,15 +42,11 @@ TABLE = {
             NO_SERVER,
         ),
         "judge": (
-            "a reward asks a judge over a server alone",
-            "a reward asks a judge over a server alone",
+            ONLY_SERVED,
+            ONLY_SERVED,
             f"{FOLDER}::test_other_rewards_only_score_again",
         ),
-        "reward": (
-            f"{FOLDER}::test_a_users_reward_is_its_code",
-            "PaCo-GRPO/tests/rewards/test_registry.py::test_a_reward_is_its_weights",
-            f"{SERVICE}::test_a_service_says_whose_scores_it_gives",
-        ),
+        "reward": REWARDS,
     },
     "resume_from, plan.json": {
         "generator": (
@@ -58,15 +60,11 @@ TABLE = {
             NO_SERVER,
         ),
         "judge": (
-            "a reward asks a judge over a server alone",
-            "a reward asks a judge over a server alone",
+            ONLY_SERVED,
+            ONLY_SERVED,
             f"{RESUME}::test_a_judge_exchanged_under_its_name_is_refused",
         ),
-        "reward": (
-            f"{FOLDER}::test_a_users_reward_is_its_code",
-            "PaCo-GRPO/tests/rewards/test_registry.py::test_a_reward_is_its_weights",
-            f"{SERVICE}::test_a_service_says_whose_scores_it_gives",
-        ),
+        "reward": REWARDS,
     },
     "resume_from another run, into a folder with rows": {
         "generator": (
