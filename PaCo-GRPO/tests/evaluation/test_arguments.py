@@ -10,8 +10,8 @@ from PIL import Image
 from reward_factories import of_set
 from tiny_run import brightness, load_script, tiny_options, write_prompts
 
-from paco_grpo.commands.compare import BENCHMARKS, measuring, options_for
-from paco_grpo.data.sets import prompt_sets, reward_arguments
+from paco_grpo.commands.compare import BENCHMARKS
+from paco_grpo.data.sets import reward_arguments
 from paco_grpo.options import options_to_yaml
 from paco_grpo.types import Item
 from paco_judge.files import read_json_lines
@@ -71,14 +71,6 @@ def test_a_benchmark_asks_with_the_arguments_of_the_run(sets, tmp_path, monkeypa
             "brightness": brightness(scale=5.0)([image], [item])[0],
         }
         assert row["rewards"] == pytest.approx(expected)
-
-
-def test_w_and_b_are_asked_with_the_arguments_of_the_sets_judge(sets):
-    options = measuring(options_for(sets, "t2is=elsewhere"), 4)
-    (prompt_set,) = prompt_sets(options)
-    kwargs = prompt_set.test.kwargs
-    assert kwargs["between_images"] == kwargs[NAME] == reward_arguments(sets, NAME)
-    assert kwargs[NAME]["model"] == "mine"
 
 
 def test_images_are_judged_with_the_arguments_of_the_sets_judge(sets, tmp_path):

@@ -5,8 +5,6 @@ import sys
 from itertools import count
 from unittest.mock import patch
 
-from tiny_run import tiny_options, train
-
 from paco_grpo.monitoring import progress as module
 from paco_grpo.monitoring.progress import progress
 
@@ -32,11 +30,3 @@ def test_a_bar_in_a_terminal(monkeypatch, capsys):
     with patch.object(sys.stderr, "isatty", lambda: True), progress("drawing", 8) as finish:
         finish(3)
     assert "drawing" in capsys.readouterr().err
-
-
-def test_a_run_shows_its_progress(tiny_flux_dir, tmp_path, caplog, monkeypatch):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(module, "_LINE_EVERY_S", 0.0)
-    train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, save_freq=0))
-    for start in ("sampling: 4 of 8 images", "evaluation: 4 of 5 images"):
-        assert any(line.startswith(start) for line in caplog.messages)

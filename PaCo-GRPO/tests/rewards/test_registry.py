@@ -78,7 +78,6 @@ def test_factories_in_files(tmp_path):
     [
         ("def bright(): pass", "None"),
         ("def bright(): return lambda images: 5", "images and items"),
-        ("class bright: pass", "images and items"),
         ("bright = 0.5", "no function, but 0.5"),
         ("\n\nbright = brihgt", "NameError: name 'brihgt'.*UP.PY, line 3"),
         ("\ndef bright(:", "SyntaxError.*UP.PY, line 2"),

@@ -463,9 +463,6 @@ def test_the_average_and_when_it_is_evaluated(seen):
     assert len(seen.weights) == 16
     state = seen.run.state
     np.testing.assert_allclose(list(state.ema.shadow.values())[-1].numpy(), average, rtol=1e-4)
-    for row in seen.evaluations[1:]:
-        expected = averages[row["step"]]
-        assert np.abs(expected - seen.weights[row["step"] - 1]).max() > 1e-4
     np.testing.assert_allclose(seen.averages[4], averages[16], rtol=1e-4, atol=1e-7)
     np.testing.assert_array_equal(seen.weight(), seen.weights[-1])
     assert [group["lr"] for group in state.optimizer.param_groups] == [LEARNING_RATE]
@@ -534,14 +531,6 @@ def test_signs_compare_with_the_first_epochs_and_the_first_evaluation(seen):
         ratio = np.mean(so_far[-3:]) / np.mean(so_far[:3])
         assert row["health/diversity_vs_first"] == pytest.approx(ratio)
     assert rows[3]["health/diversity_vs_first"] < 0.7
-    falls = []
-    for earlier in seen.evaluations[:2]:
-        names = [f"set/large/guard_{kind}" for kind in ("mean", "stderr")]
-        (mean, error), (last, last_error) = (
-            [row[name] for name in names] for row in (earlier, seen.evaluations[2])
-        )
-        falls.append((mean - last) / np.hypot(error, last_error))
-    assert falls[0] > 3 > falls[1]
     found = [
         (epoch, sign)
         for epoch, text in seen.log
