@@ -132,6 +132,22 @@ def test_each_kind_of_question_has_both_labels_for_testing_and_for_training(edit
     assert select.groups_for_testing(pairs, 0.0, seed) == set()
 
 
+def test_each_kind_of_question_is_balanced_by_itself():
+    """Not all together: a judge would learn that one kind is mostly Yes."""
+    counted = {("theme", True): 5, ("theme", False): 2, ("pair", True): 1, ("pair", False): 4}
+    pairs = []
+    for (kind, label), count in counted.items():
+        for number in range(count):
+            pairs.append(LabeledPair(f"{label}{number}", "b", "q", label, kind, "g"))
+    kept = select.balanced(pairs, 3)
+    expected = dict.fromkeys([("theme", True), ("theme", False)], 2)
+    expected |= dict.fromkeys([("pair", True), ("pair", False)], 1)
+    assert Counter((pair.kind, pair.label) for pair in kept) == expected
+    assert kept == [pair for pair in pairs if pair in kept]
+    other = select.balanced(pairs, 4)
+    assert set(kept) != set(other) and len(other) == len(kept)
+
+
 PAIRS = [  # first, second, label, kind, and whether it is kept
     ("a", "b", True, "theme", True),
     ("b", "a2", True, "theme", False),  # again, in the other order
