@@ -29,6 +29,8 @@ from paco_judge.files import write_atomically
 _JOINT = " + "
 # Files of a model's folder that no loader reads.
 _NOT_READ = {".md", ".pdf", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"}
+# Beginnings of the names of files that an adapter, and the processor beside it, are loaded from.
+_OF_ADAPTER = ("adapter_", "processor_", "preprocessor_", "tokenizer", "chat_template")
 _REMEMBERED = 2**24  # bytes: hashes of larger files, and of more bytes in several, are kept
 _SETTLED_S = 2.0  # a file that changed later than this may change again within one clock tick
 _DELAY_S = 10.0  # until a progress bar shows
@@ -112,9 +114,12 @@ def _identity(place: str | Path) -> str | None:
 
 
 def _weights_in(path: Path) -> dict[str, Path]:
+    """The files that a loader reads; of an adapter's folder, in which trainings write, its own."""
+    of_adapter = (path / "adapter_config.json").is_file()
     files = {}
     for name, file in _files_in(path).items():
-        if file.suffix.lower() not in _NOT_READ:
+        is_read = file.suffix.lower() not in _NOT_READ
+        if is_read and (not of_adapter or name.startswith(_OF_ADAPTER)):
             files[name] = file
     return files
 

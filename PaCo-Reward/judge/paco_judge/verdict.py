@@ -6,7 +6,7 @@ A missing score is ``None`` with a cause, never a number.
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,7 @@ def entry(token: str, logprob: float) -> dict[str, Any]:
 def read_logprobs(top: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Token and log-probability of each entry of ``top_logprobs``.
 
-    A text may be there twice. Llama's tokenizer has a token for Yes with a space and one without,
-    which it decodes alike.
+    A token may be there twice: many incomplete characters have the same text.
 
     Raises:
         ValueError: They are no log-probabilities.
@@ -133,12 +132,22 @@ def p_yes_from_top_logprobs(
         None if neither Yes nor No has a probability.
 
     Raises:
-        ValueError: Yes or No is missing from fewer than ``asked``, or see ``read_logprobs``.
+        ValueError: Yes or No is missing from fewer than ``asked``, or the list cannot be: see
+            ``read_logprobs``, or a counted word is there twice, or is minus infinity.
     """
     entries = read_logprobs(top)
     yes_tokens, no_tokens = ANSWER_TOKENS[answer_tokens]
-    yes = _log_sum(entries, yes_tokens)
-    no = _log_sum(entries, no_tokens)
+    counted: dict[str, float] = {}
+    for token, logprob in entries:
+        if token not in (*yes_tokens, *no_tokens):
+            continue
+        if token in counted:
+            raise ValueError(f"{token!r} is listed twice, so its probability is not known")
+        if not math.isfinite(logprob):
+            raise ValueError(f"the log-probability of {token!r} is not finite")
+        counted[token] = logprob
+    yes = _log_sum([logprob for token, logprob in counted.items() if token in yes_tokens])
+    no = _log_sum([logprob for token, logprob in counted.items() if token in no_tokens])
     if yes == no == -np.inf:
         return None
     if -np.inf in (yes, no) and len(entries) < asked:
@@ -150,13 +159,10 @@ def p_yes_from_top_logprobs(
         return float(1.0 / (1.0 + np.exp(no - yes)))
 
 
-def _log_sum(entries: Sequence[tuple[str, float]], tokens: Collection[str]) -> float:
-    """Logarithm of the summed probabilities of ``tokens``; minus infinity if there is none."""
-    counted = []
-    for token, logprob in entries:
-        if token in tokens and logprob > LOWEST:
-            counted.append(logprob)
-    return np.logaddexp.reduce(counted, initial=-np.inf)
+def _log_sum(logprobs: Sequence[float]) -> float:
+    """Logarithm of the summed probabilities; minus infinity if there is none."""
+    possible = [logprob for logprob in logprobs if logprob > LOWEST]
+    return np.logaddexp.reduce(possible, initial=-np.inf)
 
 
 def verdict_from_top_logprobs(

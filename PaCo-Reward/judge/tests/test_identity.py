@@ -41,6 +41,22 @@ def test_an_identity_is_of_the_content_not_of_the_place(tmp_path):
     assert identity(first, tmp_path / "missing") is None
 
 
+def test_an_adapter_is_what_is_loaded_of_its_folder(tmp_path):
+    """A training goes on writing there, and reports may lie beside it."""
+    files = ("adapter_config.json", "adapter_model.safetensors", "preprocessor_config.json")
+    for name in files:
+        (tmp_path / name).write_text(name)
+    before = identity(tmp_path)
+    (tmp_path / "checkpoint-8").mkdir()
+    for name in ("accuracy.json", "trainer_state.json", "checkpoint-8/adapter_model.safetensors"):
+        (tmp_path / name).write_text(name)
+    assert identity(tmp_path) == before
+    for name in files:
+        (tmp_path / name).write_text(name.upper())
+        assert identity(tmp_path) != before
+        (tmp_path / name).write_text(name)
+
+
 @pytest.fixture(params=[2**30, 2**20], ids=["whole", "remembered"])
 def cache(request, monkeypatch, tmp_path):
     """Hashes of files of this size are kept."""

@@ -71,33 +71,29 @@ def test_variants_are_summed():
     assert p_yes_from_top_logprobs(top, asked=8) == 1.0
 
 
-# Two tokens may have one text: incomplete characters, or a word with a space and without.
-def test_tokens_of_one_text_are_summed():
-    logprobs = [("No", -2.0), ("\ufffd", -4.0), ("Yes", -2.5), ("\ufffd", -5.0), ("Yes", -3.0)]
-    entries = [{"token": token, "logprob": logprob} for token, logprob in logprobs]
-    yes = math.exp(-2.5) + math.exp(-3.0)
-    expected = yes / (yes + math.exp(-2.0))
-    assert verdict.p_yes_from_top_logprobs(entries) == pytest.approx(expected)
-
-
+# Two tokens of other words may have one text: many are incomplete characters.
 OTHERS = [("\ufffd", -4.0), ("\ufffd", -5.0), ("the", -math.inf)]
 
 
 @pytest.mark.parametrize(
-    ("listed", "named"),
+    ("listed", "answer_tokens", "named"),
     [
-        ([("Yes", -1.0), ("No", -2.0), *OTHERS], None),
-        ([("Yes", 9e-4), ("No", -9999.0), ("a", -5.0)], None),
-        ([("Yes", -1.0), ("No", -2.0), ("a", math.nan)], "'a'"),
-        ([("Yes", -1.0), ("No", -2.0), ("a", math.inf)], "'a'"),
-        ([("Yes", -1.0), ("No", 2e-3), *OTHERS], "'No'.*--logprobs-mode"),
-        ([("Yes", 21.5), ("No", 17.0), *OTHERS], "--logprobs-mode"),
-        ([("Yes", -0.5), ("No", -0.8), *OTHERS], "1.081.*--logprobs-mode"),
+        ([("Yes", -1.0), ("No", -2.0), *OTHERS], "exact", None),
+        ([("Yes", 9e-4), ("No", -9999.0), ("a", -5.0)], "exact", None),
+        ([("Yes", -2.5), ("No", -2.0), ("Yes", -3.0), *OTHERS], "exact", "'Yes'"),
+        ([("Yes", -2.5), ("no", -2.0), ("no", -3.0), *OTHERS], "exact", None),
+        ([("Yes", -2.5), ("no", -2.0), ("no", -3.0), *OTHERS], "variants", "'no'"),
+        ([("Yes", -math.inf), ("No", -2.0), *OTHERS], "exact", "'Yes'"),
+        ([("Yes", -1.0), ("No", -2.0), ("a", math.nan)], "exact", "'a'"),
+        ([("Yes", -1.0), ("No", -2.0), ("a", math.inf)], "exact", "'a'"),
+        ([("Yes", -1.0), ("No", 2e-3), *OTHERS], "exact", "'No'.*--logprobs-mode"),
+        ([("Yes", 21.5), ("No", 17.0), *OTHERS], "exact", "--logprobs-mode"),
+        ([("Yes", -0.5), ("No", -0.8), *OTHERS], "exact", "1.081.*--logprobs-mode"),
     ],
 )
-def test_log_probabilities_that_cannot_be_give_no_score(listed, named):
+def test_log_probabilities_that_cannot_be_give_no_score(listed, answer_tokens, named):
     entries = [{"token": token, "logprob": logprob} for token, logprob in listed]
-    answer = verdict_from_top_logprobs(entries, asked=len(entries))
+    answer = verdict_from_top_logprobs(entries, answer_tokens, asked=len(entries))
     assert answer.ok == (named is None)
     assert answer.ok or re.search(named, answer.error)
 
