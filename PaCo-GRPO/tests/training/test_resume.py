@@ -16,6 +16,7 @@ from paco_grpo.training.resume import load_state
 from paco_grpo.training.trainer import Trainer
 from paco_judge.errors import UserError
 from paco_judge.files import locked
+from paco_judge.identity import Match
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_a_judge_exchanged_under_its_name_is_refused(tiny_flux_dir, tmp_path, ca
         assert "without knowing" not in caplog.text
         server.identities = {"Paco-Reward-7B": None}
         build_run(options).close()
-        assert "before: the weights of consistency_score (a server" in caplog.text
+        assert f"weights of consistency_score ({Match.UNKNOWN.value})" in caplog.text
 
 
 def test_another_adapter_to_start_from_is_refused(tiny_flux_dir, trained_run, tmp_path):
