@@ -36,7 +36,7 @@ def find_function(place: str, known: Sequence[str] = ()) -> Any:
             found = runpy.run_path(file)[name]
         else:
             found = getattr(importlib.import_module(module), name)
-    # Anything that the code raises, and sys.exit, which would end the run without a word.
+    # Anything that the code raises, and sys.exit, which would end the run without a message.
     except (Exception, SystemExit) as error:
         raise ValueError(f"{place!r} cannot be imported: {in_words(error, file)}") from error
     if callable(found):

@@ -291,7 +291,7 @@ class StoredImage:
             raise UserError(f"{self.what} {error}") from error
 
     def check_header(self) -> None:
-        """Raise a UserError if the beginning of the file is not that of an image."""
+        """Raise a UserError if the file does not begin as an image does."""
         try:
             check_header(self.content())
         except UnreadableImage as error:

@@ -112,13 +112,13 @@ def _is_in(checkpoint: Path, folder: Path) -> bool:
 
 def identities(options: RunOptions) -> dict[str, str | None]:
     """The identities of what ``options`` name, by option."""
-    found = {
+    of_options = {
         "dataset": fingerprint_sets(options),
         "pretrained.model": identity(options.pretrained.model),
     }
     if options.train.lora_path:
-        found["train.lora_path"] = identity(find_lora(options.train.lora_path))
-    return found
+        of_options["train.lora_path"] = identity(find_lora(options.train.lora_path))
+    return of_options
 
 
 def reward_identities(rewards: Mapping[str, Reward]) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""m is raised so that everything divides evenly; an average that lags far behind is said."""
+"""m is raised so that everything divides evenly; a note names an average that lags far behind."""
 
 import dataclasses
 

@@ -228,7 +228,7 @@ def test_each_set_has_its_prompts_in_every_epoch():
 
 
 def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog):
-    """Other prompts; but with another share or other rewards, which are said."""
+    """Not with other prompts. With another share or other rewards it goes on, and the log names them."""
     changes = set_changes(tmp_path)
     train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=0, **changes))
     again = changes | {"resume_from": "latest"}

@@ -37,7 +37,7 @@ def read_image(source: str | Path | bytes | BinaryIO) -> Image.Image:
 
 
 def check_header(source: str | Path | bytes | BinaryIO) -> None:
-    """Raise UnreadableImage if the beginning of a file is not that of an image to be read."""
+    """Raise UnreadableImage if a file does not begin as an image does."""
     _open(source, lambda image: image)
 
 
