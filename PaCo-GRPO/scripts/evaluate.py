@@ -3,6 +3,7 @@
 import sys
 
 from paco_grpo.commands.evaluate import main
+from paco_judge.errors import end_process
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -82,4 +82,6 @@ def resume_command(trainer: Trainer | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from paco_judge.errors import end_process
+
+    end_process(main(sys.argv[1:]))

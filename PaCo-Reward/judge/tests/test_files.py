@@ -1,5 +1,6 @@
 """Files: locks, journals, and how commands end."""
 
+import os
 import subprocess
 import sys
 
@@ -108,3 +109,27 @@ def test_how_a_command_ends(capsys, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         assert run_command(lambda: fail(UserError("set x"))) == 1
     assert len(waited) == 1 and capsys.readouterr().err == "error: set x\n" * 2
+
+
+ENDS = """
+import atexit, os, sys, paco_judge.errors
+class Aborts:
+    def __del__(self):
+        os.abort()
+kept = Aborts()
+atexit.register(print, "closed")
+print("done")
+paco_judge.errors.end_process(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("launched", "status"), [(True, 0), (True, 3), (False, -6)])
+def test_a_launched_process_ends_without_pythons_teardown(launched, status):
+    """What aborts there does not make a finished training a failed one."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    if launched:
+        environment["LOCAL_RANK"] = "1"
+    arguments = [sys.executable, "-c", ENDS, str(max(status, 0))]
+    ended = subprocess.run(arguments, env=environment, check=False, capture_output=True, text=True)
+    assert ended.returncode == status
+    assert ended.stdout == "done\nclosed\n"

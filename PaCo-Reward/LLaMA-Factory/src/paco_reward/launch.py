@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from paco_judge.errors import UserError, end_with_parent, run_command
+from paco_judge.errors import UserError, end_process, end_with_parent, run_command
 from paco_judge.files import locked, write_atomically
 from paco_judge.identity import UNRECORDED, Match, identity, match
 from paco_reward import overlay
@@ -189,4 +189,4 @@ def main(config_path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    end_process(main(sys.argv[1]))
