@@ -5,6 +5,7 @@ FastAPI refuses an unknown route with status 404 and ``{"detail": …}``.
 
 import hmac
 from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 # uvicorn.run's arguments in all three servers. Callers keep their connections between two batches
 # of questions.
-SERVER_SETTINGS = {
+SERVER_SETTINGS: dict[str, Any] = {
     "ws": "none",
     "access_log": False,
     "proxy_headers": False,

@@ -34,6 +34,7 @@ ROWS = [
 ]
 ITEM_IDS = [3, 1, 3, 0, 2, 1, 2, 0, 2, 3, 0, 2, 1]  # of each image
 NUM_CUT = [1, 1, 2, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]  # letters of the word that the image lacks
+SEEDS = [1000 + 7 * position for position in range(len(ITEM_IDS))]
 LEFT_OUT = 8  # the position of an image that the trainer does not deliver
 
 
@@ -106,7 +107,7 @@ def submit_in_parts(queue: ScoreQueue, numbers: list[int], positions: list[int])
         part = positions[start : start + 3]
         images = [None if position == LEFT_OUT else IMAGES[position] for position in part]
         items = [ITEMS[position] for position in part]
-        queue.submit(images, items, numbers[start : start + 3])
+        queue.submit(images, items, numbers[start : start + 3], [SEEDS[p] for p in part])
 
 
 def gathered(accelerator: Accelerator, kwargs: dict) -> np.ndarray:

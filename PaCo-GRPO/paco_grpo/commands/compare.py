@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from paco_grpo.data.sets import fingerprint_sets, load_items, reward_arguments
+from paco_grpo.data.sets import fingerprint_sets, load_items, prompt_sets, reward_arguments
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import Evaluation, log_repeats
 from paco_grpo.evaluation.intervals import Row, intervals, markdown
@@ -22,8 +22,9 @@ from paco_grpo.names import did_you_mean
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions
 from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
-from paco_grpo.rewards.by_set import evaluation_rewards
-from paco_grpo.rewards.registry import Reward, short_name, write_records
+from paco_grpo.rewards.contract import Reward
+from paco_grpo.rewards.registry import short_name, write_records
+from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.references import check_headers, stored_images
 from paco_grpo.training.state import merges_lora
@@ -92,17 +93,18 @@ def compare_adapters(options: RunOptions, command: argparse.Namespace) -> str:
 
     strategy = start_processes(options)
     accelerator = strategy.accelerator
-    prompt_sets = {}
+    prepared: dict[Path, PromptSet] = {}
     for folder, set_options in options_of.items():
-        prompt_sets[folder] = prepare(set_options, accelerator, folder, images_per_prompt)
-    for folder, prompt_set in prompt_sets.items():
+        prepared[folder] = prepare(set_options, accelerator, folder, images_per_prompt)
+    for folder, prompt_set in prepared.items():
         adapter_of = {folder / name: adapter for name, adapter in adapters.items()}
-        sample_adapters(prompt_set, strategy, adapter_of, command.continue_unknown)
+        with begun(prompt_set.rewards.values(), folder, accelerator):
+            sample_adapters(prompt_set, strategy, adapter_of, command.continue_unknown)
     accelerator.end_training()
     if not accelerator.is_main_process:
         return ""
     tables = []
-    for folder in prompt_sets:
+    for folder in prepared:
         tables_of_set = results(folder, command.adapter, command.against)
         tables.append(f"## {folder.name}\n\n{tables_of_set}" if has_benchmarks else tables_of_set)
     return "\n".join(tables)
@@ -156,7 +158,7 @@ def prepare(
                 "makes some"
             )
     text_length(options, items)  # warns of prompts that will be truncated
-    rewards = evaluation_rewards(options, accelerator.device, items)
+    rewards = rewards_of(prompt_sets(options), accelerator.device, {"test": items})["test"]
     if accelerator.is_main_process and images_per_prompt == 1:
         log_repeats(items, options, rewards)
     return PromptSet(options, items, rewards)

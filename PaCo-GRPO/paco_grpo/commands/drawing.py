@@ -28,8 +28,10 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, find_lora
 from paco_grpo.policies.loading import apply_speed, load_generator, text_length
+from paco_grpo.rewards.contract import Reward
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import Reward, build_rewards, write_records
+from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.rewards.sets import begun
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
 from paco_grpo.training.checks import check_items, with_text_length
@@ -74,7 +76,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         )
     rewards = {} if judge is None else {"judge": judge}
     queue = ScoreQueue(rewards, options.sample.reward_batch_size)
-    with contextlib.closing(queue):
+    with begun(rewards.values(), folder), contextlib.closing(queue):
         with progress("generate", len(images)) as finish:
             pictures = _sample(options, policy, images, folder, queue, finish)
         scores = queue.results(len(images))
@@ -164,7 +166,8 @@ def _sample(
             picture.save(folder / name, compress_level=1)
             pictures[number] = picture
         new = [pictures[number] for number in batch.numbers]
-        queue.submit(new, [item for item, _ in in_batch], batch.numbers)
+        items = [item for item, _ in in_batch]
+        queue.submit(new, items, batch.numbers, [seed for _, seed in in_batch])
         finish(len(batch.numbers))
     return pictures
 

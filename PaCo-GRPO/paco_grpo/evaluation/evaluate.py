@@ -22,8 +22,9 @@ from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
 from paco_grpo.monitoring.progress import progress
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
+from paco_grpo.rewards.contract import Reward
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.rewards.registry import Reward, watched_rewards
+from paco_grpo.rewards.registry import watched_rewards
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, decode, plan_batches
 from paco_grpo.types import Item, Stream
@@ -113,6 +114,7 @@ class Evaluation:
         folder: Path,
         should_stop: Callable[[], bool] = lambda: False,
         keep_images: bool = False,
+        epoch: int | None = None,
     ) -> dict[str, float] | None:
         """Write images, ``eval_data.jsonl`` and ``sheet.png`` to ``folder``, and return metrics.
 
@@ -121,6 +123,7 @@ class Evaluation:
             should_stop: Whether this process was asked to stop; asked before each batch.
             keep_images: A batch whose images are all in ``folder`` is not sampled again; else they
                 are removed first.
+            epoch: That of the weights, for rewards that ask for it.
 
         Returns:
             As ``evaluation_metrics``; None when a process was asked to stop.
@@ -141,7 +144,7 @@ class Evaluation:
                     pictures.clear()
         sets = prompt_sets(self.options)
         watched = watched_rewards([prompt_set.test.weights for prompt_set in sets])
-        queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched)
+        queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched, epoch)
         with contextlib.closing(queue):
             try:
                 num_finite = self._sample(
@@ -190,7 +193,9 @@ class Evaluation:
         def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
             """Submit images to the rewards, and write them to the folder."""
             rows = [number // accelerator.num_processes for number in batch.numbers]
-            queue.submit(decoded, [images[number].item for number in batch.numbers], rows)
+            items = [images[number].item for number in batch.numbers]
+            seeds = [images[number].seed for number in batch.numbers]
+            queue.submit(decoded, items, rows, seeds)
             for number, image in zip(batch.numbers, decoded, strict=True):
                 if image is not None:
                     pictures.add(number, image, images[number].item)

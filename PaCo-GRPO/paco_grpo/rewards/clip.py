@@ -2,18 +2,22 @@
 subfig_clipI), and an edit against what it edits (reference_clipI).
 """
 
+import importlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.contract import ScoreFn, with_attributes
 from paco_grpo.rewards.judge import check_references
-from paco_grpo.rewards.registry import Reward
 from paco_grpo.rewards.subfigures import grid_of, mean_over_pairs
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
@@ -27,22 +31,33 @@ OPEN_CLIP = "ViT-H-14"
 OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 
 
-class Clip:
-    """Unit features of images and texts; features of texts are kept. Safe for several threads.
-
-    Subclasses define ``open()``, which returns the model, ``encode_images(images)`` and
-    ``encode_texts(texts)`` for features (n, C), which need not be unit vectors, and
-    ``num_read(text)``: how many tokens the model reads of a text that is longer, else None.
-    """
+class Clip(ABC):
+    """Unit features of images and texts; features of texts are kept. Safe for several threads."""
 
     command = ""  # which downloads the weights
 
     def __init__(self, device: torch.device | str, dtype: str) -> None:
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
-        self._model: torch.nn.Module | None = None
+        self._model: Any = None  # of a library, once it is loaded
         self._texts: dict[str, torch.Tensor] = {}
         self._lock = threading.RLock()
+
+    @abstractmethod
+    def open(self) -> torch.nn.Module:
+        """Load the model from its files."""
+
+    @abstractmethod
+    def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
+        """Features (n, C) of RGB images, of any length."""
+
+    @abstractmethod
+    def encode_texts(self, texts: list[str]) -> torch.Tensor:
+        """Features (n, C), of any length."""
+
+    @abstractmethod
+    def num_read(self, text: str) -> int | None:
+        """How many tokens the model reads of a text that is longer, else None."""
 
     def remark_on(self, texts: Sequence[str]) -> str | None:
         """A remark on a prompt whose ``texts`` the model does not read whole, or None."""
@@ -118,23 +133,23 @@ class ClipScore(Clip):
         # No method, because this class is the factory, also of a reward in another process.
         self.remark = lambda item: self.remark_on([item.prompt])
 
+    @override
     def open(self) -> torch.nn.Module:
-        """As in ``Clip``."""
         from transformers import CLIPModel, CLIPProcessor
 
         with explain_missing(self.processor_name):
-            self._processor = CLIPProcessor.from_pretrained(self.processor_name)
+            self._processor: Any = CLIPProcessor.from_pretrained(self.processor_name)
         return from_pretrained_strict(CLIPModel, self.model_name)
 
+    @override
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
-        """As in ``Clip``."""
         inputs = self._processor(images=images, return_tensors="pt")
         pixels = inputs["pixel_values"].to(self.device, self.dtype)
         output = self._model.vision_model(pixel_values=pixels)
         return self._model.visual_projection(output.pooler_output)
 
+    @override
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
-        """As in ``Clip``."""
         inputs = self._processor(
             text=texts, truncation=True, max_length=CLIP_TOKENS, return_tensors="pt"
         )
@@ -144,8 +159,8 @@ class ClipScore(Clip):
         )
         return self._model.text_projection(output.pooler_output)
 
+    @override
     def num_read(self, text: str) -> int | None:
-        """As in ``Clip``."""
         tokens = self._processor.tokenizer(text, verbose=False)["input_ids"]
         return CLIP_TOKENS if len(tokens) > CLIP_TOKENS else None
 
@@ -174,35 +189,37 @@ class OpenClip(Clip):
     def __init__(
         self, model: str, pretrained: str | None, device: torch.device | str, dtype: str
     ) -> None:
-        import open_clip  # noqa: F401
-
+        importlib.import_module("open_clip")
         super().__init__(device, dtype)
         self.name = model
         self.pretrained = pretrained
 
+    @override
     def open(self) -> torch.nn.Module:
-        """As in ``Clip``."""
         import open_clip
 
-        tag = open_clip.get_pretrained_cfg(self.name, self.pretrained) if self.pretrained else {}
+        tag: dict[str, Any] = {}
+        if self.pretrained:
+            tag = open_clip.get_pretrained_cfg(self.name, self.pretrained)
         with explain_missing(tag.get("hf_hub", "").rstrip("/") or self.name):
-            model, _, self._preprocess = open_clip.create_model_and_transforms(
+            loaded: Any = open_clip.create_model_and_transforms(
                 self.name, pretrained=self.pretrained, device=self.device
             )
-        self._tokenize = open_clip.get_tokenizer(self.name)
+        model, _, self._preprocess = loaded
+        self._tokenize: Any = open_clip.get_tokenizer(self.name)
         return model
 
+    @override
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:
-        """As in ``Clip``."""
         pixels = torch.stack([self._preprocess(image) for image in images])
         return self._model.encode_image(pixels.to(self.device, self.dtype))
 
+    @override
     def encode_texts(self, texts: list[str]) -> torch.Tensor:
-        """As in ``Clip``."""
         return self._model.encode_text(self._tokenize(texts).to(self.device))
 
+    @override
     def num_read(self, text: str) -> int | None:
-        """As in ``Clip``."""
         most = self._tokenize.context_length
         with_one_more = self._tokenize([text, ""], context_length=most + 1)
         last_of_text, padding = with_one_more[:, -1]
@@ -213,28 +230,26 @@ open_clip_model = cache(OpenClip)  # one for all rewards of a process
 
 
 def _open_clip_reward(
-    compare: Callable[[Clip, int], Reward],
+    compare: Callable[[Clip, int], ScoreFn],
     model: str = OPEN_CLIP,
     pretrained: str | None = OPEN_CLIP_WEIGHTS,
     device: torch.device | str = "cpu",
     batch_size: int = 32,
     dtype: str = "float32",
-) -> Reward:
+) -> ScoreFn:
     """A reward of images or sub-figures by their OpenCLIP features.
 
     Args:
-        compare: (model, ``batch_size``) → the reward.
+        compare: (model, ``batch_size``) → the score function.
         pretrained: OpenCLIP's tag, or a local file, of the weights.
         batch_size: Sub-figures (texts) at once.
         dtype: See ``ClipScore``.
     """
     clip = open_clip_model(model, pretrained, torch.device(device), dtype)
-    score = compare(clip, batch_size)
-    score.check = clip.load
-    return score
+    return with_attributes(compare(clip, batch_size), check=clip.load)
 
 
-def _with_panels(clip: Clip, batch_size: int) -> Reward:
+def _with_panels(clip: Clip, batch_size: int) -> ScoreFn:
     """Mean cosine of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -250,15 +265,16 @@ def _with_panels(clip: Clip, batch_size: int) -> Reward:
         cosines = (features * clip.texts(texts, batch_size)).sum(dim=-1).double().cpu().numpy()
         return np.array([part.mean() for part in np.split(cosines, ends[:-1])])
 
-    score.remark = lambda item: clip.remark_on(split_prompt(item.prompt).panels)
-    return score
+    return with_attributes(
+        score, remark=lambda item: clip.remark_on(split_prompt(item.prompt).panels)
+    )
 
 
-def _with_each_other(clip: Clip, batch_size: int) -> Reward:
+def _with_each_other(clip: Clip, batch_size: int) -> ScoreFn:
     return mean_over_pairs("subfig_clipI", lambda images: clip.images(images, batch_size))
 
 
-def _with_references(clip: Clip, batch_size: int) -> Reward:
+def _with_references(clip: Clip, batch_size: int) -> ScoreFn:
     """Mean cosine of an edited image with its reference images, in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -275,5 +291,5 @@ def _with_references(clip: Clip, batch_size: int) -> Reward:
 subfig_clipT = partial(_open_clip_reward, _with_panels)
 subfig_clipI = partial(_open_clip_reward, _with_each_other)
 reference_clipI = partial(_open_clip_reward, _with_references)
-reference_clipI.check_item = lambda item, kwargs: check_references(item, "reference_clipI")
-subfig_clipI.check_item = lambda item, kwargs: grid_of(item, "subfig_clipI")
+with_attributes(reference_clipI, check_item=lambda item: check_references(item, "reference_clipI"))
+with_attributes(subfig_clipI, check_item=lambda item: grid_of(item, "subfig_clipI"))

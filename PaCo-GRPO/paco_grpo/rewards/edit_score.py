@@ -6,16 +6,16 @@ score where an answer cannot be read.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.asking import ServerReward, plain_images
 from paco_grpo.rewards.judge import check_one_reference
-from paco_grpo.rewards.server import ServerReward, plain_images
 from paco_judge.questions import Pair, RequestForm
 
 logger = logging.getLogger(__name__)
@@ -55,27 +55,28 @@ class EditScore(ServerReward):
         self._edit_prompt = f"{context}\n{rules}\n{scale}"
         self._quality_prompt = f"{context}\n{quality}"
 
+    @override
     def form(self) -> RequestForm:
-        """As in ``ServerReward``; images are labeled as the model was trained."""
-        return RequestForm("<img{n}>: ")
+        return RequestForm("<img{n}>: ")  # as the model was trained
 
     @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    def check_item(item: Item) -> None:
         """Raises ValueError: The item does not have exactly one reference image."""
         check_one_reference(item, "edit_score")
 
     def prove(self, items: Sequence[Item]) -> None:
-        """As in ``ServerReward``; the model must write its scores."""
+        """Ask about a plain image: the model must write its scores."""
         (image,) = plain_images(1)
         self.client.prove(Pair(image, None, self._quality_prompt), writes=True)
 
+    @override
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
         for image, item in zip(images, items, strict=True):
-            self.check_item(item, {})
+            self.check_item(item)
             edit_prompt = self._edit_prompt.replace("<instruction>", item.prompt)
-            pairs.append(Pair(item.image, image, edit_prompt))
+            pairs.append(Pair(item.images[0], image, edit_prompt))
             pairs.append(Pair(image, None, self._quality_prompt))
         scores = []
         for number in range(self.num_pass):

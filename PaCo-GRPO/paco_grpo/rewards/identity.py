@@ -4,19 +4,18 @@ An unchanged copy of the reference has the best likeness and the most kept pixel
 from both. dlib finds and compares faces; its weights are in the package ``face_recognition_models``.
 """
 
-import importlib.util
+import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.contract import ScoreFn, with_attributes
 from paco_grpo.rewards.judge import check_references
-from paco_grpo.rewards.registry import Reward
 
 Faces = Callable[[Image.Image], np.ndarray]
 
@@ -25,7 +24,7 @@ MIN_CHANGED = 0.005
 MIN_OUTSIDE = 0.01  # share of the image outside the edit
 
 
-def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> Reward:
+def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> ScoreFn:
     """Share of pixels outside the edit that are as in the first reference image, in [0, 1].
 
     Where the edit is, an item's row may say: ``"edit_box": [left, top, right, bottom]`` in shares
@@ -50,7 +49,7 @@ def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) 
     return score
 
 
-def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> Reward:
+def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> ScoreFn:
     """1 − distance of the largest face of each reference to the nearest one in the edit, in [0, 1].
 
     Mean over references with a face; without any, the score is missing. 0 if the edit has no face.
@@ -59,8 +58,8 @@ def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED
     Args:
         tolerance, min_changed: As of ``kept_pixels``: a copy gets 0.
     """
-    import dlib  # noqa: F401
-    import face_recognition_models  # noqa: F401
+    for package in ("dlib", "face_recognition_models"):
+        importlib.import_module(package)
 
     def likeness(image: Image.Image, item: Item) -> float:
         if _changed(image, item, tolerance).mean() < min_changed:
@@ -81,7 +80,7 @@ def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED
     return score
 
 
-def _check_box(item: Item, kwargs: Mapping[str, Any]) -> None:
+def _check_box(item: Item) -> None:
     """Raises ValueError: The item has no reference image, or a box in pixels or over everything."""
     check_references(item, "kept_pixels")
     box = item.metadata.get("edit_box")
@@ -100,8 +99,8 @@ def _check_box(item: Item, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-kept_pixels.check_item = _check_box
-face_likeness.check_item = lambda item, kwargs: check_references(item, "face_likeness")
+with_attributes(kept_pixels, check_item=_check_box)
+with_attributes(face_likeness, check_item=lambda item: check_references(item, "face_likeness"))
 
 
 def _outside(box: Sequence[float], height: int, width: int) -> np.ndarray:
@@ -117,7 +116,7 @@ def _outside(box: Sequence[float], height: int, width: int) -> np.ndarray:
 
 def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:
     """(height, width) bool: where the image differs from its first reference, resized to it."""
-    reference = item.image.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+    reference = item.images[0].convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
     before = np.asarray(reference, dtype=np.float32)
     after = np.asarray(image.convert("RGB"), dtype=np.float32)
     return np.abs(after - before).mean(axis=2) > tolerance
@@ -127,9 +126,9 @@ def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:
 def _finder() -> Faces:
     """An image → features (n, 128) of its faces, the largest first."""
     import dlib
+    import face_recognition_models
 
-    (package,) = importlib.util.find_spec("face_recognition_models").submodule_search_locations
-    models = Path(package) / "models"
+    models = Path(face_recognition_models.__path__[0]) / "models"
     detect = dlib.get_frontal_face_detector()
     predict = dlib.shape_predictor(str(models / "shape_predictor_5_face_landmarks.dat"))
     network = dlib.face_recognition_model_v1(

@@ -4,27 +4,31 @@ It needs no model, so it suits a first run.
 """
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.contract import ScoreFn
 
 _SCALE = 500.0  # kilobytes; DDPO divides by it so that rewards are of order 1 at 512 px
 
 
-def jpeg_incompressibility(quality: int = 95) -> Reward:
+def jpeg_incompressibility(quality: int = 95) -> ScoreFn:
     """Reward = kilobytes of the JPEG / 500, (n,) float64 > 0."""
 
-    def size(image: Image.Image) -> float:
+    return lambda images, items: _sizes(images, quality)
+
+
+def jpeg_compressibility(quality: int = 95) -> ScoreFn:
+    """Reward = −kilobytes of the JPEG / 500, (n,) float64 < 0."""
+    return lambda images, items: -_sizes(images, quality)
+
+
+def _sizes(images: Sequence[Image.Image], quality: int) -> np.ndarray:
+    sizes: list[float] = []
+    for image in images:
         buffer = io.BytesIO()
         image.convert("RGB").save(buffer, format="JPEG", quality=quality)
-        return buffer.tell() / 1000 / _SCALE
-
-    return lambda images, items: np.array([size(image) for image in images])
-
-
-def jpeg_compressibility(quality: int = 95) -> Reward:
-    """Reward = −kilobytes of the JPEG / 500, (n,) float64 < 0."""
-    incompressibility = jpeg_incompressibility(quality)
-    return lambda images, items: -incompressibility(images, items)
+        sizes.append(buffer.tell() / 1000 / _SCALE)
+    return np.array(sizes)

@@ -1,6 +1,6 @@
-"""Rewards that ask the judge about several images, edits or layouts.
+"""Rewards that ask the judge: about sub-figures, images of a prompt, edits and layouts.
 
-``server`` has their base.
+See docs/method.md §1 (arXiv 2512.04784).
 """
 
 import itertools
@@ -10,12 +10,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.server import ConsistencyScore, JudgeReward, ScoreRequest, ServerReward
+from paco_grpo.rewards.asking import JudgeReward, ScoreRequest, ServerReward
 from paco_grpo.rewards.subfigures import grid_of
-from paco_judge.grid import split_image
-from paco_judge.questions import BETTER, EDITING, Pair, load_editing_questions, load_question
+from paco_judge.grid import index_pairs, split_image, split_prompt
+from paco_judge.questions import (
+    BETTER,
+    EDITING,
+    Pair,
+    Question,
+    load_editing_questions,
+    load_question,
+)
 
 # Also the names that configurations may give as paco_grpo.rewards.judge:NAME.
 __all__ = [
@@ -29,6 +37,50 @@ __all__ = [
 ]
 
 _FOLLOWED = "editing_instruction"
+
+
+@dataclass(eq=False)
+class ConsistencyScore(JudgeReward):
+    """consistency_score: mean P(Yes) over all unordered pairs of sub-figures of an image.
+
+    ``question``: ``theme``, ``theme_no_duplicates`` (near-duplicates count as No), ``criteria``
+    (one question for each criterion of the item), or a file with {theme} or {criterion}.
+    """
+
+    question: str | Sequence[str] = "theme"
+    name: ClassVar[str] = "consistency_score"
+    fields = ("theme", "criterion")
+
+    @classmethod
+    def check_item(cls, item: Item, kwargs: Mapping[str, Any]) -> None:
+        """Raises ValueError: The item has no grid, or nothing that the question asks about."""
+        grid_of(item, cls.name)
+        (question,) = cls.load(kwargs.get("question", cls.question))
+        _texts(question, item, cls.name)
+
+    @override
+    def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
+        """About every pair of sub-figures of the one image."""
+        (image,) = images
+        cells = split_image(image, *grid_of(item, self.name))
+        couples = [(cells[i], cells[j]) for i, j in index_pairs(len(cells))]
+        questions = self.about(couples, item)
+        return questions, lambda p_yes: self.agreement(p_yes, item).mean()
+
+    def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> list[Pair]:
+        """All that is asked about ``item``, on each of n pairs of sub-figures."""
+        texts = itertools.chain.from_iterable(_texts(self.questions[0], item, self.name))
+        return [Pair(*couple, text) for couple, text in itertools.product(couples, texts)]
+
+    def agreement(self, p_yes: np.ndarray, item: Item) -> np.ndarray:
+        """P(Yes) of each pair (n,) from the answers to ``about``: the mean over dimensions.
+
+        Of a dimension, it is the mean over its criteria.
+        """
+        sizes = [len(texts) for texts in _texts(self.questions[0], item, self.name)]
+        by_pair = p_yes.reshape(-1, sum(sizes))
+        dimensions = np.split(by_pair, np.cumsum(sizes)[:-1], axis=1)
+        return np.mean([answers.mean(axis=1) for answers in dimensions], axis=0)
 
 
 @dataclass(eq=False)
@@ -48,6 +100,7 @@ class BetweenImages(ConsistencyScore):
         super().__post_init__()
         _check_even("others", self.others)
 
+    @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About one pair of sub-figures for each two neighboring images, if the item is open."""
         rows, cols = grid_of(item, self.name)
@@ -92,6 +145,7 @@ class WinRate(JudgeReward):
         if self.opponents is not None:
             _check_even("opponents", self.opponents)
 
+    @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """Both orders of each two neighbors, one after the other."""
         opponents = len(images) if self.opponents is None else self.opponents
@@ -123,13 +177,18 @@ class ConsistencyForEditing(JudgeReward):
 
     question: str | Sequence[str] = EDITING
     fields = ("instruction",)
-    load = staticmethod(load_editing_questions)
+
+    @classmethod
+    @override
+    def load(cls, question: str | Sequence[str]) -> tuple[Question, ...]:
+        return load_editing_questions(question)
 
     @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    def check_item(item: Item) -> None:
         """Raises ValueError: The item has no reference image."""
         check_references(item, "consistency_for_editing")
 
+    @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """All of the first question, then all of the second."""
         check_references(item, "consistency_for_editing")
@@ -164,16 +223,17 @@ class GridLayout(JudgeReward):
     judge itself was tuned on pairs, not on single images.
     """
 
-    question: str = "grid_layout"
+    question: str | Sequence[str] = "grid_layout"
     binary: bool = False
     default_model = "Qwen2.5-VL-7B-Instruct"
     fields = ("rows", "cols")
 
     @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    def check_item(item: Item) -> None:
         """Raises ValueError: The item has no grid."""
         grid_of(item, "grid_layout")
 
+    @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
         """About each whole image."""
         rows, cols = grid_of(item, "grid_layout")
@@ -185,6 +245,15 @@ class GridLayout(JudgeReward):
             return np.where(np.isnan(p_yes), np.nan, p_yes > 0.5)
 
         return [Pair(image, None, text) for image in images], score
+
+
+def _texts(question: Question, item: Item, reward: str) -> list[tuple[str, ...]]:
+    """What ``reward`` asks about an item, by dimension."""
+    theme = split_prompt(item.prompt).theme if "theme" in question.fields else ""
+    try:
+        return list(question.texts(item.metadata.get("criteria") or {}, theme=theme).values())
+    except ValueError as error:
+        raise ValueError(f"{reward}: {error}") from error
 
 
 def check_references(item: Item, reward: str) -> None:

@@ -6,6 +6,7 @@ were computed, reads in a separate environment (``bash scripts/reward_service.sh
 needs an older numpy.
 """
 
+import importlib
 import importlib.util
 import math
 import os
@@ -19,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.contract import ScoreFn, with_attributes
 
 Reader = Callable[[Image.Image], str]
 
@@ -132,7 +133,7 @@ def in_reading_order(boxes: Sequence[Any], texts: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
+def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> ScoreFn:
     """Compares the text in the image with the one in the prompt.
 
     PaddleOCR reads it where only that is installed, else RapidOCR.
@@ -144,12 +145,10 @@ def ocr(threads: int = 4, lang: str = "en", device: Any = "cpu") -> Reward:
         device: Of PaddleOCR.
     """
     # A missing package is reported here, before training; models are loaded at the first image.
-    import rapidfuzz  # noqa: F401
-
+    importlib.import_module("rapidfuzz")
     load = partial(_paddleocr, lang, str(device).startswith("cuda"))
     if importlib.util.find_spec("rapidocr") or not importlib.util.find_spec("paddleocr"):
-        import rapidocr  # noqa: F401
-
+        importlib.import_module("rapidocr")
         load = partial(_rapidocr, threads)
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
@@ -169,8 +168,7 @@ def _remark(item: Item) -> str | None:
     return None
 
 
-ocr.check_item = lambda item, kwargs: wanted_text(item.prompt)
-ocr.remark = _remark
+with_attributes(ocr, check_item=lambda item: wanted_text(item.prompt), remark=_remark)
 
 
 @cache
@@ -191,7 +189,7 @@ def _rapidocr(threads: int) -> Reader:
     engine = RapidOCR(params=parameters)
 
     def read(image: Image.Image) -> str:
-        found = engine(image)
+        found: Any = engine(image)
         return in_reading_order(found.boxes, found.txts or ())
 
     return read

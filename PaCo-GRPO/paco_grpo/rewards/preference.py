@@ -14,16 +14,16 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.contract import ScoreFn, with_attributes
 from paco_grpo.rewards.judge import check_one_reference
-from paco_grpo.rewards.registry import Reward
 
-Batch = dict[str, list]  # a package's arguments by name
+Batch = dict[str, list[Any]]  # a package's arguments by name
 
 _QUESTIONS = [["Is there a circle in the image?", "Yes"], ["Is the circle red?", "Yes"]]
 _SIDE = 448
 
 
-def check_order(score: Reward) -> None:
+def check_order(score: ScoreFn) -> None:
     """Raises ValueError: ``score`` does not prefer a drawing of its prompt to noise.
 
     Nothing else reveals weights that were not loaded, or arguments in another order. The item has a
@@ -34,7 +34,7 @@ def check_order(score: Reward) -> None:
     noise = Image.fromarray(pixels)
     prompt = "Make it a red circle on a white background."
     item = Item(0, prompt, metadata={"vqa_list": _QUESTIONS}, references=(before,))
-    better, worse = score([after, noise], [item, item])
+    better, worse = np.asarray(score([after, noise], [item, item]), dtype=np.float64)
     if not better > worse:  # also of NaN
         raise ValueError(
             f"a red circle gets {better:.3g} and noise {worse:.3g} for {prompt!r}: "
@@ -50,7 +50,7 @@ def _circle(color: str) -> Image.Image:
 
 def imagereward(
     model: str = "ImageReward-v1.0", cache_dir: str | None = None, device: Any = "cpu"
-) -> Reward:
+) -> ScoreFn:
     """The package's score of the whole image with the whole prompt.
 
     It is about standard normal over real images.
@@ -63,7 +63,7 @@ def imagereward(
     import torch
 
     @cache
-    def load() -> torch.nn.Module:
+    def load() -> Any:
         return ImageReward.load(model, device=str(device), download_root=cache_dir).eval()
 
     @torch.no_grad()
@@ -73,8 +73,7 @@ def imagereward(
         scores = [scorer.score(item.prompt, image.convert("RGB")) for image, item in pairs]
         return np.array(scores, dtype=np.float64)
 
-    score.where = ("cache_dir",)
-    return score
+    return with_attributes(score, where=("cache_dir",))
 
 
 def hpsv3(
@@ -82,7 +81,7 @@ def hpsv3(
     config: str | None = None,
     batch_size: int = 8,
     device: Any = "cpu",
-) -> Reward:
+) -> ScoreFn:
     """The mean μ that HPSv3 predicts for the image with its prompt, without bounds.
 
     Args:
@@ -109,7 +108,7 @@ def edit_reward(
     reward_dim: str = "overall_detail",
     batch_size: int = 4,
     device: Any = "cpu",
-) -> Reward:
+) -> ScoreFn:
     """The score of EditReward for an edit of one image by its instruction, without bounds.
 
     Args:
@@ -137,14 +136,14 @@ def edit_reward(
     return _reward(load, arguments, batch_size)
 
 
-edit_reward.check_item = lambda item, kwargs: check_one_reference(item, "edit_reward")
+with_attributes(edit_reward, check_item=lambda item: check_one_reference(item, "edit_reward"))
 
 
 def _reward(
     load: Callable[[], Any],
     arguments: Callable[[Sequence[Image.Image], Sequence[Item]], Batch],
     batch_size: int,
-) -> Reward:
+) -> ScoreFn:
     """The first column of what the loaded model's ``reward`` returns, ``batch_size`` at a time."""
     import torch
 
@@ -158,5 +157,4 @@ def _reward(
             scores += [float(row[0]) for row in rows]
         return np.array(scores)
 
-    score.check = partial(check_order, score)
-    return score
+    return with_attributes(score, check=partial(check_order, score))

@@ -5,16 +5,16 @@ geneval2.
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.item import Item
+from paco_grpo.rewards.asking import ServerReward
 from paco_grpo.rewards.preference import check_order
-from paco_grpo.rewards.server import ServerReward
 from paco_judge.questions import Pair, load_question, record
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class UnifiedReward(ServerReward):
         self.template = load_question(self.question, ("prompt",))
         self.record = record((self.template,), self.form())
 
+    @override
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0.2, 1], NaN = missing."""
         pairs = []
@@ -80,18 +81,19 @@ class GenEval2(ServerReward):
     prove = _prefer_a_drawing
 
     @staticmethod
-    def check_item(item: Item, kwargs: Mapping[str, Any]) -> None:
+    def check_item(item: Item) -> None:
         """Raises ValueError: The item has no questions."""
         if not item.metadata.get("vqa_list"):
             raise ValueError("geneval2: the item has no 'vqa_list' with questions")
 
+    @override
     def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         """Scores (n,) float64 in [0, 1], NaN = missing."""
         pairs = []
         answers = []
         ends = []  # of each image's questions
         for image, item in zip(images, items, strict=True):
-            self.check_item(item, {})
+            self.check_item(item)
             for question, answer in item.metadata["vqa_list"]:
                 pairs.append(Pair(image, None, f"{question} Answer in one word."))
                 answers.append(answer)

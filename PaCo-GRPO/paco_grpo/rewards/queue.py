@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from PIL import Image
 
 from paco_grpo.distributed import Stopped, interleave
 from paco_grpo.item import Item
-from paco_grpo.rewards.registry import CheckedReward
+from paco_grpo.rewards.contract import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,7 @@ class Submission(NamedTuple):
     row: int  # of its scores in what ``ScoreQueue.results`` returns next
     image: Image.Image
     item: Item
+    seed: int  # of its noise
 
 
 class Lane:
@@ -47,15 +47,18 @@ class Lane:
     raises, that is a warning, and the images of the call have no score.
     """
 
-    def __init__(self, name: str, reward: CheckedReward, batch_size: int, watched: bool) -> None:
+    def __init__(
+        self, name: str, reward: Reward, batch_size: int, watched: bool, epoch: int | None
+    ) -> None:
         threads = reward.parallel_calls
         self.name = name
         self.watched = watched
         self.has_failed = False  # and a warning has said so
         self.reward = reward
+        self.epoch = epoch
         self.batch_size = batch_size if threads == 1 else 1
         self.waiting: list[Submission] = []
-        self.calls: dict[Future, list[int]] = {}  # → rows of the result
+        self.calls: dict[Future[np.ndarray], list[int]] = {}  # → rows of the result
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"reward-{name}")
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -74,14 +77,16 @@ class Lane:
 
     def start(self, batch: Sequence[Submission]) -> None:
         """Start one call."""
-        rows, images, items = map(list, zip(*batch, strict=True))
-        future = self._pool.submit(self._score, images, items)
-        self.calls[future] = rows
+        future = self._pool.submit(self._score, list(batch))
+        self.calls[future] = [submission.row for submission in batch]
 
-    def _score(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
+    def _score(self, batch: Sequence[Submission]) -> np.ndarray:
         # Copies: a reward may paint on its images, and others must not see it.
+        images = [submission.image.copy() for submission in batch]
+        items = [submission.item for submission in batch]
+        seeds = [submission.seed for submission in batch]
         try:
-            return self.reward([image.copy() for image in images], items)
+            return self.reward(images, items, seeds, self.epoch)
         except Exception as error:
             if not self.watched:
                 raise
@@ -113,30 +118,42 @@ class ScoreQueue:
 
     def __init__(
         self,
-        rewards: Mapping[str, CheckedReward],
+        rewards: Mapping[str, Reward],
         batch_size: int = 8,
         watched: Collection[str] = (),
+        epoch: int | None = None,
     ) -> None:
-        """``batch_size``: images per call. ``watched``: rewards that nothing depends on."""
+        """The queue of some images.
+
+        Args:
+            rewards: By name.
+            batch_size: Images per call.
+            watched: Rewards that nothing depends on.
+            epoch: That the images are of, for rewards that ask for it; None outside of a training.
+        """
         self.rewards = dict(rewards)
         self.wait_seconds = 0.0
-        self._lanes = []
+        self._lanes: list[Lane] = []
         for name, reward in rewards.items():
-            self._lanes.append(Lane(name, reward, batch_size, name in watched))
+            self._lanes.append(Lane(name, reward, batch_size, name in watched, epoch))
         self._comparing = [lane for lane in self._lanes if lane.reward.compares_images]
         self._to_compare: list[Submission] = []
 
     def submit(
-        self, images: Sequence[Image.Image | None], items: Sequence[Item], numbers: Sequence[int]
+        self,
+        images: Sequence[Image.Image | None],
+        items: Sequence[Item],
+        numbers: Sequence[int],
+        seeds: Sequence[int],
     ) -> None:
-        """Start scoring ``images``. One that is None has no score.
+        """Start scoring ``images``, drawn from ``seeds``. One that is None has no score.
 
         Their ``numbers`` among the images of this process are the rows of the result.
         """
-        submissions = []
-        for number, image, item in zip(numbers, images, items, strict=True):
+        submissions: list[Submission] = []
+        for number, image, item, seed in zip(numbers, images, items, seeds, strict=True):
             if image is not None:
-                submissions.append(Submission(int(number), image, item))
+                submissions.append(Submission(int(number), image, item, seed))
         for lane in self._lanes:
             if not lane.reward.compares_images:
                 lane.submit([s for s in submissions if lane.reward.applies_to(s.item)])
@@ -199,18 +216,15 @@ class ScoreQueue:
 
     def _start_comparisons(self, accelerator: Accelerator, total: int) -> None:
         """Call the rewards that compare images, with whole items; their rows are positions."""
-        local = {}
-        for number, image, item in self._to_compare:
-            position = number * accelerator.num_processes + accelerator.process_index
-            local[position] = (image, item)
+        local: dict[int, Submission] = {}
+        for submission in self._to_compare:
+            position = submission.row * accelerator.num_processes + accelerator.process_index
+            local[position] = submission._replace(row=position)
         self._to_compare = []
-        for group in exchange_images(accelerator, local, total):
-            batch = []
-            for position, image in zip(group.positions, group.images, strict=True):
-                batch.append(Submission(position, image, group.item))
+        for of_item in exchange_images(accelerator, local, total):
             for lane in self._comparing:
-                if lane.reward.applies_to(group.item):
-                    lane.start(batch)
+                if lane.reward.applies_to(of_item[0].item):
+                    lane.start(of_item)
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""
@@ -244,48 +258,42 @@ class ScoreQueue:
             lane.close()
 
 
-@dataclass
-class ItemImages:
-    """All images of one item."""
-
-    item: Item
-    positions: list[int]  # of the images in the epoch
-    images: list[Image.Image]
-
-
 def exchange_images(
-    accelerator: Accelerator, local: Mapping[int, tuple[Image.Image, Item]], total: int
-) -> Iterator[ItemImages]:
-    """The items that this process owns; a collective operation.
+    accelerator: Accelerator, local: Mapping[int, Submission], total: int
+) -> Iterator[list[Submission]]:
+    """The images of each item that this process owns; a collective operation.
 
     Args:
         accelerator: The processes.
-        local: Position of each image of this process → image and item. Process r of P has the
-            positions r, r + P, …
+        local: The images of this process by their positions, which are their rows. Process r of P
+            has the positions r, r + P, …
         total: Number of positions over all processes.
     """
     process = accelerator.process_index
     processes = accelerator.num_processes
-    local_ids = [(position, item.item_id) for position, (_, item) in local.items()]
+    own = [(position, image.item.item_id, image.seed) for position, image in local.items()]
     positions_of: dict[int, list[int]] = {}
-    for position, item_id in sorted(gather_object(local_ids)):
+    seed_of: dict[int, int] = {}
+    for position, item_id, seed in sorted(gather_object(own)):
         positions_of.setdefault(item_id, []).append(position)
+        seed_of[position] = seed
     # A process with an image of the item scores it: it has the item itself, which need not survive
     # pickling.
-    owner_of = {}
+    owner_of: dict[int, int] = {}
     for positions in positions_of.values():
-        owner_of |= dict.fromkeys(positions, positions[0] % processes)
+        for position in positions:
+            owner_of[position] = positions[0] % processes
 
-    images = {}
-    for position, (image, _) in local.items():
+    images: dict[int, Image.Image] = {}
+    for position, submission in local.items():
         if owner_of[position] == process:
-            images[position] = image
+            images[position] = submission.image
     stride = _SENT_AT_ONCE * processes
     for start in range(0, total, stride):
-        sent = []
+        sent: list[tuple[int, Image.Image]] = []
         for position in range(start, start + stride):
             if position in local and owner_of[position] != process:
-                sent.append((position, local[position][0]))
+                sent.append((position, local[position].image))
         for position, image in gather_object(sent):
             if owner_of[position] == process:
                 images[position] = image
@@ -293,5 +301,5 @@ def exchange_images(
     for positions in positions_of.values():
         if owner_of[positions[0]] != process:
             continue
-        _, item = next(local[position] for position in positions if position in local)
-        yield ItemImages(item, positions, [images[position] for position in positions])
+        item = next(local[position].item for position in positions if position in local)
+        yield [Submission(p, images[p], item, seed_of[p]) for p in positions]

@@ -1,25 +1,7 @@
 """Finding rewards by name or import path.
 
-A reward is a factory ``(**kwargs) -> callable(images, items) -> scores (n,)``. Images are PIL's,
-RGB; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
-parameter ``device`` is given the process's device. The factory may have an attribute
-``check_item``, a function (item, kwargs of the factory) that raises ValueError for an item that
-cannot be scored. The callable may have
-
-- ``check()``: called once before anything expensive, and after ``check_item`` (does the server
-  answer? are the weights there?),
-- ``prove(items)``: called after it with the training and the test items, for one real question,
-- ``remark(item)``: what is unusual about an item that can be scored, such as "are longer than 77
-  tokens", or None; the log says how many such prompts there are. A factory may have it, too,
-- ``record``: a dictionary for the run's ``questions.json``,
-- ``weights()``: the identity of what gives the scores (``paco_judge.identity``), None if it is not
-  known; ``where``: the names of arguments that only say where that is, such as a cache,
-- ``parallel_calls``: how many threads may call it at the same time (default 1),
-- ``compares_images = True``: it gets all images of an item in one call, once an epoch's images are
-  sampled.
-
-With ``server`` among its arguments, a reward's factory is called in another process (``remote``),
-and not here.
+``contract`` says what a reward is. With ``server`` among its arguments, its factory is called in
+another process (``remote``), and not here.
 """
 
 import contextlib
@@ -31,28 +13,28 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np  # and no torch: the environment of a service need not have it
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.item import Item
 from paco_grpo.names import find_function, without_keys
+from paco_grpo.rewards.contract import Factory, Reward, RewardRun, ScoreFn
 from paco_judge.errors import UserError
 from paco_judge.files import write_json
 from paco_judge.identity import identity, joined
 
 logger = logging.getLogger(__name__)
 
-Reward = Callable[[Sequence[Image.Image], Sequence[Item]], np.ndarray]
-
 REWARDS: dict[str, str] = {
     "between_images": "paco_grpo.rewards.judge:BetweenImages",
     "clipscore": "paco_grpo.rewards.clip:ClipScore",
     "consistency_for_editing": "paco_grpo.rewards.judge:ConsistencyForEditing",
-    "consistency_score": "paco_grpo.rewards.server:ConsistencyScore",
+    "consistency_score": "paco_grpo.rewards.judge:ConsistencyScore",
     "edit_reward": "paco_grpo.rewards.preference:edit_reward",
     "edit_score": "paco_grpo.rewards.edit_score:EditScore",
     "face_likeness": "paco_grpo.rewards.identity:face_likeness",
@@ -129,7 +111,7 @@ def build_rewards(
     return rewards
 
 
-def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> list[str]:
+def find_problems(rewards: Iterable[Reward], items: Sequence[Item]) -> list[str]:
     """Check rewards, and whether each can score ``items``. Returns a text for each problem."""
     problems = []
     for reward in rewards:
@@ -144,15 +126,15 @@ def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> 
 
 def write_records(rewards: Mapping[str, Reward], folder: Path) -> None:
     """Write the rewards' records to ``questions.json``, if there are any, and who is asked."""
-    records = {}
+    records: dict[str, Any] = {}
     for name, reward in rewards.items():
         if reward.record:
-            records[name] = reward.record | {"weights": reward.weights()}
+            records[name] = {**reward.record, "weights": reward.weights()}
     if records:
         write_json(folder / "questions.json", without_keys(records))
 
 
-def find_factory(name: str) -> Callable[..., Reward]:
+def find_factory(name: str) -> Factory:
     """The factory of a registered name, ``package.module:factory`` or ``file.py:factory``.
 
     Raises UserError: There is none.
@@ -163,11 +145,11 @@ def find_factory(name: str) -> Callable[..., Reward]:
         raise UserError(f"reward {error}") from error
 
 
-def _remote_factory(name: str) -> Callable[..., Reward]:
+def _remote_factory(name: str) -> Factory:
     return functools.partial(find_factory(_REMOTE), name)
 
 
-def _parameters(name: str, factory: Callable[..., Reward]) -> list[str]:
+def _parameters(name: str, factory: Factory) -> list[str]:
     """The names of a factory's arguments. Raises UserError: Python knows none of it."""
     try:
         return list(inspect.signature(factory).parameters)
@@ -199,8 +181,13 @@ def _places(
     return places
 
 
-class CheckedReward:
-    """A reward whose errors name it, and whose scores are checked; see ``build_rewards``."""
+class CheckedReward(Reward):
+    """A score function as a reward: errors name it, and scores are checked.
+
+    Attributes:
+        function: Of the user.
+        asks_for: Which of ``epoch`` and ``seeds`` it is given.
+    """
 
     def __init__(self, name: str, kwargs: Mapping[str, Any], device: Any) -> None:
         is_remote = "server" in kwargs
@@ -214,7 +201,7 @@ class CheckedReward:
         self.name = short_name(name)
         self.kwargs = kwargs
         self._place = REWARDS.get(name, name)
-        self._check_item = getattr(factory, "check_item", None)
+        self._check_item = _item_check(factory, kwargs)
         remark = getattr(factory, "remark", None)
         if is_remote and "server" not in _parameters(name, factory):
             factory = _remote_factory(name)
@@ -231,7 +218,7 @@ class CheckedReward:
         hinted = dict.fromkeys([*parameters[:2], *often_needed])
         self._options = f"config.train.reward_fn_kwargs.{name}.{'|'.join(hinted)}"
         try:
-            self.function = factory(**arguments)
+            self.function: ScoreFn = factory(**arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise UserError(f"reward {name!r}: {error}; see {self._options}") from error
         except SystemExit as error:
@@ -242,31 +229,33 @@ class CheckedReward:
                 "run the reward in a separate environment (`bash scripts/reward_service.sh "
                 f"{name}`) and give its address as server="
             ) from error
-        # Checked here, because it is called only after an epoch's sampling.
-        try:
-            inspect.signature(self.function).bind("images", "items")
-        except TypeError as error:
-            raise UserError(
-                f"reward {name!r} must return a function of images and items "
-                f"(docs/recipes.md#a-reward), but returns {self.function!r}: {error}"
-            ) from error
-        except ValueError:  # Python does not know the arguments of a compiled function
-            pass
-        self._where: Sequence[str] = getattr(self.function, "where", ())
+        self.asks_for = _asks_for(self.function, name)
+        self._where: Sequence[str] = self._attribute("where", ())
         self._places = _places(inspect.signature(factory), arguments, self._where)
-        self.record: dict[str, Any] | None = getattr(self.function, "record", None)
-        self.compares_images: bool = getattr(self.function, "compares_images", False)
-        self.parallel_calls: int = getattr(self.function, "parallel_calls", 1)
-        self._remark = getattr(self.function, "remark", remark)
+        self.record: Mapping[str, Any] | None = self._attribute("record")
+        self.compares_images: bool = self._attribute("compares_images", False)
+        self.parallel_calls: int = self._attribute("parallel_calls", 1)
+        self._remark: Callable[[Item], str | None] | None = self._attribute("remark", remark)
+        self._begun = False
+        self._closed = False
 
+    def _attribute(self, name: str, default: Any = None) -> Any:
+        return getattr(self.function, name, default)
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether it asks for what only a run has: seeds, epochs, a beginning."""
+        return bool(self.asks_for) or self._attribute("begin") is not None
+
+    @override
     def applies_to(self, item: Item) -> bool:
-        """Whether the item's prompt set has this reward: always, unless sets differ (``by_set``)."""
-        return True
+        return True  # ``RewardBySet`` is for prompt sets that differ
 
+    @override
     def weights(self) -> str | None:
-        """The identity of what gives the scores (``paco_judge.identity``); None: unknown."""
-        if hasattr(self.function, "weights"):
-            return self.function.weights()
+        own = self._attribute("weights") or self._attribute("identity")
+        if own is not None:
+            return own()
         return joined([self._code(), *map(identity, self._places.values())])
 
     def _code(self) -> str | None:
@@ -274,12 +263,14 @@ class CheckedReward:
         module, _, name = self._place.rpartition(":")
         if module.startswith("paco_grpo."):
             return f"{module}:{name}"
-        is_file = module.lower().endswith(".py")
-        source = module if is_file else importlib.util.find_spec(module).origin
+        source: str | None = module
+        if not module.lower().endswith(".py"):
+            found = importlib.util.find_spec(module)
+            source = found.origin if found else None
         return identity(source) if source else f"{module}:{name}"
 
+    @override
     def identity(self) -> dict[str, Any]:
-        """What its scores depend on besides images and items; JSON can hold it."""
         left_out = {*self._where, *self._places}
         arguments = {}
         for name, value in self.kwargs.items():
@@ -288,27 +279,31 @@ class CheckedReward:
         public = without_keys({"arguments": arguments, "record": self.record})
         return public | {"weights": self.weights()}
 
+    @override
     def check(self) -> None:
-        """The reward's own ``check``, if it has one. Raises UserError."""
-        if not hasattr(self.function, "check"):
+        self._call("check")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call this attribute of the function, if it has it. Raises UserError."""
+        attribute = self._attribute(name)
+        if attribute is None:
             return
         try:
-            self.function.check()
+            attribute(*arguments)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise self._unusable(error) from error
+            raise UserError(
+                f"reward {self.name!r} cannot be used: {error}; see {self._options}"
+            ) from error
 
-    def _unusable(self, error: Exception) -> UserError:
-        return UserError(f"reward {self.name!r} cannot be used: {error}; see {self._options}")
-
+    @override
     def check_items(self, items: Sequence[Item]) -> None:
-        """Raise a UserError for an item that cannot be scored."""
         if self._check_item is None:
             return
         problems = []
         for item in items:
             try:
                 with self._naming(item):
-                    self._check_item(item, self.kwargs)
+                    self._check_item(item)
             except UserError as error:
                 problems.append(error)
         if problems and len(problems) < len(items):
@@ -320,7 +315,7 @@ class CheckedReward:
             raise problems[0]
 
     @contextlib.contextmanager
-    def _naming(self, item: Item) -> Iterator[None]:
+    def _naming(self, item: Item) -> Generator[None]:
         """An error inside the block says that ``item`` cannot be scored."""
         try:
             yield
@@ -333,11 +328,8 @@ class CheckedReward:
                 f"reward of config.train.reward_fn or config.test.reward_fn: {why}"
             ) from error
 
+    @override
     def prove(self, items: Sequence[Item]) -> None:
-        """Log what is unusual about ``items``, and let a judge answer one real question.
-
-        Raises UserError: It gives no score.
-        """
         remarks: Counter[str | None] = Counter()
         if self._remark is not None:
             for item in items:
@@ -346,18 +338,35 @@ class CheckedReward:
         del remarks[None]
         for remark, count in remarks.items():
             logger.warning("%s: %d of %d prompts %s", self.name, count, len(items), remark)
-        if hasattr(self.function, "prove"):
-            try:
-                self.function.prove(items)
-            except (ValueError, RuntimeError) as error:
-                raise self._unusable(error) from error
+        self._call("prove", items)
 
-    def __call__(self, images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        """Scores (n,) float64, NaN = missing; None is missing too.
+    @override
+    def begin(self, run: RewardRun) -> None:
+        if not self._begun:
+            self._begun = True
+            self._call("begin", run)
 
-        Raises UserError: They are not one for each image, or infinite.
-        """
-        scores = np.asarray(self.function(images, items), dtype=np.float64)
+    @override
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._call("close")
+        except Exception as error:  # noqa: BLE001 - the run is over, and its result is saved
+            logger.warning("%s was not closed: %s", self.name, error)
+
+    @override
+    def __call__(
+        self,
+        images: Sequence[Image.Image],
+        items: Sequence[Item],
+        seeds: Sequence[int] | None = None,
+        epoch: int | None = None,
+    ) -> np.ndarray:
+        known = {"seeds": seeds, "epoch": epoch}
+        asked = {name: known[name] for name in self.asks_for}
+        scores = np.asarray(self.function(images, items, **asked), dtype=np.float64)
         if scores.shape != (len(images),):
             raise UserError(
                 f"reward {self.name!r} returned shape {scores.shape} for {len(images)} images"
@@ -369,3 +378,36 @@ class CheckedReward:
                 "images; a score is a finite number, or NaN where it is missing"
             )
         return scores
+
+
+def _item_check(factory: Factory, kwargs: Mapping[str, Any]) -> Callable[[Item], object] | None:
+    """The ``check_item`` of a factory; None: it has none."""
+    check_item: Callable[..., object] | None = getattr(factory, "check_item", None)
+    if check_item is None:
+        return None
+    try:
+        inspect.signature(check_item).bind("item", "arguments")
+    except TypeError:
+        return check_item
+    except ValueError:  # Python does not know the arguments of a compiled function
+        pass
+    return lambda item: check_item(item, kwargs)
+
+
+def _asks_for(function: ScoreFn, name: str) -> list[str]:
+    """Which of ``seeds`` and ``epoch`` it takes. Raises UserError: It takes no images and items.
+
+    Checked at the start, because it is called only after an epoch's sampling.
+    """
+    try:
+        signature = inspect.signature(function)
+        asked = [parameter for parameter in ("seeds", "epoch") if parameter in signature.parameters]
+        signature.bind("images", "items", **dict.fromkeys(asked))
+    except TypeError as error:
+        raise UserError(
+            f"reward {name!r} must return a function of images and items "
+            f"(docs/recipes.md#a-reward), but returns {function!r}: {error}"
+        ) from error
+    except ValueError:  # Python does not know the arguments of a compiled function
+        return []
+    return asked

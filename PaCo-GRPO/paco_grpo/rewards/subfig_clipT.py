@@ -10,11 +10,11 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     del sys.path[0]  # this folder, whose modules would hide the standard library's
-    from paco_grpo.rewards.clip import subfig_clipT
+    from paco_grpo.rewards.registry import build_rewards
     from paco_judge.errors import run_command
 
     def download() -> None:
-        subfig_clipT().check()
+        build_rewards({"subfig_clipT": 1.0})["subfig_clipT"].check()
         print("the weights are in the cache")
 
     sys.exit(run_command(download))

@@ -9,7 +9,7 @@ import numpy as np  # and no torch: the environment of a service need not have i
 from PIL import Image
 
 from paco_grpo.item import Item
-from paco_grpo.rewards.registry import Reward
+from paco_grpo.rewards.contract import ScoreFn, with_attributes
 from paco_judge.grid import index_pairs, parse_layout, split_image
 
 
@@ -26,7 +26,7 @@ def grid_of(item: Item, reward: str) -> tuple[int, int]:
     return rows, cols
 
 
-def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any]) -> Reward:
+def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any]) -> ScoreFn:
     """The reward ``name``: mean cosine over all pairs of sub-figures of an image, in [−1, 1].
 
     ``features``: images → unit features, a tensor (n, C).
@@ -53,7 +53,7 @@ def subfig_dreamsim(
     cache_dir: str = "~/.cache/dreamsim",
     device: Any = "cpu",
     batch_size: int = 16,
-) -> Reward:
+) -> ScoreFn:
     """1 − DreamSim distance (arXiv 2306.09344), averaged over pairs of sub-figures.
 
     Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own
@@ -82,9 +82,7 @@ def subfig_dreamsim(
         vectors = [model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]
         return normalize(torch.cat(vectors), dim=-1)
 
-    score = mean_over_pairs("subfig_dreamsim", features)
-    score.where = ("cache_dir",)
-    return score
+    return with_attributes(mean_over_pairs("subfig_dreamsim", features), where=("cache_dir",))
 
 
-subfig_dreamsim.check_item = lambda item, kwargs: grid_of(item, "subfig_dreamsim")
+with_attributes(subfig_dreamsim, check_item=lambda item: grid_of(item, "subfig_dreamsim"))

@@ -29,7 +29,8 @@ def levels(images, items):
 
 
 def submit(queue, values, start=0):
-    queue.submit([gray(v) for v in values], [ITEM] * len(values), range(start, start + len(values)))
+    rows = range(start, start + len(values))
+    queue.submit([gray(v) for v in values], [ITEM] * len(values), rows, [100 + row for row in rows])
 
 
 def test_submitting_does_not_wait():
@@ -84,7 +85,7 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
         painter=painter, gray=lambda *images_and_items: time.sleep(0.2) or levels(*images_and_items)
     )
     own = gray(10)
-    queue.submit([own], [ITEM], [0])
+    queue.submit([own], [ITEM], [0], [1])
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
 
 

@@ -87,7 +87,7 @@ def test_an_edit_is_compared_with_all_of_its_references(tiny_open_clip):
     item = Item(0, "edit", references=tuple(IMAGES[:2]))
     assert reward(IMAGES[2:], [item]) == pytest.approx([expected.item()], abs=1e-6)
     with pytest.raises(ValueError, match="reference_clipI"):
-        reference_clipI.check_item(Item(0, "no reference"), {})
+        reference_clipI.check_item(Item(0, "no reference"))
 
 
 LONG = "one " * 75 + "two"  # 76 words, and a first and a last token

@@ -30,8 +30,8 @@ from paco_grpo.data.sets import (
     reward_arguments,
 )
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
-from paco_grpo.rewards.by_set import merge_sets
 from paco_grpo.rewards.registry import build_rewards, watched_rewards
+from paco_grpo.rewards.sets import merge_sets
 from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.sample import GroupSampler

@@ -192,9 +192,9 @@ class Observer:
         initial_latents, seed_generators = state.policy.initial_latents, run.seed_generators
 
         def observed_sample(deliver, *others):
-            def observed_deliver(images, items, numbers):
+            def observed_deliver(images, items, numbers, seeds):
                 self.images[state.epoch] |= dict(zip(numbers, images, strict=True))
-                deliver(images, items, numbers)
+                deliver(images, items, numbers, seeds)
 
             self.is_sampling = True
             self.rollouts[state.epoch] = sample(observed_deliver, *others)

@@ -50,8 +50,8 @@ class RemoteReward:
         self.request_size = request_size
         self._headers = transport.json_headers(api_key or os.environ.get("REWARD_SERVICE_KEY"))
 
-    def weights(self) -> str | None:
-        """The identity of the reward in the service, arguments included. Raises UserError."""
+    def identity(self) -> str | None:
+        """Of the reward in the service, arguments included. Raises UserError."""
         self.check()
         return self._identity
 

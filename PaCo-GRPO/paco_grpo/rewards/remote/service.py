@@ -12,19 +12,22 @@ the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
+from paco_grpo.item import Item
 from paco_grpo.rewards.registry import CheckedReward, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import (
     decode_compute,
@@ -55,14 +58,17 @@ def build_app(reward: CheckedReward, name: str, api_key: str | None = None) -> S
         return JSONResponse({"status": "ok", "reward": name, "identity": identity})
 
     async def answer(
-        request: Request, decode: Callable, encode: Callable, failed_status: int
+        request: Request,
+        decode: Callable[[bytes], tuple[list[Image.Image], list[Item]]],
+        encode: Callable[[Sequence[float]], bytes],
+        failed_status: int,
     ) -> Response:
         body = await request.body()
 
         def score() -> bytes:
             images, items = decode(body)
             reward.check_items(items)
-            return encode(reward(images, items))
+            return encode(reward(images, items).tolist())
 
         try:
             scores = await asyncio.get_running_loop().run_in_executor(thread, score)
@@ -94,7 +100,8 @@ def build_app(reward: CheckedReward, name: str, api_key: str | None = None) -> S
 def main(arguments: list[str] | None = None) -> int:
     """Serve until stopped; returns 2 if the reward cannot work."""
     parser = Parser(
-        prog="python -m paco_grpo.rewards.remote.service", description=__doc__.split("\n")[0]
+        prog="python -m paco_grpo.rewards.remote.service",
+        description="A reward in a separate process and environment, over HTTP.",
     )
     parser.add_argument(
         "--reward", required=True, help="a reward's name, or package.module:factory"
@@ -127,6 +134,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"reward {options.reward!r} compares the images of a group, which requests do not "
                 "keep together: use it without server="
             )
+        if reward.needs_run:
+            raise UserError(
+                f"reward {options.reward!r} has seeds, epoch or begin, which requests do not give: "
+                "use it without server="
+            )
         reward.check()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -134,7 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
     import uvicorn
 
     app = build_app(reward, options.reward, key)
-    uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
+    with contextlib.closing(reward):
+        uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
     return 0
 
 

@@ -7,6 +7,7 @@ import base64
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from PIL import Image
 
@@ -67,7 +68,7 @@ def encode_scores(scores: Sequence[float]) -> bytes:
 def decode_scores(body: bytes, count: int) -> list[float]:
     """``count`` scores, missing as NaN. Raises ValueError: They are others, or no numbers."""
     message = json.loads(body)
-    scores = message.get("scores") if isinstance(message, dict) else None
+    scores: Any = message.get("scores") if isinstance(message, dict) else None
     kinds = set(map(type, scores)) if isinstance(scores, list) else {None}
     if not kinds <= {int, float, type(None)}:  # true is no number
         raise ValueError(f"its scores are no list of numbers or null: {str(message)[:200]}")

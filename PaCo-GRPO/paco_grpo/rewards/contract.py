@@ -1,0 +1,158 @@
+"""What a reward is: to those who write one, a ``ScoreFn``; to the trainer, a ``Reward``.
+
+Users write a factory ``(**arguments) -> score(images, items) -> scores (n,)``. Images are PIL's,
+RGB; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
+parameter ``device`` is given the process's device.
+
+A score function with a parameter ``seeds`` is given the seed of each image's own noise, one with a
+parameter ``epoch`` the epoch that the images are of: the number of its row in metrics.jsonl, in an
+evaluation that of the evaluated weights, None outside of a training.
+
+What else a score function may have are attributes of it, and ``check_item`` is one of its factory:
+see ``Attributes``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
+
+import numpy as np  # and no torch: the environment of a service need not have it
+from numpy.typing import ArrayLike
+from PIL import Image
+
+from paco_grpo.item import Item
+
+# (images, items), and epoch or seeds where it has such parameters, → a number for each image
+ScoreFn = Callable[..., ArrayLike]
+Factory = Callable[..., ScoreFn]  # its arguments are ``reward_fn_kwargs``
+Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class FromMain(Protocol):
+    """The type of ``RewardRun.from_main``."""
+
+    def __call__(self, value: Value, /) -> Value: ...
+
+
+@dataclass(frozen=True)
+class RewardRun:
+    """The training, evaluation or generation that a reward scores for, seen by one process."""
+
+    folder: Path  # its output; all processes have the same
+    process: int  # number of this process; the main one is 0
+    processes: int
+    # value → the main process's value, on every process, such as a random token or a path. It can
+    # be pickled. This is a collective operation: ``begin`` calls it equally often on every process.
+    from_main: FromMain
+
+
+class Attributes(TypedDict, total=False):
+    """What a score function may have besides (images, items) → scores, in the order of use."""
+
+    # Of its factory. Raises ValueError for an item that cannot be scored. It may have a second
+    # parameter, for the arguments of the factory.
+    check_item: Callable[[Item], object] | Callable[[Item, Mapping[str, Any]], object]
+    # Called once before anything expensive, and after ``check_item``: does the server answer? Are
+    # the weights there?
+    check: Callable[[], object]
+    # What is unusual about an item that can be scored, such as "are longer than 77 tokens", or
+    # None; the log says how many such prompts there are. A factory may have it, too.
+    remark: Callable[[Item], str | None]
+    # Called with the training and the test items, for one real question.
+    prove: Callable[[Sequence[Item]], object]
+    # For the run's questions.json.
+    record: Mapping[str, Any]
+    # The identity of what gives the scores (``paco_judge.identity``), None if it is not known.
+    # Until 0.6, it was called ``weights``, and still may be.
+    identity: Callable[[], str | None]
+    # Names of the factory's arguments that only say where that is, such as a cache.
+    where: Sequence[str]
+    # How many threads may call it at the same time (default 1).
+    parallel_calls: int
+    # True: it gets all images of an item in one call, once an epoch's images are sampled.
+    compares_images: bool
+    # Called once by each process when the run begins.
+    begin: Callable[[RewardRun], object]
+    # Called once by each process at the end of a run that has begun, also of one that an error or a
+    # signal ends; a call for scores may still be running then.
+    close: Callable[[], object]
+
+
+def with_attributes(function: Function, **attributes: Unpack[Attributes]) -> Function:
+    """The same score function or factory; now it has the attributes."""
+    function.__dict__.update(attributes)
+    return function
+
+
+class Reward(ABC):
+    """A reward of a run, as those use it who train and evaluate.
+
+    Attributes:
+        name: In metrics and aggregation.
+        record, parallel_calls, compares_images: As in ``Attributes``.
+    """
+
+    name: str
+    record: Mapping[str, Any] | None
+    parallel_calls: int
+    compares_images: bool
+
+    @abstractmethod
+    def check_items(self, items: Sequence[Item]) -> None:
+        """Raise a UserError for an item that cannot be scored."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Whether what scores is there. Raises UserError: It is not."""
+
+    @abstractmethod
+    def prove(self, items: Sequence[Item]) -> None:
+        """Log what is unusual about ``items``, and let a judge answer one real question.
+
+        Raises UserError: It gives no score.
+        """
+
+    @abstractmethod
+    def applies_to(self, item: Item) -> bool:
+        """Whether the item's prompt set has this reward."""
+
+    @abstractmethod
+    def weights(self) -> str | None:
+        """The identity of what gives the scores (``paco_judge.identity``); None: unknown."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Whose number a score is: all that it depends on besides images and items, as JSON."""
+
+    @abstractmethod
+    def begin(self, run: RewardRun) -> None:
+        """Let the reward prepare itself for ``run``, at the first call. Raises UserError.
+
+        All processes call it for the same rewards in the same order (``RewardRun.from_main``).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the reward began, at the first call; an error is logged."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        images: Sequence[Image.Image],
+        items: Sequence[Item],
+        seeds: Sequence[int] | None = None,
+        epoch: int | None = None,
+    ) -> np.ndarray:
+        """Scores (n,) float64, NaN = missing.
+
+        Args:
+            images, items: n of each.
+            seeds: Of each image's own noise.
+            epoch: That the images are of; None outside of a training.
+
+        Raises:
+            UserError: They are not one for each image, or infinite.
+        """
