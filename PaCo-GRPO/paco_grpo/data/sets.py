@@ -46,6 +46,10 @@ class PromptSet:
         """What the names of its evaluation's metrics begin with."""
         return f"set/{self.name}/" if self.name else "eval/"
 
+    def table(self, split: str) -> RewardTable:
+        """Its rewards in training (``train``) or in evaluations (``test``)."""
+        return self.train if split == "train" else self.test
+
     def load(self, split: str) -> list[Item]:
         """Its items, with their numbers in its folder. Raises UserError."""
         items = load_prompts(self.folder, split, self.kind, self.option)

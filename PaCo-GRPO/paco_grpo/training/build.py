@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,9 @@ from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
 from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.rewards.by_set import merge_sets, require_distinct_names
-from paco_grpo.rewards.registry import (
-    CheckedReward,
-    Reward,
-    build_rewards,
-    find_problems,
-    reward_weights,
-    write_records,
-)
+from paco_grpo.rewards.contract import Reward
+from paco_grpo.rewards.registry import reward_weights, write_records
+from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.references import References
@@ -97,7 +91,7 @@ class Run:
     probe: ReferenceProbe | None
     metrics: MetricsFile
     tracker: Tracker | None  # on the main process
-    # Keeps other trainers out of ``folder`` until it is closed.
+    # Keeps other trainers out of ``folder``, and the rewards open, until it is closed.
     claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -126,7 +120,7 @@ class Run:
                 self.tracker.log(finite_numbers(metrics), state.epoch)
 
     def close(self) -> None:
-        """Close the tracker, and let another trainer have the folder."""
+        """Close the tracker and the rewards, and let another trainer have the folder."""
         self.references.close()
         with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
             self.claim.close()
@@ -152,7 +146,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
         train = dataclasses.replace(options.train, aggregate_fn=described)
         options = dataclasses.replace(options, run_name=name, train=train)
         try:
-            run = _build(options, objective, strategy, folder)
+            run = _build(options, objective, strategy, folder, claim)
         except torch.OutOfMemoryError as error:
             raise ConfigError(checks.out_of_memory(options, error)) from error
         run.claim = claim.pop_all()
@@ -174,7 +168,13 @@ def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
     claim.enter_context(locked(folder))
 
 
-def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder: Path) -> Run:
+def _build(
+    options: RunOptions,
+    objective: Objective,
+    strategy: Strategy,
+    folder: Path,
+    claim: contextlib.ExitStack,
+) -> Run:
     """The parts of a run, cheap checks first."""
     accelerator = strategy.accelerator
 
@@ -191,12 +191,12 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
     references.check_headers()
     options = with_text_lengths(options, [*train_items, *test_items])
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
-    items_of_sets = list(zip(train_items_of_sets, test_items_of_sets, strict=True))
-    rewards = build_run_rewards(options, accelerator.device, items_of_sets)
+    rewards = RunRewards(**rewards_of(sets, accelerator.device, items))
     main_decides(accelerator, lambda: compare_rewards(options, earlier, rewards.all()))
     if accelerator.is_main_process:
         log_repeats(test_items, options, rewards.test)
         write_records(rewards.all(), folder)
+    claim.enter_context(begun(rewards.all().values(), folder, accelerator))
     tracker = None
     if accelerator.is_main_process:
         tracker = Tracker(
@@ -261,43 +261,6 @@ def _build(options: RunOptions, objective: Objective, strategy: Strategy, folder
         metrics=MetricsFile(folder / "metrics.jsonl"),
         tracker=tracker,
     )
-
-
-def build_run_rewards(
-    options: RunOptions,
-    device: torch.device | str,
-    items_of_sets: Sequence[tuple[Sequence[Item], Sequence[Item]]],
-) -> RunRewards:
-    """Build all rewards and check each: does the judge answer, can every item be scored?
-
-    ``items_of_sets``: training and test items of each prompt set. Raises ConfigError.
-    """
-    sets = prompt_sets(options)
-    require_distinct_names(sets)
-    built: dict[str, CheckedReward] = {}  # the same one for several uses is loaded once
-    trained = []
-    tested = []
-    problems = []
-    for prompt_set, (train_items, test_items) in zip(sets, items_of_sets, strict=True):
-        train = prompt_set.train
-        test = prompt_set.test
-        trained.append(build_rewards(train.weights, train.kwargs, device, built))
-        tested.append(build_rewards(test.weights, test.kwargs, device, built))
-        where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
-        for rewards, items in ((trained[-1], train_items), (tested[-1], test_items)):
-            for problem in find_problems(rewards.values(), items):
-                problems.append(f"{where}{problem}")
-        has_open = any(item.metadata.get("open") for item in train_items)
-        if train.weights.get("between_images") and not has_open:
-            problems.append(
-                f"{where or 'config.train.'}reward_fn has between_images, but no training prompt "
-                f"of {prompt_set.folder} is open; `python dataset/fetch.py t2is --open_twins` "
-                "makes open prompts"
-            )
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    names = [prompt_set.name for prompt_set in sets]
-    return RunRewards(merge_sets(trained, names), merge_sets(tested, names))
 
 
 def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:

@@ -85,7 +85,7 @@ class Evaluations:
                 merges_lora(options, policy.device),
             )
             with run.references.all_named(self.is_signaled):
-                metrics = evaluation.run(self._folder(epoch), self.is_signaled)
+                metrics = evaluation.run(self._folder(epoch), self.is_signaled, epoch=epoch)
         if metrics is None:
             raise Stopped
         metrics["time/eval_s"] = time.perf_counter() - started

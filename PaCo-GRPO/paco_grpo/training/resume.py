@@ -23,8 +23,8 @@ from paco_grpo.evaluation.evaluate import EvaluationError
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import find_lora
+from paco_grpo.rewards.contract import Reward
 from paco_grpo.rewards.queue import ScoringError
-from paco_grpo.rewards.registry import Reward
 from paco_grpo.training import checkpoints
 from paco_grpo.training.checks import out_of_memory
 from paco_grpo.training.update import NonFiniteError

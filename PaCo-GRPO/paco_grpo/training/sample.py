@@ -163,14 +163,15 @@ class Sampler:
 
     def sample(
         self,
-        deliver: Callable[[list[Image.Image | None], list[Item], list[int]], None],
+        deliver: Callable[[list[Image.Image | None], list[Item], list[int], list[int]], None],
         should_stop: Callable[[], bool] | None = None,
         loaded: Mapping[int, Item] | None = None,
     ) -> Rollouts:
         """Sample this process's share of the current epoch.
 
         Args:
-            deliver: Gets the images of each batch, their items and their numbers.
+            deliver: Gets the images of each batch, their items, their numbers and the seeds of
+                their noise.
             should_stop: Asked before each batch; then ``Stopped`` is raised on every process.
             loaded: What ``load`` returns.
         """
@@ -230,7 +231,7 @@ class Sampler:
             if is_dummy:
                 continue
             images = decode(policy, record.clean_latents, batch)
-            deliver(images, [items[i] for i in ids], numbers)
+            deliver(images, [items[i] for i in ids], numbers, draws.seeds)
             finite[numbers] = [image is not None for image in images]
             for number, item_id, part in zip(numbers, ids, record.split(), strict=True):
                 if not finite[number]:

@@ -61,7 +61,8 @@ class Trainer:
         run = self.run
         rewards = run.rewards
         watched = watched_rewards([prompt_set.train.weights for prompt_set in run.prompt_sets])
-        queue = ScoreQueue(rewards.train, self.options.sample.reward_batch_size, watched)
+        batch_size = self.options.sample.reward_batch_size
+        queue = ScoreQueue(rewards.train, batch_size, watched, self.state.epoch + 1)
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
             with self._timed("train"):
@@ -162,8 +163,8 @@ class Trainer:
             self.accelerator.num_processes,
         )
 
-        def deliver(images: list, items: list[Item], numbers: list[int]) -> None:
-            queue.submit(images, items, numbers)
+        def deliver(images: list, items: list[Item], numbers: list[int], seeds: list[int]) -> None:
+            queue.submit(images, items, numbers, seeds)
             self.observer.add(images, numbers)
             finish(len(images))
 
