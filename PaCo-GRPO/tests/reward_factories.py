@@ -1,6 +1,10 @@
 """Reward factories that tests name by import path."""
 
 import itertools
+import json
+import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +106,48 @@ def failing(after: int = 1000):
 
 def no_scores():
     return lambda images, items: np.full(len(images), np.nan)
+
+
+def told(file, fault="", name="told"):
+    """Writes what it is told to a file of its process; in its second epoch, the ``fault`` happens."""
+    path = Path(f"{file}.{name}.{os.environ.get('RANK', '0')}")
+
+    def write(*line):
+        with path.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+    def score(images, items, *, epoch, seeds):
+        for item, seed in zip(items, seeds, strict=True):
+            write(epoch, item.item_id, seed)
+        if fault == "error" and epoch == 2:
+            raise RuntimeError("the reward broke")
+        if fault == "signal" and epoch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return grays(images)
+
+    def begin(run):
+        token = run.from_main(f"token {run.process}")
+        write("begin", str(run.folder), run.process, run.processes, token)
+
+    score.begin = begin
+    score.close = lambda: write("close")
+    score.compares_images = name == "told_together"
+    return score
+
+
+told_together = partial(told, name="told_together")
+
+
+def seeds_of(factor):
+    """``factor`` · seed + epoch; keeps what it is told of its run."""
+
+    def score(images, items, seeds, epoch):
+        return factor * np.array(seeds) + epoch
+
+    score.calls = []
+    score.begin = score.calls.append
+    score.close = lambda: score.calls.append("closed")
+    return score
 
 
 def negative():

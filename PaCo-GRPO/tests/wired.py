@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+from functools import partial
 
 import numpy as np
 from accelerate import Accelerator
@@ -108,6 +109,22 @@ def submit_in_parts(queue: ScoreQueue, numbers: list[int], positions: list[int])
         images = [None if position == LEFT_OUT else IMAGES[position] for position in part]
         items = [ITEMS[position] for position in part]
         queue.submit(images, items, numbers[start : start + 3], [SEEDS[p] for p in part])
+
+
+def drawn_from(compares=False):
+    """The seed of each image; image, item and seed must belong together."""
+
+    def score(images, items, seeds):
+        positions = [SEEDS.index(seed) for seed in seeds]
+        assert images == [IMAGES[position] for position in positions]
+        assert [item.item_id for item in items] == [ITEM_IDS[position] for position in positions]
+        return seeds
+
+    score.compares_images = compares
+    return score
+
+
+compared_from = partial(drawn_from, True)
 
 
 def gathered(accelerator: Accelerator, kwargs: dict) -> np.ndarray:

@@ -12,6 +12,7 @@ from wired import (
     ITEMS,
     LEFT_OUT,
     OCR_SCORES,
+    SEEDS,
     edit_scores,
     read_text,
     scores_on,
@@ -65,8 +66,9 @@ def scores_alone(reward) -> np.ndarray:
         if LEFT_OUT in positions:
             positions.remove(LEFT_OUT)
         images = [IMAGES[position] for position in positions]
+        items = [ITEMS[position] for position in positions]
         if images:
-            scores[positions] = reward(images, [ITEMS[position] for position in positions])
+            scores[positions] = reward(images, items, [SEEDS[position] for position in positions])
     return scores
 
 
@@ -89,6 +91,7 @@ def test_every_reward_scores_each_image_with_its_own_item(kwargs):
 
 def test_processes_exchange_the_images_of_an_item_and_nothing_else(judge):
     kwargs = {name: {"base_url": judge.url} for name in OF_JUDGE} | {"jpeg_compressibility": {}}
+    kwargs |= {"wired:drawn_from": {}, "wired:compared_from": {}}
     rewards = build_rewards(dict.fromkeys(kwargs, 1.0), kwargs)
     expected = np.stack([scores_alone(reward) for reward in rewards.values()], axis=1)
     context = multiprocessing.get_context("forkserver")
