@@ -1,7 +1,6 @@
 """Reward factories that tests name by import path."""
 
 import itertools
-import json
 import os
 import signal
 from functools import partial
@@ -110,27 +109,26 @@ def no_scores():
 
 def told(file, fault="", name="told"):
     """Writes what it is told to a file of its process; in its second epoch, the ``fault`` happens."""
-    path = Path(f"{file}.{name}.{os.environ.get('RANK', '0')}")
+    path = Path(f"{file}{name}_{os.environ.get('RANK', '0')}")
 
-    def write(*line):
+    def write(*words):
         with path.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+            print(*words, file=lines)
 
     def score(images, items, *, epoch, seeds):
         for item, seed in zip(items, seeds, strict=True):
             write(epoch, item.item_id, seed)
-        if fault == "error" and epoch == 2:
+        if epoch == 2 and fault == "error":
             raise RuntimeError("the reward broke")
-        if fault == "signal" and epoch == 2:
+        if epoch == 2 and fault == "signal" and name == "told":  # once
             os.kill(os.getpid(), signal.SIGTERM)
         return grays(images)
 
     def begin(run):
-        token = run.from_main(f"token {run.process}")
-        write("begin", str(run.folder), run.process, run.processes, token)
+        write(run.folder, run.process, run.processes, "from", run.from_main(run.process))
 
     score.begin = begin
-    score.close = lambda: write("close")
+    score.close = lambda: write("closed")
     score.compares_images = name == "told_together"
     return score
 
@@ -144,9 +142,13 @@ def seeds_of(factor):
     def score(images, items, seeds, epoch):
         return factor * np.array(seeds) + epoch
 
+    def close():
+        score.calls.append("closed")
+        raise RuntimeError("it is broken")
+
     score.calls = []
     score.begin = score.calls.append
-    score.close = lambda: score.calls.append("closed")
+    score.close = close
     return score
 
 

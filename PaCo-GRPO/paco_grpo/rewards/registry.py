@@ -348,11 +348,12 @@ class CheckedReward(Reward):
 
     @override
     def close(self) -> None:
-        if self._closed:
+        close = self._attribute("close")
+        if self._closed or close is None:
             return
         self._closed = True
         try:
-            self._call("close")
+            close()
         except Exception as error:  # noqa: BLE001 - the run is over, and its result is saved
             logger.warning("%s was not closed: %s", self.name, error)
 

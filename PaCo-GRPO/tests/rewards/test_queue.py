@@ -10,7 +10,7 @@ from reward_factories import checked
 
 from paco_grpo.distributed import Stopped
 from paco_grpo.item import Item
-from paco_grpo.rewards.queue import ScoreQueue, ScoringError
+from paco_grpo.rewards.queue import ScoreQueue
 
 ITEM = Item(0, "a prompt")
 
@@ -31,21 +31,6 @@ def levels(images, items):
 def submit(queue, values, start=0):
     rows = range(start, start + len(values))
     queue.submit([gray(v) for v in values], [ITEM] * len(values), rows, [100 + row for row in rows])
-
-
-def test_submitting_does_not_wait():
-    gate = threading.Event()
-
-    def slow(images, items):
-        assert gate.wait(5)
-        return levels(images, items)
-
-    queue = make_queue(2, slow=slow, fast=lambda *arguments: 2 * levels(*arguments))
-    submit(queue, [10, 11])
-    gate.set()
-    assert queue.results(2).tolist() == [[10, 20], [11, 22]]
-    assert np.isnan(queue.results(1)).all()
-    queue.close()
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [([2], [2, 2, 1]), ([], [5])])
@@ -87,14 +72,6 @@ def test_a_reward_that_paints_on_its_images_changes_no_other():
     own = gray(10)
     queue.submit([own], [ITEM], [0], [1])
     assert queue.results(1).tolist() == [[200, 10]] and own.getpixel((0, 0)) == (10, 10, 10)
-
-
-def test_failed_reward_is_named():
-    queue = make_queue(judge=lambda images, items: 1 / 0)
-    submit(queue, [1])
-    with pytest.raises(ScoringError, match="judge: ZeroDivisionError"):
-        queue.results(1)
-    assert queue.failed()
 
 
 def test_waiting_can_be_interrupted():

@@ -188,7 +188,7 @@ def test_a_request_is_told_what_it_lacks():
     [
         ("jpeg_compressibility --host 0.0.0.0", "REWARD_SERVICE_KEY"),
         ("reward_factories:unlike_others", "compares the images of a group"),
-        ("reward_factories:seeds_of --kwargs {\"factor\":2}", "has seeds, epoch or begin"),
+        ('reward_factories:seeds_of --kwargs {"factor":2}', "has seeds, epoch or begin"),
     ],
 )
 def test_command_line_mistakes(words, named, capsys, monkeypatch):
