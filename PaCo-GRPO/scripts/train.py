@@ -48,7 +48,7 @@ def train(options: RunOptions, name: str, is_main: bool = True) -> int:
     """Build and train; the heavy imports wait until the options are known to be readable."""
     from paco_grpo.training.build import build_run
     from paco_grpo.training.checks import require_promised_gpu
-    from paco_grpo.training.resume import TrainingStopped
+    from paco_grpo.training.stopping import TrainingStopped
     from paco_grpo.training.trainer import Trainer
     from paco_judge.errors import UserError, print_error
 

@@ -26,8 +26,8 @@ from paco_grpo.objectives.dgpo import Dgpo
 from paco_grpo.policies.flux import FluxPolicy
 from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.sample import Sampler
+from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.training.update import Updater
 from paco_judge.errors import UserError

@@ -14,8 +14,8 @@ from paco_grpo.advantages.groups import AggregateFn, SetRewards, aggregate, weig
 from paco_grpo.data.sets import PromptSet
 from paco_grpo.monitoring import health
 from paco_grpo.options import RunOptions
-from paco_grpo.training.build import Run
 from paco_grpo.training.checkpoints import checkpoint_name, epoch_of, list_checkpoints
+from paco_grpo.training.run import Run
 from paco_judge.files import read_json_lines
 
 logger = logging.getLogger(__name__)

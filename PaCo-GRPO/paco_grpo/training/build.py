@@ -6,23 +6,19 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 
 from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
 from paco_grpo.advantages.groups import SetRewards, weighted_sum
 from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
-from paco_grpo.distributed import Strategy, main_decides, same_outcome, start_processes
+from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import log_repeats
 from paco_grpo.monitoring.health import ReferenceProbe
-from paco_grpo.monitoring.trackers import MetricsFile, Tracker, finite_numbers
+from paco_grpo.monitoring.trackers import MetricsFile, Tracker
 from paco_grpo.objectives import Objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
@@ -30,100 +26,26 @@ from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
 from paco_grpo.policies.lora import lora_parameters
-from paco_grpo.rewards.contract import Reward
 from paco_grpo.rewards.registry import reward_weights, write_records
 from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.references import References
 from paco_grpo.training.resume import (
-    Earlier,
     compare_rewards,
     find_earlier,
     identities,
     reward_identities,
 )
+from paco_grpo.training.run import Run, RunRewards
 from paco_grpo.training.sample import GroupSampler, Sampler
-from paco_grpo.training.state import EMA, Plan, TrainState, make_plan
+from paco_grpo.training.state import EMA, TrainState, make_plan
 from paco_grpo.training.update import Updater
-from paco_grpo.types import Item, Stream
+from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.files import locked, write_atomically
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunRewards:
-    """The rewards of a run by short name, of all its prompt sets."""
-
-    train: Mapping[str, Reward]
-    test: Mapping[str, Reward]
-
-    def all(self) -> dict[str, Reward]:
-        """All of them; those of evaluations that differ are called ``test NAME``."""
-        rewards = dict(self.train)
-        for name, reward in self.test.items():
-            if reward is not self.train.get(name):
-                rewards[f"test {name}"] = reward
-        return rewards
-
-
-@dataclass
-class Run:
-    """The parts of a run."""
-
-    options: RunOptions
-    plan: Plan
-    folder: Path
-    earlier: Earlier
-    objective: Objective
-    prompt_sets: list[PromptSet]
-    references: References
-    train_items: list[Item]  # of all prompt sets
-    test_items: list[Item]
-    rewards: RunRewards
-    set_rewards: list[SetRewards]  # what each prompt set is trained on
-    state: TrainState
-    sampler: Sampler
-    updater: Updater
-    checkpoints: Checkpoints
-    probe: ReferenceProbe | None
-    metrics: MetricsFile
-    tracker: Tracker | None  # on the main process
-    # Keeps other trainers out of ``folder``, and the rewards open, until it is closed.
-    claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The processes."""
-        return self.state.strategy.accelerator
-
-    def seed_generators(self) -> None:
-        """Seed the global random generators for users' rewards; our code does not use them."""
-        process = self.accelerator.process_index
-        words = [Stream.GLOBAL, self.options.seed, self.state.epoch, process]
-        set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
-
-    def log(self, phase: str, metrics: Mapping[str, float]) -> None:
-        """Append a row to metrics.jsonl and log it to the tracker (main process)."""
-        state = self.state
-        with same_outcome(self.accelerator):
-            if self.accelerator.is_main_process:
-                head = {
-                    "epoch": state.epoch,
-                    "step": state.optimizer_steps,
-                    "train_time": state.train_seconds,
-                    "phase": phase,
-                }
-                self.metrics.write(head | dict(metrics))
-                self.tracker.log(finite_numbers(metrics), state.epoch)
-
-    def close(self) -> None:
-        """Close the tracker and the rewards, and let another trainer have the folder."""
-        self.references.close()
-        with contextlib.closing(self.tracker) if self.tracker else contextlib.nullcontext():
-            self.claim.close()
 
 
 def build_run(options: RunOptions, configuration_name: str = "run") -> Run:

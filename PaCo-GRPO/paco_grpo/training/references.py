@@ -16,7 +16,8 @@ from accelerate.utils import gather_object
 
 from paco_grpo.data.prompts import StoredImage
 from paco_grpo.distributed import ProcessError, Stopped, main_decides, same_outcome
-from paco_grpo.training.resume import StopTraining, forget_prompts
+from paco_grpo.training.resume import forget_prompts
+from paco_grpo.training.stopping import StopTraining
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.files import write_atomically

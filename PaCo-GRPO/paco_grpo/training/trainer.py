@@ -21,16 +21,13 @@ from paco_grpo.monitoring.progress import progress
 from paco_grpo.policies import lora
 from paco_grpo.rewards.queue import ScoreQueue
 from paco_grpo.rewards.registry import watched_rewards
-from paco_grpo.training.build import Run, record_start
-from paco_grpo.training.evaluations import Evaluations, verify_run
-from paco_grpo.training.resume import (
-    StopSignal,
-    StopTraining,
-    load_state,
-    require_scores,
-    resumable,
-)
+from paco_grpo.training.build import record_start
+from paco_grpo.training.evaluations import Evaluations
+from paco_grpo.training.resume import load_state
+from paco_grpo.training.run import Run
 from paco_grpo.training.sample import Rollouts
+from paco_grpo.training.stopping import StopSignal, StopTraining, require_scores, resumable
+from paco_grpo.training.verification import verify_run
 from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)

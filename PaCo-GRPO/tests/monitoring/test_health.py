@@ -18,7 +18,7 @@ from paco_grpo.monitoring.health import (
 )
 from paco_grpo.policies.lora import reference_weights
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
 
 WELL = {
     "health/velocity_change": 0.05,

@@ -11,7 +11,7 @@ from tiny_run import ROOT, as_arguments, load_script, overrides_for, tiny_option
 from paco_grpo.options import ConfigError
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.checks import require_promised_gpu
-from paco_grpo.training.resume import StopSignal
+from paco_grpo.training.stopping import StopSignal
 from paco_grpo.training.trainer import Trainer
 
 

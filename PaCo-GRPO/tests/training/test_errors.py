@@ -10,7 +10,7 @@ from tiny_run import rows_of, tiny_edit_options, tiny_options, train
 from paco_grpo.options import ConfigError
 from paco_grpo.training import checkpoints as files
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_judge.errors import UserError
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 
 ABSENT = "reward_factories:absent_while"

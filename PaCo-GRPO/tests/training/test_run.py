@@ -20,7 +20,7 @@ from paco_grpo.objectives import MicroBatch
 from paco_grpo.options import ConfigError, load_options
 from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 
 THREE_EPOCHS = {"num_epochs": 3, "train__gradient_step_per_epoch": 2, "train__batch_size": 2}

@@ -11,7 +11,7 @@ from tiny_run import tiny_options, train
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import TestOptions
 from paco_grpo.policies import adapters, lora
-from paco_grpo.training.evaluations import verify_adapter
+from paco_grpo.training.verification import verify_adapter
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
 

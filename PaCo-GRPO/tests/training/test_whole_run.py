@@ -20,7 +20,7 @@ from tiny_run import rows_of, tiny_options, write_rows
 
 from paco_grpo.commands.compare import results
 from paco_grpo.training.build import build_run
-from paco_grpo.training.resume import TrainingStopped
+from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 from paco_judge.files import read_json_lines
 
