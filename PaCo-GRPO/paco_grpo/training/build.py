@@ -167,7 +167,7 @@ def _build(
         options=options,
         plan=plan,
         folder=folder,
-        earlier=earlier,
+        resumes_from=earlier.checkpoint,
         objective=objective,
         prompt_sets=sets,
         references=references,

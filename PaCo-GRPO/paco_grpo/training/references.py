@@ -6,6 +6,7 @@ because 46,000 take minutes, and remembered in the run's folder for when it resu
 
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +17,6 @@ from accelerate.utils import gather_object
 
 from paco_grpo.data.prompts import StoredImage
 from paco_grpo.distributed import ProcessError, Stopped, main_decides, same_outcome
-from paco_grpo.training.resume import forget_prompts
 from paco_grpo.training.stopping import StopTraining
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -108,7 +108,7 @@ class References:
             if self.accelerator.is_main_process:
                 self._remember(versions)
                 if problems:
-                    forget_prompts(self.folder)
+                    _forget_prompts(self.folder)
         if problems:
             lines = "\n".join(dict.fromkeys(problems))
             raise StopTraining(f"reference images cannot be read; mend or replace them:\n{lines}")
@@ -138,6 +138,13 @@ class References:
     def close(self) -> None:
         """Drop what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _forget_prompts(folder: Path) -> None:
+    """Let the run in ``folder`` resume with a prompt set whose files have changed."""
+    plan = json.loads((folder / "plan.json").read_bytes())
+    plan["identities"]["dataset"] = None
+    write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
 
 
 def stored_images(items: Iterable[Item]) -> list[StoredImage]:

@@ -1,25 +1,20 @@
 """How a run begins again."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paco_grpo.data.sets import fingerprint_sets
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.rewards.contract import Reward
 from paco_grpo.training import checkpoints
-from paco_judge.files import write_atomically
+from paco_grpo.training.run import Run
+from paco_grpo.training.stopping import TrainingStopped  # noqa: F401 - its place before 0.7
 from paco_judge.identity import UNRECORDED, Match, identity, match
-
-if TYPE_CHECKING:
-    from paco_grpo.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +123,7 @@ def load_state(run: Run) -> None:
     """Load the checkpoint that ``run`` resumes from, and set aside what came after it."""
     if not run.options.resume_from:
         return
-    checkpoint = run.earlier.checkpoint
+    checkpoint = run.resumes_from
     if checkpoint is not None:
         run.checkpoints.load(checkpoint)
         logger.info("resumed from %s", checkpoint)
@@ -142,13 +137,6 @@ def load_state(run: Run) -> None:
             checkpoints.archive_superseded(run.folder / "eval", epoch)
             run.metrics.keep_until(epoch)
     run.accelerator.wait_for_everyone()
-
-
-def forget_prompts(folder: Path) -> None:
-    """Let the run in ``folder`` resume with a prompt set whose files have changed."""
-    plan = json.loads((folder / "plan.json").read_bytes())
-    plan["identities"]["dataset"] = None
-    write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
 
 
 def _compare(options: RunOptions, earlier: Earlier) -> None:

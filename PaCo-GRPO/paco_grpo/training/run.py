@@ -19,7 +19,6 @@ from paco_grpo.options import RunOptions
 from paco_grpo.rewards.contract import Reward
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.references import References
-from paco_grpo.training.resume import Earlier
 from paco_grpo.training.sample import Sampler
 from paco_grpo.training.state import Plan, TrainState
 from paco_grpo.training.update import Updater
@@ -49,7 +48,7 @@ class Run:
     options: RunOptions
     plan: Plan
     folder: Path
-    earlier: Earlier
+    resumes_from: Path | None  # a checkpoint
     objective: Objective
     prompt_sets: list[PromptSet]
     references: References

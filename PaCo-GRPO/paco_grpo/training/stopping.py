@@ -1,7 +1,5 @@
 """How a run ends early: by a signal, by a reason to stop, or by an error after which it resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal
@@ -9,7 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -17,13 +15,10 @@ from paco_grpo.distributed import ProcessError, Stopped
 from paco_grpo.evaluation.evaluate import EvaluationError
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.rewards.queue import ScoringError
-from paco_grpo.training import checkpoints
+from paco_grpo.training.checkpoints import CheckpointError, Checkpoints, checkpoint_name
 from paco_grpo.training.checks import out_of_memory
 from paco_grpo.training.update import NonFiniteError
 from paco_judge.errors import UserError
-
-if TYPE_CHECKING:
-    from paco_grpo.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -91,61 +86,65 @@ def require_scores(
 
 
 @contextlib.contextmanager
-def resumable(run: Run, signals: StopSignal) -> Iterator[None]:
-    """What ends the run early inside the block becomes a ``TrainingStopped``."""
-    state = run.state
+def resumable(checkpoints: Checkpoints, signals: StopSignal) -> Iterator[None]:
+    """What ends the run early inside the block becomes a ``TrainingStopped``.
+
+    ``checkpoints``: of the run.
+    """
+    state = checkpoints.state
     try:
         yield
     except Stopped:
-        run.checkpoints.save_epoch()
-        _stop(run, "by a signal", signals.received)
+        checkpoints.save_epoch()
+        _stop(checkpoints, "by a signal", signals.received)
     except StopTraining as reason:
-        run.checkpoints.save_epoch()
-        _stop(run, str(reason))
+        checkpoints.save_epoch()
+        _stop(checkpoints, str(reason))
     except EvaluationError as error:
         _stop(
-            run,
+            checkpoints,
             f"after epoch {state.epoch}, {error}. Its weights are not saved now; an earlier "
             "checkpoint may be better",
         )
     except NonFiniteError as error:
         if error.weights_changed:
-            _stop(run, str(error))
-        name = f"stopped_{checkpoints.checkpoint_name(state.epoch + 1)}"
-        folder = run.checkpoints.save(name)
-        _stop(run, f"{error} State at that point: {folder}")
+            _stop(checkpoints, str(error))
+        name = f"stopped_{checkpoint_name(state.epoch + 1)}"
+        folder = checkpoints.save(name)
+        _stop(checkpoints, f"{error} State at that point: {folder}")
     except Exception as error:
-        _save_after(error, run)
+        _save_after(error, checkpoints)
         raise
 
 
-def _save_after(error: Exception, run: Run) -> None:
+def _save_after(error: Exception, checkpoints: Checkpoints) -> None:
     """After an error, save the state if it is intact; stop, unless the error is a bug.
 
     Nothing is done after an error that only this process knows of: the others do not save.
     """
     text = str(error)
-    is_shared = run.accelerator.num_processes == 1 or isinstance(error, ProcessError | ScoringError)
-    if not is_shared or isinstance(error, checkpoints.CheckpointError):
+    is_alone = checkpoints.accelerator.num_processes == 1
+    is_shared = is_alone or isinstance(error, ProcessError | ScoringError)
+    if not is_shared or isinstance(error, CheckpointError):
         return
     cause = error.__cause__ if isinstance(error, ProcessError) else error  # None on the others
     if isinstance(error, torch.OutOfMemoryError):
-        text = out_of_memory(run.options, error)
+        text = out_of_memory(checkpoints.options, error)
     if isinstance(cause, torch.OutOfMemoryError):
         traceback.clear_frames(cause.__traceback__)  # saving needs the memory of their tensors
         torch.cuda.empty_cache()
     saved = "the last checkpoint is kept"
-    if run.state.between_epochs:
-        run.checkpoints.save_epoch()
-        saved = f"the state after epoch {run.state.epoch} is saved"
+    if checkpoints.state.between_epochs:
+        checkpoints.save_epoch()
+        saved = f"the state after epoch {checkpoints.state.epoch} is saved"
     is_defect = not isinstance(cause, UserError | ScoringError | torch.OutOfMemoryError | None)
     if not is_defect:
-        _stop(run, f"{text}; {saved}")
+        _stop(checkpoints, f"{text}; {saved}")
     logger.error("an error ends the run; %s", saved)
 
 
-def _stop(run: Run, why: str, signal_number: int | None = None) -> NoReturn:
-    run.accelerator.end_training()
-    name = run.options.run_name
+def _stop(checkpoints: Checkpoints, why: str, signal_number: int | None = None) -> NoReturn:
+    checkpoints.accelerator.end_training()
+    name = checkpoints.options.run_name
     resume = f"the same command with --config.run_name={name} --config.resume_from=latest"
     raise TrainingStopped(f"{why}. To resume: {resume}", signal_number)

@@ -94,7 +94,7 @@ class Trainer:
             if self.accelerator.is_main_process:
                 record_start(run)
             named_at_end = self.evaluations.best.named_at_end()
-            with self.signals.listening(), named_at_end, resumable(run, self.signals):
+            with self.signals.listening(), named_at_end, resumable(checkpoints, self.signals):
                 run.references.start()
                 if run.probe:
                     # Before the first epoch, because it is done once and is no part of training.

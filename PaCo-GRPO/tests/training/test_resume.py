@@ -73,7 +73,7 @@ def test_everything_is_continued(tiny_flux_dir, tmp_path, changes):
     assert len(saved) == len(run.state.parameters)
     assert_equal(saved, run.state.optimizer.state_dict()["state"])
     assert [group["lr"] for group in run.state.optimizer.param_groups] == [0.25]
-    (run.earlier.checkpoint / "state" / "ema.safetensors").unlink()  # as if it had been off
+    (run.resumes_from / "state" / "ema.safetensors").unlink()  # as if it had been off
     load_state(run)
     assert_equal(first.state.weights()["trainable"], run.state.ema.shadow)
 
@@ -151,7 +151,7 @@ def test_a_folder_with_rows_of_its_own_is_not_continued_from_another_run(
         build_run(again(run_name="died", resume_from=checkpoint))
     run = build_run(again(run_name="fresh", resume_from=checkpoint))
     run.close()
-    assert run.earlier.checkpoint == checkpoint
+    assert run.resumes_from == checkpoint
     build_run(again(run_name="run", resume_from=checkpoint)).close()  # its own
 
 
