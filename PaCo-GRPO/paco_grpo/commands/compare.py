@@ -27,6 +27,7 @@ from paco_grpo.rewards.registry import short_name, write_records
 from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.references import check_headers, stored_images
+from paco_grpo.training.resolve import resolve_for_images
 from paco_grpo.training.state import merges_lora
 from paco_grpo.types import Item
 from paco_judge.files import (
@@ -73,7 +74,7 @@ def compare_adapters(options: RunOptions, command: argparse.Namespace) -> str:
     Without benchmarks, on the configuration's test set. All sets, rewards and adapters are checked
     before anything is sampled.
     """
-    options = checks.with_text_length(options)
+    options = resolve_for_images(options)
     options_of = {}  # by folder
     for benchmark in command.benchmarks.split(","):
         if benchmark:
@@ -146,7 +147,8 @@ def prepare(
 ) -> PromptSet:
     """Read and check the prompts, and build rewards that have answered."""
     folder.mkdir(parents=True, exist_ok=True)
-    items = load_items(options, "test")
+    sets = prompt_sets(options)
+    items = load_items(sets, "test")
     checks.check_items(options, {"test": items})
     main_decides(accelerator, lambda: check_headers(stored_images(items)))
     if images_per_prompt > 1:
@@ -160,7 +162,7 @@ def prepare(
     text_length(options, items)  # warns of prompts that will be truncated
     rewards = rewards_of(prompt_sets(options), accelerator.device, {"test": items})["test"]
     if accelerator.is_main_process and images_per_prompt == 1:
-        log_repeats(items, options, rewards)
+        log_repeats(items, sets, options, rewards)
     return PromptSet(options, items, rewards)
 
 
@@ -189,7 +191,9 @@ def sample_adapters(
         strategy.place(policy)
         apply_speed(options, policy)
         merge_lora = adapter is not None and merges_lora(options, policy.device)
-        evaluation = Evaluation(policy, items, rewards, options, strategy, merge_lora)
+        evaluation = Evaluation(
+            policy, items, rewards, options, strategy, prompt_sets(options), merge_lora
+        )
         metrics = evaluation.run(folder, keep_images=True)
         if strategy.accelerator.is_main_process:
             write_json(folder / "metrics.json", metrics)
@@ -304,7 +308,7 @@ def _identity(
     of_all: dict[str, Any] = {
         "format": _FORMAT,
         "model": identity(options.pretrained.model),
-        "data set": fingerprint_sets(options),
+        "data set": fingerprint_sets(prompt_sets(options)),
         "adapter": identity(adapter) if adapter else BASE,
     }
     for name in OPTIONS:

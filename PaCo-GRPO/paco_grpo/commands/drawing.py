@@ -34,8 +34,9 @@ from paco_grpo.rewards.registry import build_rewards, write_records
 from paco_grpo.rewards.sets import begun
 from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.sampling.images import decode
-from paco_grpo.training.checks import check_items, with_text_length
+from paco_grpo.training.checks import check_items
 from paco_grpo.training.references import check_headers, stored_images
+from paco_grpo.training.resolve import resolve_for_images
 from paco_grpo.types import Item
 from paco_judge.files import write_json_lines
 
@@ -51,7 +52,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
     if command.best is not None and (command.best < 1 or not command.judge):
         raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
     judge = _judge(options, command.judge, items) if command.judge else None
-    options = with_text_length(options)
+    options = resolve_for_images(options)
     text_length(options, items)  # warns of prompts that will be truncated
     in_training = options.train.max_sequence_length
     logger.info(

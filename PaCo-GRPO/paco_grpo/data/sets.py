@@ -82,17 +82,17 @@ def prompt_sets(options: RunOptions) -> list[PromptSet]:
             )
         ]
     sets = []
-    for name, of_set in sorted(options.datasets.items()):
-        trained = of_set.reward_fn or train.reward_fn
-        tested = of_set.test_reward_fn or test.reward_fn or trained
+    for name, set_options in sorted(options.datasets.items()):
+        trained = set_options.reward_fn or train.reward_fn
+        tested = set_options.test_reward_fn or test.reward_fn or trained
         prompt_set = PromptSet(
             name=name,
-            folder=of_set.folder,
-            kind=of_set.prompt_fn or options.prompt_fn,
-            is_open=of_set.open,
-            share=of_set.share,
-            train=_table(trained, train_kwargs | of_set.reward_fn_kwargs),
-            test=_table(tested, test_kwargs | of_set.reward_fn_kwargs),
+            folder=set_options.folder,
+            kind=set_options.prompt_fn or options.prompt_fn,
+            is_open=set_options.open,
+            share=set_options.share,
+            train=_table(trained, train_kwargs | set_options.reward_fn_kwargs),
+            test=_table(tested, test_kwargs | set_options.reward_fn_kwargs),
         )
         sets.append(prompt_set)
     return sets
@@ -105,7 +105,9 @@ def reward_arguments(options: RunOptions, name: str) -> dict[str, Any]:
     sets give it others.
     """
     sets = prompt_sets(options)
-    for tables in ([of_set.train for of_set in sets], [of_set.test for of_set in sets]):
+    train_tables = [prompt_set.train for prompt_set in sets]
+    test_tables = [prompt_set.test for prompt_set in sets]
+    for tables in (train_tables, test_tables):
         arguments = [table.kwargs[name] for table in tables if name in table.kwargs]
         if any(other != arguments[0] for other in arguments):
             raise ConfigError(f"config.datasets have different reward_fn_kwargs of {name}")
@@ -136,29 +138,29 @@ def join(items_of_sets: Sequence[Sequence[Item]]) -> list[Item]:
 
 def items_in_turn(items: Sequence[Item], count: int) -> list[Item]:
     """``count`` items: one of each prompt set in turn, in order, and again from its start."""
-    of_sets: dict[int, list[Item]] = {}
+    by_number: dict[int, list[Item]] = {}
     for item in items:
-        of_sets.setdefault(item.dataset, []).append(item)
-    sets = list(of_sets.values())
+        by_number.setdefault(item.dataset, []).append(item)
+    items_of_sets = list(by_number.values())
     chosen = []
     for index in range(count):
-        turn, number = divmod(index, len(sets))
-        of_set = sets[number]
-        chosen.append(of_set[turn % len(of_set)])
+        turn, number = divmod(index, len(items_of_sets))
+        items_of_set = items_of_sets[number]
+        chosen.append(items_of_set[turn % len(items_of_set)])
     return chosen
 
 
-def load_items(options: RunOptions, split: str) -> list[Item]:
+def load_items(sets: Sequence[PromptSet], split: str) -> list[Item]:
     """The items of all prompt sets of a run. Raises UserError."""
-    return join([prompt_set.load(split) for prompt_set in prompt_sets(options)])
+    return join([prompt_set.load(split) for prompt_set in sets])
 
 
-def fingerprint_sets(options: RunOptions) -> str | None:
-    """One for the items of all prompt sets; None: the only set is not here."""
-    if not options.datasets:
-        return fingerprint(options.dataset)
+def fingerprint_sets(sets: Sequence[PromptSet]) -> str | None:
+    """One for the items of all prompt sets of a run; None: the only set is not here."""
+    if not sets[0].name:
+        return fingerprint(sets[0].folder)
     contents = []
-    for prompt_set in prompt_sets(options):
+    for prompt_set in sets:
         files = fingerprint(prompt_set.folder)
         contents.append((prompt_set.name, prompt_set.kind, prompt_set.is_open, files))
     return hash_value(contents)
@@ -167,7 +169,7 @@ def fingerprint_sets(options: RunOptions) -> str | None:
 def divide(total: int, shares: Sequence[float]) -> list[int]:
     """``total`` divided in proportion to ``shares`` (Sainte-Laguë).
 
-    With a larger total, no part is smaller.
+    Parts never shrink as the total grows.
     """
     counts = [0] * len(shares)
     for _ in range(total):

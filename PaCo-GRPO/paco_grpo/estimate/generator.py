@@ -174,7 +174,8 @@ def text_lengths(policy: DiffusersPolicy, options: RunOptions) -> tuple[int, int
     if 0 in (longest, training):
         tokenizer = getattr(policy.pipeline, policy.tokenizer_folder)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-        items = [*load_items(options, "train"), *load_items(options, "test")]
+        sets = prompt_sets(options)
+        items = [*load_items(sets, "train"), *load_items(sets, "test")]
         prompts = {item.prompt for item in items} | {options.sample.negative_prompt or ""}
         counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
         needed = needed_length(counts, policy.text_limit)

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.data.sets import items_in_turn, prompt_sets
+from paco_grpo.data.sets import PromptSet, items_in_turn
 from paco_grpo.distributed import Stopped, Strategy, any_process, same_outcome
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
@@ -65,12 +65,16 @@ def evaluation_set(
     return images
 
 
-def log_repeats(items: Sequence[Item], options: RunOptions, rewards: Mapping[str, Reward]) -> None:
+def log_repeats(
+    items: Sequence[Item],
+    sets: Sequence[PromptSet],
+    options: RunOptions,
+    rewards: Mapping[str, Reward],
+) -> None:
     """Say which prompts an evaluation draws more than once.
 
     It is meant where a reward compares the images of a prompt.
     """
-    sets = prompt_sets(options)
     count = options.test.num_images or len(items)
     drawn = Counter(item.item_id for item in items_in_turn(items, count))
     repeats = []
@@ -107,6 +111,7 @@ class Evaluation:
     rewards: Mapping[str, Reward]
     options: RunOptions
     strategy: Strategy
+    prompt_sets: Sequence[PromptSet]  # that ``items`` are of
     merge_lora: bool = False
 
     def run(
@@ -142,7 +147,7 @@ class Evaluation:
                 folder.mkdir(parents=True, exist_ok=True)
                 if not keep_images:
                     pictures.clear()
-        sets = prompt_sets(self.options)
+        sets = self.prompt_sets
         watched = watched_rewards([prompt_set.test.weights for prompt_set in sets])
         queue = ScoreQueue(self.rewards, self.options.sample.reward_batch_size, watched, epoch)
         with contextlib.closing(queue):

@@ -1,11 +1,10 @@
 """Find the policy class of a model, load it, and count the tokens of its texts."""
 
-import dataclasses
 import importlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -144,16 +143,6 @@ def is_step_distilled(model_path: str | Path) -> bool:
     index = _read(model_path, "model_index.json")
     names = f"{index.get('_name_or_path', '')} {Path(model_path).name}".lower()
     return bool(index.get("is_distilled")) or any(word in names for word in _DISTILLED)
-
-
-def with_text_lengths(options: RunOptions, items: Sequence[Item]) -> RunOptions:
-    """``options`` with the numbers of text tokens in training and evaluations of a run."""
-    options = dataclasses.replace(options, max_sequence_length=text_length(options, items))
-    train = options.train
-    if train.max_sequence_length is not None:
-        length = text_length(options, items, "train.max_sequence_length")
-        train = dataclasses.replace(train, max_sequence_length=length)
-    return dataclasses.replace(options, train=train)
 
 
 def text_length(

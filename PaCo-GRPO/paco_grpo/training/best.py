@@ -163,8 +163,8 @@ class BestEvaluation:
         for path in list_checkpoints(run.checkpoints.root):
             saved.add(epoch_of(path))
         trained = {}
-        for prompt_set, of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
-            trained[prompt_set.metrics] = list(of_set.weights)
+        for prompt_set, rewards_of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
+            trained[prompt_set.metrics] = list(rewards_of_set.weights)
         return best_evaluation(rows, trained, saved)
 
     def _describe(self) -> str:
@@ -207,16 +207,16 @@ def trained_reward(
     """
     values = []
     shares = []
-    for prompt_set, of_set in zip(prompt_sets, set_rewards, strict=True):
-        first_of_set = _of_set(first, prompt_set.name)
+    for prompt_set, rewards_of_set in zip(prompt_sets, set_rewards, strict=True):
+        first_of_set = _rows_of(first, prompt_set.name)
         names = []
-        for reward in of_set.weights:
+        for reward in rewards_of_set.weights:
             if any(row["rewards"].get(reward) is not None for row in first_of_set):
                 names.append(reward)
         if not names:
             continue
-        function = _comparable(of_set, _scores(first_of_set, names), options)
-        totals = _totals(_of_set(images, prompt_set.name), names, function, options)
+        function = _comparable(rewards_of_set, _scores(first_of_set, names), options)
+        totals = _totals(_rows_of(images, prompt_set.name), names, function, options)
         if np.isnan(totals).all():
             return None
         value = np.nanmean(totals)
@@ -228,13 +228,13 @@ def trained_reward(
 
 
 def _comparable(
-    of_set: SetRewards, first: Mapping[str, np.ndarray], options: RunOptions
+    rewards_of_set: SetRewards, first: Mapping[str, np.ndarray], options: RunOptions
 ) -> AggregateFn:
     """The aggregation of a prompt set with the statistics of the ``first`` evaluation's scores."""
     # A copy: one that keeps a state must not see the images of evaluations.
-    function = copy.deepcopy(of_set.aggregate_fn)
+    function = copy.deepcopy(rewards_of_set.aggregate_fn)
     if getattr(function, "returns_advantages", False) or options.train.rank_grpo:
-        weights = getattr(function, "reward_weights", None) or of_set.weights
+        weights = getattr(function, "reward_weights", None) or rewards_of_set.weights
         by_spread = {name: weights[name] / _spread(scores) for name, scores in first.items()}
         return partial(weighted_sum, by_spread)
     if hasattr(function, "as_for"):
@@ -250,7 +250,7 @@ def _totals(
     return aggregate(_scores(rows, names), item_ids, prompts, function, options)
 
 
-def _of_set(rows: Sequence[Row], name: str) -> list[Row]:
+def _rows_of(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row.get("dataset", "") == name]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 
-from paco_grpo.advantages.aggregation import describe, get_aggregate_fn
+from paco_grpo.advantages.aggregation import get_aggregate_fn
 from paco_grpo.advantages.groups import SetRewards, weighted_sum
-from paco_grpo.data.sets import PromptSet, divide, items_in_turn, join, prompt_sets
+from paco_grpo.data.sets import PromptSet, divide, items_in_turn, load_items, prompt_sets
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import log_repeats
 from paco_grpo.monitoring.health import ReferenceProbe
@@ -24,24 +25,19 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
 from paco_grpo.policies.adapters import add_adapters
-from paco_grpo.policies.loading import apply_speed, load_generator, with_text_lengths
+from paco_grpo.policies.loading import apply_speed, load_generator
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.rewards.registry import reward_weights, write_records
 from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.references import References
-from paco_grpo.training.resume import (
-    compare_rewards,
-    find_earlier,
-    identities,
-    reward_identities,
-)
+from paco_grpo.training.resolve import resolve
+from paco_grpo.training.resume import compare_rewards, find_earlier, identities, reward_identities
 from paco_grpo.training.run import Run, RunRewards
 from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, TrainState, make_plan
 from paco_grpo.training.update import Updater
-from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.files import locked, write_atomically
 
@@ -64,11 +60,8 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     folder = Path(options.save_dir).absolute() / name
     with contextlib.ExitStack() as claim:  # without an error, ``Run.close`` ends it
         main_decides(strategy.accelerator, lambda: claim_folder(folder, claim))
-        described = describe(options.train.aggregate_fn)  # a function has no place in config.yaml
-        train = dataclasses.replace(options.train, aggregate_fn=described)
-        options = dataclasses.replace(options, run_name=name, train=train)
         try:
-            run = _build(options, objective, strategy, folder, claim)
+            run = _build(options, name, objective, strategy, folder, claim)
         except torch.OutOfMemoryError as error:
             raise ConfigError(checks.out_of_memory(options, error)) from error
         run.claim = claim.pop_all()
@@ -92,6 +85,7 @@ def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
 
 def _build(
     options: RunOptions,
+    run_name: str,
     objective: Objective,
     strategy: Strategy,
     folder: Path,
@@ -100,23 +94,23 @@ def _build(
     """The parts of a run, cheap checks first."""
     accelerator = strategy.accelerator
 
-    # Prompts, an earlier run, rewards that have answered, and the tracker.
+    # Prompts, and options that no longer change.
     sets = prompt_sets(options)
-    train_items_of_sets = [prompt_set.load("train") for prompt_set in sets]
-    test_items_of_sets = [prompt_set.load("test") for prompt_set in sets]
-    train_items = join(train_items_of_sets)
-    test_items = join(test_items_of_sets)
+    train_items = load_items(sets, "train")
+    test_items = load_items(sets, "test")
+    options = resolve(options, [*train_items, *test_items], run_name)
+
+    # An earlier run, readable images, rewards that have answered, and the tracker.
     items = {"train": train_items, "test": test_items}
-    earlier = main_decides(accelerator, lambda: find_earlier(options, folder))
+    earlier = main_decides(accelerator, lambda: find_earlier(options, sets, folder))
     checks.check_items(options, items)
     references = References([*train_items, *test_items], folder, accelerator)
     references.check_headers()
-    options = with_text_lengths(options, [*train_items, *test_items])
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     rewards = RunRewards(**rewards_of(sets, accelerator.device, items))
     main_decides(accelerator, lambda: compare_rewards(options, earlier, rewards.all()))
     if accelerator.is_main_process:
-        log_repeats(test_items, options, rewards.test)
+        log_repeats(test_items, sets, options, rewards.test)
         write_records(rewards.all(), folder)
     claim.enter_context(begun(rewards.all().values(), folder, accelerator))
     tracker = None
@@ -153,8 +147,9 @@ def _build(
         optimizer=_optimizer(train, list(parameters.values())),
         strategy=strategy,
     )
+    counts = Counter(item.dataset for item in train_items)
     groups = GroupSampler(
-        [len(of_set) for of_set in train_items_of_sets],
+        [counts[number] for number in range(len(sets))],
         divide(plan.prompts, [prompt_set.share for prompt_set in sets]),
         plan.images_per_prompt,
         options.seed,
@@ -228,7 +223,7 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
 def record_start(run: Run) -> None:
     """Write config.yaml and plan.json, and log the most important numbers (main process).
 
-    A resumed run first loads its checkpoint: what cannot continue it leaves them as they are.
+    Call it after the checkpoint is loaded, so that a refused resume keeps the old files.
     """
     plan = dataclasses.asdict(run.plan)
     device = run.accelerator.device
@@ -238,7 +233,8 @@ def record_start(run: Run) -> None:
     if run.options.datasets:
         names = [prompt_set.name for prompt_set in run.prompt_sets]
         plan["prompts_of_sets"] = dict(zip(names, run.sampler.groups.prompts, strict=True))
-    plan["identities"] = identities(run.options) | reward_identities(run.rewards.all())
+    of_rewards = reward_identities(run.rewards.all())
+    plan["identities"] = identities(run.options, run.prompt_sets) | of_rewards
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)

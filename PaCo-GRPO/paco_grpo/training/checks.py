@@ -1,6 +1,5 @@
 """Checks before weights are loaded: mistakes that otherwise end, or spoil, a run after hours."""
 
-import dataclasses
 import importlib.util
 import logging
 import shutil
@@ -11,13 +10,13 @@ from operator import attrgetter
 import torch
 
 from paco_grpo.advantages.aggregation import describe, own_weights
-from paco_grpo.data.sets import divide, load_items, prompt_sets
+from paco_grpo.data.sets import divide, prompt_sets
 from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
 from paco_grpo.policies.adapters import find_lora
-from paco_grpo.policies.loading import is_step_distilled, text_length
+from paco_grpo.policies.loading import is_step_distilled
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.rewards.registry import REWARDS, reward_weights
 from paco_grpo.types import Item
@@ -124,8 +123,8 @@ def replaced_places(options: RunOptions) -> list[str]:
     train = options.train.reward_fn_kwargs
     test = options.test.reward_fn_kwargs
     tables = [("test", test, train)]
-    for name, of_set in options.datasets.items():
-        tables.append((f"datasets.{name}", of_set.reward_fn_kwargs, train | test))
+    for name, set_options in options.datasets.items():
+        tables.append((f"datasets.{name}", set_options.reward_fn_kwargs, train | test))
     lines = []
     for option, kwargs, elsewhere in tables:
         for name, arguments in kwargs.items():
@@ -200,8 +199,8 @@ def contradictions(options: RunOptions) -> list[str]:
     if is_quantized and options.speed.compile:
         problems.append("speed.compile is not supported with pretrained.quantize")
     rewards = {**train.reward_fn, **options.test.reward_fn}
-    for of_set in options.datasets.values():
-        rewards |= {**of_set.reward_fn, **of_set.test_reward_fn}
+    for set_options in options.datasets.values():
+        rewards |= {**set_options.reward_fn, **set_options.test_reward_fn}
     problems += argument_problems("train", train.reward_fn_kwargs, rewards)
     problems += argument_problems("test", options.test.reward_fn_kwargs, rewards)
     return problems
@@ -330,11 +329,3 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
             problem = f"edits one image, but {where} have several"
         if problem:
             raise UserError(f"config.pretrained.model={model} {problem}")
-
-
-def with_text_length(options: RunOptions) -> RunOptions:
-    """``options`` with the text length of their run, where ``config.max_sequence_length`` is 0."""
-    if options.max_sequence_length:
-        return options
-    items = [*load_items(options, "train"), *load_items(options, "test")]
-    return dataclasses.replace(options, max_sequence_length=text_length(options, items))

@@ -66,6 +66,7 @@ class Evaluations:
                 run.rewards.test,
                 options,
                 run.state.strategy,
+                run.prompt_sets,
                 merges_lora(options, policy.device),
             )
             with run.references.all_named(self.is_signaled):
@@ -105,8 +106,10 @@ class Evaluations:
     def _judge(self) -> None:
         """Warn of signs in the evaluations so far."""
         rows = self.run.metrics.rows("eval")
-        for prompt_set, of_set in zip(self.run.prompt_sets, self.run.set_rewards, strict=True):
-            for finding in health.judge_evaluation(rows, of_set.weights, prompt_set.metrics):
+        run = self.run
+        for prompt_set, rewards_of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
+            weights = rewards_of_set.weights
+            for finding in health.judge_evaluation(rows, weights, prompt_set.metrics):
                 logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
 
 

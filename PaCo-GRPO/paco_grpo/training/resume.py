@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
-from paco_grpo.data.sets import fingerprint_sets
+from paco_grpo.data.sets import PromptSet, fingerprint_sets
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
 from paco_grpo.policies.adapters import find_lora
 from paco_grpo.rewards.contract import Reward
@@ -51,7 +51,7 @@ class Earlier:
     identities: Mapping[str, str | None] = field(default_factory=dict)
 
 
-def find_earlier(options: RunOptions, folder: Path) -> Earlier:
+def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: Path) -> Earlier:
     """Refuse a folder that holds a run, unless it resumes with what its checkpoints belong to.
 
     Every option that differs from the saved configuration is logged. Other values of ``_BOUND``,
@@ -82,7 +82,7 @@ def find_earlier(options: RunOptions, folder: Path) -> Earlier:
     plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
     # An earlier version wrote others, under another name.
     earlier = Earlier(checkpoint, plan.get("identities", {}))
-    _compare(options, earlier)
+    _compare(options, prompt_sets, earlier)
     return earlier
 
 
@@ -91,10 +91,10 @@ def _is_in(checkpoint: Path, folder: Path) -> bool:
     return own.is_dir() and checkpoint.parent.samefile(own)
 
 
-def identities(options: RunOptions) -> dict[str, str | None]:
-    """The identities of what ``options`` name, by option."""
+def identities(options: RunOptions, prompt_sets: Sequence[PromptSet]) -> dict[str, str | None]:
+    """The identities of what ``options`` name, by option; ``prompt_sets`` are theirs."""
     of_options = {
-        "dataset": fingerprint_sets(options),
+        "dataset": fingerprint_sets(prompt_sets),
         "pretrained.model": identity(options.pretrained.model),
     }
     if options.train.lora_path:
@@ -139,7 +139,7 @@ def load_state(run: Run) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _compare(options: RunOptions, earlier: Earlier) -> None:
+def _compare(options: RunOptions, prompt_sets: Sequence[PromptSet], earlier: Earlier) -> None:
     """Log the options that differ from the earlier run, and refuse some."""
     before = public_options(load_options(str(earlier.checkpoint.parents[1] / "config.yaml")))
     options = public_options(options)
@@ -151,7 +151,7 @@ def _compare(options: RunOptions, earlier: Earlier) -> None:
             logger.warning("resuming with another config.%s: %r -> %r", name, saved, now)
             if name in _BOUND:
                 bound.append(f"config.{name} ({saved!r} -> {now!r})")
-    for name in _others(earlier, identities(options)):
+    for name in _others(earlier, identities(options, prompt_sets)):
         place = attrgetter(name)(options) or "config.datasets"
         bound.append(f"config.{name} ({place} holds other files)")
     _refuse_others(options, earlier, bound)

@@ -200,15 +200,15 @@ class Trainer:
         set_rewards = run.set_rewards
         datasets = self._datasets(rollouts)
         images = f"the images of epoch {self.state.epoch + 1}"
-        for number, of_set in enumerate(set_rewards):
+        for number, rewards_of_set in enumerate(set_rewards):
             members = datasets == number
             lacks_one = np.zeros(members.sum(), bool)
             shares = {}
-            for name in of_set.weights:
+            for name in rewards_of_set.weights:
                 is_missing = np.isnan(scores[name][members])
                 lacks_one |= is_missing
                 shares[name] = is_missing.mean()
-            of_name = f" of {of_set.name}" if of_set.name else ""
+            of_name = f" of {rewards_of_set.name}" if rewards_of_set.name else ""
             require_scores(lacks_one.mean(), shares, f"{images}{of_name}", self.options.train)
         try:
             return advantages_of_sets(

@@ -116,7 +116,7 @@ def test_a_set_takes_from_the_run_what_it_does_not_say(tmp_path):
     with pytest.raises(ConfigError, match=ASKED):
         reward_arguments(options, ASKED)
     assert reward_arguments(options, OTHERS) == small.train.kwargs[OTHERS]
-    items = load_items(options, "train")
+    items = load_items([large, small], "train")
     assert [item.item_id for item in items] == list(range(7))
     assert [item.dataset for item in items] == [0, 0, 0, 0, 0, 1, 1]
     assert [item.metadata["idx"] for item in items[4:]] == ["large4", "small0", "small1"]
@@ -192,7 +192,7 @@ def test_open_prompts_of_a_folder_are_a_set_of_their_own(tmp_path):
     rows = [{"prompt": f"{i} 1x2 [LEFT]: a. [RIGHT]: b.", "open": i in (1, 2)} for i in range(5)]
     write_rows(tmp_path, "test", rows)
     changes = [(f"datasets.{name}.folder", str(tmp_path)) for name in ("full", "open")]
-    items = load_items(load("toy_t2is_sets", *changes), "test")
+    items = load_items(prompt_sets(load("toy_t2is_sets", *changes)), "test")
     assert [item.prompt[0] for item in items] == ["0", "3", "4", "1", "2"]
     assert [item.dataset for item in items] == [0, 0, 0, 1, 1]
 

@@ -6,6 +6,7 @@ import logging
 import pytest
 from tiny_run import rows_of, tiny_options, train, write_prompts
 
+from paco_grpo.data.sets import prompt_sets
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import lora
 from paco_grpo.training.build import build_run
@@ -73,8 +74,9 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
     train(options)
     adapter = tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001"
     changes = OTHER_WEIGHTS | {"resume_from": "latest", "train__lora_path": str(adapter)}
+    changed = tiny_options(tiny_flux_dir, tmp_path, **changes)
     with pytest.raises(ConfigError, match=r"lora_alpha \(16.* -> 64.*resume_changed") as refused:
-        find_earlier(tiny_options(tiny_flux_dir, tmp_path, **changes), tmp_path / "runs" / "run")
+        find_earlier(changed, prompt_sets(changed), tmp_path / "runs" / "run")
     for name in OTHER_WEIGHTS:
         assert f"config.{name.replace('__', '.')} (" in str(refused.value)
     again = dataclasses.replace(options, resume_from="latest", num_epochs=2)
