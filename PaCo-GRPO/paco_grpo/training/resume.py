@@ -32,7 +32,7 @@ _BOUND = (
     "train.reference",
     "train.use_8bit_adam",
 )
-# Options that may differ without a message; the text length may be derived.
+# Options that may differ without a message; the text lengths follow from the prompts.
 _UNIMPORTANT = (
     "resume_from",
     "resume_changed",

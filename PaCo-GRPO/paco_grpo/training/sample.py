@@ -111,7 +111,7 @@ class GroupSampler:
 
 @dataclass
 class Rollouts:
-    """What one process sampled in an epoch of n images a process, N in all."""
+    """What one process sampled in an epoch: n = images of this process, N = of all."""
 
     item_ids: np.ndarray  # (N,) by position
     positions: np.ndarray  # (n,) by number

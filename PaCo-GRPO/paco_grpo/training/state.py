@@ -1,6 +1,6 @@
 """The plan of a run, which follows from its options, and the state that training changes.
 
-``checkpoint`` saves the state: weights, average, optimizer, progress.
+``training/checkpoints.py`` saves the state: weights, average, optimizer, progress.
 """
 
 import contextlib

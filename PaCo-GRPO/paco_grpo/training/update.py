@@ -135,7 +135,7 @@ class Updater:
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
                 # Gradients add up over the micro-batches, and over the steps of the schedule.
-                # With one process, the loop is as without these two, but may_stop can end it.
+                # With one process, same_outcome does nothing, and only may_stop ends the loop early.
                 with strategy.same_outcome():
                     for micro_batch in strategy.unless_stopped(micro_batches, may_stop):
                         for step in micro_batch.build_steps():

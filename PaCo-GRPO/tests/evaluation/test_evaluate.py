@@ -13,6 +13,7 @@ from tiny_policies import disturb, draw, load
 from tiny_run import brightness, load_script, rows_of, tiny_options, write_rows
 
 from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.sets import prompt_sets
 from paco_grpo.evaluation import evaluate
 from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats
 from paco_grpo.monitoring.metrics import evaluation_metrics
@@ -163,14 +164,16 @@ def test_prompts_that_repeat_are_said(caplog):
     """Two sets have four images each. Where a reward compares images, repeats are meant."""
     items = [Item(number, "p", dataset=number // 5) for number in range(8)]
     values = {"datasets": {"a": {"folder": "x"}, "b": {"folder": "x"}}, "test": {"num_images": 8}}
+    options = make_options(values)
+    sets = prompt_sets(options)
     reward = checked(lambda images, items: [])
-    log_repeats(items[:5], make_options({}), {"a": reward})
+    log_repeats(items[:5], sets[:1], make_options({}), {"a": reward})
     assert caplog.messages == []
-    log_repeats(items, make_options(values), {"a": reward})
+    log_repeats(items, sets, options, {"a": reward})
     assert "sets: b: 3 prompts, 4 images: each is drawn up to 2 times" in caplog.text
     caplog.clear()
     reward.compares_images = True
-    log_repeats(items, make_options(values), {"a": reward})
+    log_repeats(items, sets, options, {"a": reward})
     assert caplog.messages == []
 
 

@@ -54,6 +54,8 @@ def test_old_log_probs_come_from_the_graph_that_is_trained(make):
 def test_text_length_of_the_data_set(make, caplog):
     run = build_run(make(max_sequence_length=0))
     assert run.options.max_sequence_length == 64
+    for part in (run.sampler, run.updater, run.checkpoints):
+        assert part.options is run.options
     assert run.state.policy.encode(run.train_items[:1]).prompt_embeds.shape[1] == 64
     assert "truncated" not in caplog.text
     run = build_run(make(max_sequence_length=16, train__max_sequence_length=0))
