@@ -13,7 +13,8 @@ from tiny_policies import FAMILIES, NAMES, picture
 
 from paco_grpo.options import RunOptions, load_options
 from paco_grpo.rewards.queue import ScoreQueue
-from paco_grpo.training.build import Run, build_run
+from paco_grpo.training.build import build_run
+from paco_grpo.training.run import Run
 from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.trainer import Trainer
 

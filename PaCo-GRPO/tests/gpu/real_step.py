@@ -24,7 +24,8 @@ from paco_grpo.estimate.report import GPUS
 from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
-from paco_grpo.training.build import Run, build_run
+from paco_grpo.training.build import build_run
+from paco_grpo.training.run import Run
 from paco_grpo.training.trainer import Trainer
 from paco_grpo.types import Rollout
 
