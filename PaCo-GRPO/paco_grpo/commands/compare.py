@@ -160,7 +160,7 @@ def prepare(
                 "makes some"
             )
     text_length(options, items)  # warns of prompts that will be truncated
-    rewards = rewards_of(prompt_sets(options), accelerator.device, {"test": items})["test"]
+    rewards = rewards_of(sets, accelerator.device, {"test": items})["test"]
     if accelerator.is_main_process and images_per_prompt == 1:
         log_repeats(items, sets, options, rewards)
     return PromptSet(options, items, rewards)
