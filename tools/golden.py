@@ -1,403 +1,330 @@
 """Compare what two commits compute: ``python tools/golden.py BEFORE [AFTER]``.
 
-The commands of golden_runs.py run in both commits: trainings with every objective and of every
-generator, a resumed one, one of two processes, training of a judge, data sets, tables, options.
-What they write must be equal bit for bit, times aside. Each difference is printed; one that
-golden_expected.yaml has with its reason is no failure. Exit status: 0 equal or as expected,
-1 different, 2 not compared.
+The commands of golden_runs.yaml run on the files of both commits, on the CPU. What they write must
+be equal bit for bit, but for times. Every difference is printed; golden_expected.yaml lists those
+that are meant, with the reason.
 
-Results are kept by commit in the cache, so a commit runs once. They depend on the processor and on
-the installed packages, which are compared too: when a version is raised, run the commit before it
-in the old environment first (docs: CONTRIBUTING.md).
+Results are kept by commit in the cache, so that a commit runs once; delete the folder when you are
+done. They depend on the installed packages, too, and those that changed are named: to compare two
+versions of a package, run the old commit before you install the new version.
+
+Exit status: 0 equal or as expected, 1 different or failed.
 """
 
 import argparse
-import fnmatch
+import functools
 import hashlib
 import json
 import os
 import platform
 import re
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import golden_runs
 import torch
 import yaml
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parents[1]
-# Where a commit has its packages, and the packages.
+PARTS = REPO / "tools" / "golden_parts.py"
+# A package -> the folder of a commit that has it.
 PACKAGES = {
     "paco_grpo": "PaCo-GRPO",
     "paco_judge": "PaCo-Reward/judge",
     "paco_reward": "PaCo-Reward/LLaMA-Factory/src",
     "paco_toy": "quickstart",
 }
-TESTS = REPO / "PaCo-GRPO" / "tests"  # the tiny pipelines
-IGNORED = re.compile(r"tfevents|\.lock$|\.log$|training_args\.bin$|/cache/")
-TIMES = re.compile(r"(^|[./])time/|(train_time|runtime|seconds|per_second|total_flos)$")
-LONGEST = 900  # seconds of a command
+# With these, the working tree makes the inputs of both commits.
+SOURCES = ("PaCo-GRPO/tests", "PaCo-Reward/judge/tests")
+NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$")  # a resumed run compares the optimizer's state
+TIME = re.compile(r"(^|[./])time/|(train_time|runtime|seconds|per_second)$")
+# Read as 0: the port of JUDGE, and how long a report's training took.
+CHANGING = re.compile(
+    r'(?<=port: )\d+|(?<=port": )\d+|(?<=127\.0\.0\.1:)\d+|[\d.]+ minutes \(.*?\)'
+)
+FORMAT = 1  # of results; raise it when they are read or written in another way
+TIMEOUT = 900  # seconds of a command
 SHOWN = 12  # differences of a run
-RUNNING: set[subprocess.Popen] = set()  # commands, each with a process group of its own
 
 Values = dict[str, str]  # "file: key" -> what is there
 
 
-class GoldenError(Exception):
-    """What stops the comparison."""
+def paths_of(root: Path, folders: Iterable[str]) -> str:
+    """A PYTHONPATH."""
+    return ":".join(str(root / folder) for folder in folders)
 
 
-# -- a commit's results
-
-
-def git(*arguments: str) -> str:
-    """What git prints in this repository."""
-    done = subprocess.run(
-        ["git", "-C", str(REPO), *arguments], check=False, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise GoldenError(done.stderr.strip())
-    return done.stdout.strip()
-
-
-def digest(*contents: bytes) -> str:
-    """A short hash."""
-    whole = hashlib.sha256()
-    for content in contents:
-        whole.update(content)
-    return whole.hexdigest()[:16]
-
-
-def make_once(folder: Path, write: Any) -> Path:
-    """A folder that ``write(folder)`` makes as a whole, also if two programs make it at once."""
+def make_inputs(cache: Path) -> Path:
+    """The folder that all runs read, with the working tree's tiny pipelines."""
+    content = PARTS.read_bytes()
+    for source in sorted(REPO.glob("PaCo-GRPO/tests/tiny_*.py")):
+        content += source.read_bytes()
+    folder = cache / f"inputs-{digest(content)}"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=folder.parent))
-        write(draft)
-        try:
-            draft.rename(folder)
-        except OSError:  # another program was faster
-            shutil.rmtree(draft)
+        draft = Path(tempfile.mkdtemp(dir=cache))
+        path = paths_of(REPO, [*SOURCES, *PACKAGES.values()])
+        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        subprocess.run([sys.executable, PARTS, "inputs", draft], env=env, check=True)
+        draft.rename(folder)
     return folder
 
 
-def write_tree(commit: str, folder: Path) -> None:
+@functools.cache
+def content_of(folder: Path) -> str:
+    """A hash of all files."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return digest(b"".join(file.read_bytes() for file in files))
+
+
+def checkout(name: str, cache: Path) -> Path:
     """The files of a commit."""
-    archive = subprocess.Popen(["git", "-C", str(REPO), "archive", commit], stdout=subprocess.PIPE)
-    subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
-    if archive.wait():
-        raise GoldenError(f"git archive {commit} failed")
+    command = ["git", "-C", REPO, "rev-parse", "--verify", f"{name}^{{commit}}"]
+    commit = subprocess.check_output(command, text=True).strip()
+    tree = cache / commit
+    if not tree.is_dir():
+        draft = Path(tempfile.mkdtemp(dir=cache))
+        archive = subprocess.check_output(["git", "-C", REPO, "archive", commit])
+        subprocess.run(["tar", "-x", "-C", draft], input=archive, check=True)
+        draft.rename(tree)
+    return tree
 
 
-def environment(tree: Path, scratch: Path) -> dict[str, str]:
-    """Of commands that run a commit's packages, on the CPU with one thread each."""
-    folders = [tree / folder for folder in PACKAGES.values()]
+def environment_of(tree: Path) -> dict[str, str]:
+    """Of commands: a commit's packages, this interpreter, one thread, no GPU."""
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
-        "PYTHONPATH": ":".join(map(str, folders)),
+        "PYTHONPATH": paths_of(tree, PACKAGES.values()),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(scratch / "cache"),
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
     }
 
 
 def check_packages(tree: Path) -> None:
-    """Refuse a tree whose packages are not the ones that its commands would import."""
-    code = "import importlib.util as u, sys; print(*[u.find_spec(m).origin for m in sys.argv[1:]])"
+    """Refuse to compare other packages than a commit's own."""
+    code = "import sys, importlib.util as u; print(*[u.find_spec(m).origin for m in sys.argv[1:]])"
     command = [sys.executable, "-c", code, *PACKAGES]
-    options = {"env": environment(tree, tree), "cwd": tree, "text": True}
-    done = subprocess.run(command, check=False, capture_output=True, **options)
-    places = done.stdout.split()
-    others = [place for place in places if not Path(place).is_relative_to(tree)]
-    if done.returncode or others:
-        raise GoldenError(f"{tree} is not what is imported: {others or done.stderr}")
+    places = subprocess.check_output(command, env=environment_of(tree), cwd=tree, text=True)
+    for place in places.split():
+        if not Path(place).is_relative_to(tree):
+            sys.exit(f"golden: Python finds {place} instead of a package in {tree}")
 
 
-class Runner:
-    """Runs commands of a commit, or takes their results from the cache."""
+def runs_of(inputs: Path) -> dict[str, list[str]]:
+    """Name of a run -> lines of bash."""
+    table = yaml.safe_load((REPO / "tools" / "golden_runs.yaml").read_text())
+    runs = table["runs"]
+    for name, settings in json.loads((inputs / "families.json").read_text()).items():
+        runs[f"family-{name}"] = [{"set": table["families"] | settings}]
+    lines = {}
+    for name, commands in runs.items():
+        lines[name] = [line_of(command, table["settings"]) for command in commands]
+    return lines
 
-    def __init__(self, cache: Path, inputs: Path, commit: str) -> None:
-        self.cache = cache
-        self.inputs = inputs
-        self.commit = commit
-        self.tree = make_once(cache / "trees" / commit, lambda folder: write_tree(commit, folder))
-        check_packages(self.tree)
 
-    def results(self, name: str, commands: list[str]) -> dict[str, Any]:
-        """Of a run: ``values``, ``environment``, and whether it ``failed``."""
-        key = digest(json.dumps(commands).encode(), self.inputs.name.encode())
-        file = self.cache / "results" / self.commit[:12] / f"{name}-{key}.json"
-        if file.is_file():
-            return json.loads(file.read_text())
-        begun = time.monotonic()
-        scratch = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.cache))
-        out = scratch / "out"
+def line_of(command: str | Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The line of bash that a command of golden_runs.yaml stands for."""
+    if isinstance(command, str):
+        return command
+    program = command.get("program", "python scripts/train.py")
+    words = [f"cd PaCo-GRPO && {program} --config config/grpo.py:{command.get('name', 'toy_t2is')}"]
+    for option, value in (settings | command.get("set", {})).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words.append(shlex.quote(f"--config.{option}={text}"))
+    words.append(command.get("arguments", ""))
+    return " ".join(words)
+
+
+def results_of(name: str, lines: list[str], tree: Path, inputs: Path) -> dict[str, Any]:
+    """The ``values`` of a run, the ``packages``, and the log if it ``failed``."""
+    key = digest(json.dumps([FORMAT, lines, content_of(inputs)]).encode())
+    file = inputs.parent / f"results-{tree.name[:12]}-{name}-{key}.json"
+    if file.is_file():
+        return json.loads(file.read_text())
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f"golden-{name}-") as scratch:
+        out = Path(scratch) / "out"
         out.mkdir()
-        failed = self._run(commands, scratch, out)
-        names = {str(out): "OUT", str(self.inputs): "INPUTS", str(self.tree): "TREE"}
-        results = {
-            "values": values_of(out, names),
-            "environment": packages() | {"machine": platform.processor() or platform.machine()},
-            "failed": failed,
+        places = {
+            "JUDGE": f"python {inputs}/golden_parts.py judge",
+            "INPUTS": str(inputs),
+            "OUT": str(out),
         }
-        shutil.rmtree(scratch)
-        took = time.monotonic() - begun
-        print(f"{self.commit[:8]} {name}: {took:.0f} s{' FAILED' if failed else ''}", flush=True)
-        if not failed:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            draft = file.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(results, indent=1))
-            draft.replace(file)
-        return results
-
-    def _run(self, commands: list[str], scratch: Path, out: Path) -> str:
-        """Run commands; returns the end of the log if one fails, else nothing."""
-        log = scratch / "log"
-        for command in commands:
-            line = command.replace("OUT", str(out)).replace("INPUTS", str(self.inputs))
-            with log.open("w") as written:
-                process = subprocess.Popen(
-                    ["bash", "-c", line],
-                    cwd=self.tree,
-                    env=environment(self.tree, scratch),
-                    stdin=subprocess.DEVNULL,
-                    stdout=written,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                RUNNING.add(process)
-                try:
-                    status = process.wait(LONGEST)
-                finally:
-                    end_group(process)
-            if status:
-                return f"{command[:200]} …\n{log.read_text()[-1500:]}"
-        return ""
+        failed = run(lines, places, tree)
+        names = {str(out): "OUT", str(inputs): "INPUTS", str(tree): "TREE"}
+        results = {"values": values_of(out, names), "packages": packages(), "failed": failed}
+    took = f"{time.monotonic() - begun:.0f} s"
+    print(f"{tree.name[:8]} {name}: {failed or took}", flush=True)
+    if not failed:
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(results, indent=0))
+        draft.replace(file)
+    return results
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """End what a command left running."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    RUNNING.discard(process)
+def run(lines: list[str], places: Mapping[str, str], tree: Path) -> str:
+    """Run lines of bash, in which words stand for places. Returns the log's end if one fails."""
+    for line in lines:
+        whole = line
+        for word, place in places.items():
+            whole = whole.replace(word, place)
+        env = environment_of(tree) | {"HF_DATASETS_CACHE": f"{places['OUT']}/../datasets"}
+        options = {"cwd": tree, "env": env, "stdin": subprocess.DEVNULL, "timeout": TIMEOUT}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(["bash", "-c", whole], check=False, **options)
+        if done.returncode:
+            return f"{line[:200]} …: status {done.returncode}\n{done.stdout[-2000:]}"
+    return ""
 
 
-def end_all(number: int, _: Any) -> None:
-    """End the commands that run, then this program: a signal's handler."""
-    for process in list(RUNNING):
-        end_group(process)
-    os._exit(128 + number)
+def packages() -> Values:
+    """Versions of Python and of what is installed, and the processor's instructions."""
+    versions = {"python": platform.python_version(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    for distribution in distributions():
+        versions[distribution.name] = distribution.version
+    return versions
 
 
-def packages() -> dict[str, str]:
-    """Python and what is installed, with versions."""
-    versions = {found.name.lower(): found.version for found in distributions()}
-    return {"python": platform.python_version()} | dict(sorted(versions.items()))
-
-
-# -- what files say
+def digest(content: bytes) -> str:
+    """A short hash."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def values_of(folder: Path, names: Mapping[str, str]) -> Values:
-    """Every value in every file of a folder; ``names`` replace paths in texts."""
+    """Every value in the files of a folder; ``names`` replace paths in texts."""
     values = {}
     for file in sorted(folder.rglob("*")):
         place = str(file.relative_to(folder))
-        if file.is_symlink():
-            values[place] = f"-> {os.readlink(file)}"
-        elif file.is_file() and not IGNORED.search(str(file)):
-            for key, value in read(file, names):
-                if not TIMES.search(key):
-                    values[f"{place}: {key}" if key else place] = value
+        if file.is_dir() or NOT_COMPARED.search(place):
+            continue
+        for key, value in read(file, names):
+            if not TIME.search(key):
+                values[f"{place}: {key}"] = value
     return values
 
 
 def read(file: Path, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Keys and values of a file; of an image or an unknown one, a hash under no key."""
+    """Keys and values of a file."""
     if file.suffix == ".safetensors":
-        yield from leaves(load_file(file))
-        return
-    if file.suffix == ".pt":
-        yield from leaves(torch.load(file, weights_only=True))
+        for name, tensor in load_file(file).items():
+            content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            size = tensor.double().abs().mean()
+            yield name, f"{list(tensor.shape)} of mean size {size:.9g}, {digest(content)}"
         return
     content = file.read_bytes()
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        yield "", digest(content)
+        yield "bytes", digest(content)
         return
     for path, name in names.items():
         text = text.replace(path, name)
-    if file.suffix == ".json":
-        yield from leaves(json.loads(text))
-    elif file.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines()):
-            yield from leaves(json.loads(line), str(number))
-    elif file.suffix == ".yaml":
-        yield from leaves(yaml.safe_load(text))
-    else:
-        for number, line in enumerate(text.splitlines(), 1):
-            yield f"line {number}", line
+    text = CHANGING.sub("0", text)
+    if file.suffix in (".json", ".yaml"):
+        yield from leaves(yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if file.suffix == ".jsonl":
+            yield from leaves(json.loads(line), f"{number}.")
+        else:
+            yield str(number), line
 
 
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The parts of a nested value with their places."""
-    if isinstance(value, Mapping) and value:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The parts of a nested value, with their places."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and value:
         for name, part in value.items():
-            yield from leaves(part, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list) and value:
-        for number, part in enumerate(value):
-            yield from leaves(part, f"{key}.{number}".lstrip("."))
-    elif isinstance(value, torch.Tensor):
-        content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        size = value.double().abs().mean()
-        yield key, f"{value.dtype} {list(value.shape)} mean |x| {size:.6g} {digest(content)}"
+            yield from leaves(part, f"{prefix}{name}.")
     else:
-        yield key, json.dumps(value, ensure_ascii=False)
+        yield prefix.rstrip("."), json.dumps(value, ensure_ascii=False)
 
 
-# -- the comparison
-
-
-def differences(before: Values, after: Values) -> list[tuple[str, str, str]]:
+def differences(before: Values, after: Values) -> Iterator[tuple[str, str, str]]:
     """Place, old and new value of what differs."""
-    found = []
     for place in sorted(before | after):
         old = before.get(place, "(none)")
         new = after.get(place, "(none)")
         if old != new:
-            found.append((place, old, new))
-    return found
+            yield place, old, new
 
 
-def is_expected(entry: Mapping[str, str], run: str, place: str, old: str, new: str) -> bool:
-    """Whether an entry of golden_expected.yaml is about a difference."""
-    return (
-        fnmatch.fnmatchcase(run, entry["run"])
-        and fnmatch.fnmatchcase(place, entry["place"])
-        and fnmatch.fnmatchcase(old, str(entry.get("old", "*")))
-        and fnmatch.fnmatchcase(new, str(entry.get("new", "*")))
-    )
-
-
-def compare(run: str, before: Values, after: Values, expected: list[dict]) -> bool:
-    """Print the differences of a run; returns whether all are expected, and counts those."""
+def compare(name: str, before: Values, after: Values, expected: list[dict[str, Any]]) -> bool:
+    """Print the differences of a run, and count those in ``expected``. Returns whether all are."""
     unexpected = []
-    reasons: dict[str, int] = {}
     for place, old, new in differences(before, after):
-        entry = next((e for e in expected if is_expected(e, run, place, old, new)), None)
-        if entry is None:
-            unexpected.append(f"  {place}: {old} -> {new}")
+        patterns = {"run": name, "place": place, "old": old, "new": new}
+        for entry in expected:
+            if all(fnmatchcase(text, entry.get(key, "*")) for key, text in patterns.items()):
+                entry["count"] = entry.get("count", 0) + 1
+                break
         else:
-            entry["count"] = entry.get("count", 0) + 1
-            reasons[entry["why"]] = reasons.get(entry["why"], 0) + 1
-    state = "DIFFERENT" if unexpected else "as expected" if reasons else "equal"
-    print(f"{run}: {state}, {len(before)} values, {len(unexpected)} unexpected differences")
-    for reason, count in reasons.items():
-        print(f"  expected ({count}): {reason}")
-    print("\n".join(unexpected[:SHOWN]), end="\n" if unexpected else "")
-    if len(unexpected) > SHOWN:
-        print(f"  and {len(unexpected) - SHOWN} more")
+            unexpected.append(f"  {place}: {old} -> {new}")
+    print(f"{name}: {len(before)} values, {len(unexpected)} unexpected differences")
+    for line in unexpected[:SHOWN]:
+        print(line)
     return not unexpected
-
-
-def make_inputs(cache: Path) -> Path:
-    """The folder that all runs read. Its name says what is in it."""
-    sources = [TESTS / "tiny_policies.py", TESTS / "tiny_pipelines.py", TESTS / "tiny_run.py"]
-    sources += [Path(golden_runs.__file__), Path(__file__).with_name("golden_rewards.py")]
-    key = digest(*[source.read_bytes() for source in sources])
-
-    def write(folder: Path) -> None:
-        paths = [str(TESTS), *[str(REPO / place) for place in PACKAGES.values()]]
-        command = [sys.executable, golden_runs.__file__, str(folder)]
-        env = os.environ | {"PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise GoldenError(f"the inputs could not be made: {done.stderr[-2000:]}")
-
-    return make_once(cache / f"inputs-{key}", write)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", help="a commit")
-    parser.add_argument("after", nargs="?", default="HEAD", help="a commit (default: HEAD)")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="runs, such as objective-*")
-    parser.add_argument("-j", "--jobs", type=int, default=2, help="runs at once (default 2)")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "paco-golden")
-    parser.add_argument(
-        "--expected", type=Path, default=Path(__file__).with_name("golden_expected.yaml")
-    )
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit status."""
-    args = parse(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_all)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", metavar="BEFORE", help="a commit")
+    parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="default: HEAD")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="runs, such as 'judge*'")
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="runs at a time (default 2)")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "paco-golden")
+    args = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all jobs at once
+
     cache = args.cache.resolve()
-    try:
-        commits = [git("rev-parse", f"{name}^{{commit}}") for name in (args.before, args.after)]
-        inputs = make_inputs(cache)
-        before, after = [Runner(cache, inputs, commit) for commit in commits]
-    except GoldenError as error:
-        print(f"golden: {error}", file=sys.stderr)
-        return 2
-    runs = golden_runs.all_runs(inputs)
-    chosen = {name: runs[name] for name in runs if fnmatch.fnmatchcase(name, args.only)}
-    expected = yaml.safe_load(args.expected.read_text()) or []
+    cache.mkdir(parents=True, exist_ok=True)
+    inputs = make_inputs(cache)
+    runs = {}
+    for name, lines in runs_of(inputs).items():
+        if fnmatchcase(name, args.only):
+            runs[name] = lines
+    sides = []
+    for commit in (args.before, args.after):
+        tree = checkout(commit, cache)
+        check_packages(tree)
+        with ThreadPoolExecutor(args.jobs) as jobs:
+            calls = [jobs.submit(results_of, *item, tree, inputs) for item in runs.items()]
+        sides.append([call.result() for call in calls])
 
-    with ThreadPoolExecutor(args.jobs) as jobs:
-        results = []
-        for runner in (before, after):
-            results.append(list(jobs.map(runner.results, chosen, chosen.values())))
-
+    expected = yaml.safe_load((REPO / "tools" / "golden_expected.yaml").read_text()) or []
     is_equal = True
-    for name, old, new in zip(chosen, *results, strict=True):
-        for side, result in (("before", old), ("after", new)):
-            if result["failed"]:
-                print(f"{name}: FAILED {side}\n{result['failed']}")
-                is_equal = False
-        if not (old["failed"] or new["failed"]):
-            is_equal &= compare(name, old["values"], new["values"], expected)
+    for name, before, after in zip(runs, *sides, strict=True):
+        failed = before["failed"] or after["failed"]
+        if failed:
+            print(f"{name}: FAILED")
+            is_equal = False
+        else:
+            is_equal &= compare(name, before["values"], after["values"], expected)
     for entry in expected:
-        if not entry.get("count") and fnmatch.filter(chosen, entry["run"]):
-            print(f"expected, and did not occur: {entry}")
-    for line in environment_changes(results):
-        print(f"the environment differs: {line}")
-    print("equal, but for what is expected" if is_equal else "DIFFERENT")
+        if any(fnmatchcase(name, entry["run"]) for name in runs):
+            times = entry.get("count", 0)
+            print(f"expected, {times} times: {entry['run']} {entry['place']}: {entry['why']}")
+    compare("packages, which are not counted", sides[0][0]["packages"], sides[1][0]["packages"], [])
+    print("as expected" if is_equal else "DIFFERENT")
     return 0 if is_equal else 1
-
-
-def environment_changes(results: list[list[dict]]) -> list[str]:
-    """Packages whose versions differ between the two commits' runs."""
-    lines: dict[str, None] = {}
-    for old, new in zip(*results, strict=True):
-        for place, before, after in differences(old["environment"], new["environment"]):
-            lines[f"{place} {before} -> {after}"] = None
-    return list(lines)
 
 
 if __name__ == "__main__":
