@@ -2,13 +2,17 @@
 
 NAME is a function of this file that takes no arguments, and may be followed by any of ``SUFFIXES``
 in any order: ``klein_t2is_nft``, ``t2is_80gb_fast``. Where this file has a function for a name with
-a suffix, it is used instead of the suffix: ``t2is_24gb``. To make a configuration of your own, copy
-a function and change it, here or in a file of your own. All options with their defaults and
-meanings: docs/configuration.md.
+a suffix, it is used instead of the suffix: ``toy_t2is_nft``. To make a configuration of your own,
+copy a function and change it, here or in a file of your own; the suffixes work for it, too. All
+options with their defaults and meanings: docs/configuration.md.
 
 Every configuration evaluates at least one reward that it does not train, its guard: a trained
 reward that rises while it falls is being exploited (docs/recovery.md).
 """
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np  # noqa: F401 - for aggregations of your own
 from ml_collections import ConfigDict
@@ -23,6 +27,7 @@ from paco_grpo.advantages.aggregation import (  # noqa: F401 - for config.train.
 from paco_grpo.options import config_dict
 
 CLIP_REWARDS = ("clipscore", "pickscore", "reference_clipI", "subfig_clipI", "subfig_clipT")
+ON_CPU = {"device": "cpu"}
 
 # --- text to image set ---------------------------------------------------------------------------
 
@@ -42,22 +47,6 @@ def t2is() -> ConfigDict:
     config.train.reward_fn_kwargs = {"consistency_score": {"model": "PaCo-Reward-7B"}}
     config.test.reward_fn = config.train.reward_fn
     guard(config, "subfig_clipI", "clipscore")
-    return config
-
-
-def t2is_24gb() -> ConfigDict:
-    """``t2is`` on a GPU of 24 GB; the CLIP rewards score on the CPU while images are sampled."""
-    config = t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
-    return config
-
-
-def t2is_48gb() -> ConfigDict:
-    """``t2is`` on a GPU of 48 GB; the CLIP rewards in half precision leave room for T5."""
-    config = t2is()
-    for_48gb(config)
-    clip_in_half(config)
     return config
 
 
@@ -96,22 +85,6 @@ def t2is_qwen() -> ConfigDict:
     return config
 
 
-def t2is_qwen_48gb() -> ConfigDict:
-    """``t2is_qwen`` on a GPU of 48 GB: 20 billion weights, so in 4 bits already."""
-    config = t2is_qwen()
-    for_24gb(config)
-    return config
-
-
-def t2is_qwen_80gb() -> ConfigDict:
-    """``t2is_qwen`` on a GPU of 80 GB, which its activations would fill."""
-    config = t2is_qwen()
-    for_80gb(config)
-    config.enable_gradient_checkpointing = True
-    config.test.batch_size = 2
-    return config
-
-
 def klein_t2is() -> ConfigDict:
     """FLUX.2 Klein with 4 billion weights."""
     config = t2is()
@@ -123,14 +96,6 @@ def klein_t2is_9b() -> ConfigDict:
     """FLUX.2 Klein with 9 billion weights."""
     config = klein_t2is()
     config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-9B"
-    return config
-
-
-def klein_t2is_9b_80gb() -> ConfigDict:
-    """``klein_t2is_9b`` on a GPU of 80 GB, which its activations would fill."""
-    config = klein_t2is_9b()
-    for_80gb(config)
-    config.enable_gradient_checkpointing = True
     return config
 
 
@@ -150,26 +115,10 @@ def sd3_t2is() -> ConfigDict:
     return config
 
 
-def sd3_t2is_24gb() -> ConfigDict:
-    """``sd3_t2is`` on a GPU of 24 GB, which its 2.5 billion weights do not fill."""
-    config = sd3_t2is()
-    for_48gb(config)
-    clip_on_cpu(config)
-    return config
-
-
 def sd3_large_t2is() -> ConfigDict:
     """Stable Diffusion 3.5 large, with true CFG."""
     config = sd3_t2is()
     config.pretrained.model = "stabilityai/stable-diffusion-3.5-large"
-    return config
-
-
-def sd3_large_t2is_24gb() -> ConfigDict:
-    """``sd3_large_t2is`` on a GPU of 24 GB."""
-    config = sd3_large_t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
     return config
 
 
@@ -180,14 +129,6 @@ def z_image_t2is() -> ConfigDict:
     config.sample.guidance_scale = 4.0
     config.sample.negative_prompt = ""
     config.test.num_steps = 28
-    return config
-
-
-def z_image_t2is_24gb() -> ConfigDict:
-    """``z_image_t2is`` on a GPU of 24 GB."""
-    config = z_image_t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
     return config
 
 
@@ -212,42 +153,10 @@ def krea_t2is() -> ConfigDict:
     return config
 
 
-def krea_t2is_80gb() -> ConfigDict:
-    """``krea_t2is`` on a GPU of 80 GB, which its activations would fill."""
-    config = krea_t2is()
-    for_80gb(config)
-    config.enable_gradient_checkpointing = True
-    return config
-
-
-def krea_t2is_48gb() -> ConfigDict:
-    """``krea_t2is`` on a GPU of 48 GB."""
-    config = krea_t2is()
-    for_48gb(config)
-    clip_in_half(config)
-    return config
-
-
-def krea_t2is_24gb() -> ConfigDict:
-    """``krea_t2is`` on a GPU of 24 GB."""
-    config = krea_t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
-    return config
-
-
 def qwen21_t2is() -> ConfigDict:
     """Qwen-Image-2.1, which is meant to be used without guidance."""
     config = t2is()
     qwen21(config)
-    return config
-
-
-def qwen21_t2is_80gb() -> ConfigDict:
-    """``qwen21_t2is`` on a GPU of 80 GB, which decoding four images of 1024 px would fill."""
-    config = qwen21_t2is()
-    for_80gb(config)
-    config.test.batch_size = 2
     return config
 
 
@@ -256,14 +165,6 @@ def longcat_t2is() -> ConfigDict:
     config = t2is()
     longcat(config)
     config.pretrained.model = "meituan-longcat/LongCat-Image"
-    return config
-
-
-def longcat_t2is_24gb() -> ConfigDict:
-    """``longcat_t2is`` on a GPU of 24 GB."""
-    config = longcat_t2is()
-    for_24gb(config)
-    clip_on_cpu(config)
     return config
 
 
@@ -307,21 +208,6 @@ def qwen_editing() -> ConfigDict:
     return config
 
 
-def qwen_editing_48gb() -> ConfigDict:
-    """``qwen_editing`` on a GPU of 48 GB: 20 billion weights, so in 4 bits already."""
-    config = qwen_editing()
-    for_24gb(config)
-    return config
-
-
-def qwen_editing_80gb() -> ConfigDict:
-    """``qwen_editing`` on a GPU of 80 GB, of which the weights take 38."""
-    config = qwen_editing()
-    for_80gb(config)
-    config.enable_gradient_checkpointing = True
-    return config
-
-
 def qwen_editing_no_cfg() -> ConfigDict:
     """As in the published training: without true CFG, half the forwards."""
     config = qwen_editing()
@@ -338,13 +224,6 @@ def qwen_editing_2511() -> ConfigDict:
     return config
 
 
-def qwen_editing_2511_48gb() -> ConfigDict:
-    """``qwen_editing_2511`` on a GPU of 48 GB."""
-    config = qwen_editing_2511()
-    for_24gb(config)
-    return config
-
-
 def klein_editing() -> ConfigDict:
     """FLUX.2 Klein with 4 billion weights."""
     config = editing()
@@ -356,14 +235,6 @@ def klein_editing_9b() -> ConfigDict:
     """FLUX.2 Klein with 9 billion weights."""
     config = klein_editing()
     config.pretrained.model = "black-forest-labs/FLUX.2-klein-base-9B"
-    return config
-
-
-def klein_editing_9b_80gb() -> ConfigDict:
-    """``klein_editing_9b`` on a GPU of 80 GB, which its activations would fill."""
-    config = klein_editing_9b()
-    for_80gb(config)
-    config.enable_gradient_checkpointing = True
     return config
 
 
@@ -543,8 +414,8 @@ def klein(config: ConfigDict) -> None:
 
 def flux2(config: ConfigDict) -> None:
     """FLUX.2-dev has 32 billion weights, in 4 bits on one GPU; its guidance is embedded."""
-    for_24gb(config)
     config.pretrained.model = "black-forest-labs/FLUX.2-dev"
+    less_memory(config, 80)
     config.sample.guidance_scale = 4.0
     config.test.num_steps = 28
 
@@ -574,19 +445,6 @@ def guard(config: ConfigDict, *rewards: str) -> None:
     """Evaluate ``rewards``, which are not trained."""
     for reward in rewards:
         config.test.reward_fn[reward] = 1.0
-
-
-def clip_on_cpu(config: ConfigDict) -> None:
-    """The two CLIP models of ``t2is`` score on the CPU."""
-    config.train.reward_fn_kwargs.subfig_clipT = {"device": "cpu"}
-    config.train.reward_fn_kwargs.pickscore = {"device": "cpu"}
-
-
-def clip_in_half(config: ConfigDict) -> None:
-    """The two CLIP models of ``t2is`` in half precision leave room for the text encoder."""
-    config.train.reward_fn_kwargs.subfig_clipT = {"dtype": "float16"}
-    config.train.reward_fn_kwargs.pickscore = {"dtype": "float16"}
-    config.test.reward_fn_kwargs.subfig_clipI = {"dtype": "float16"}  # the model of subfig_clipT
 
 
 def toy(config: ConfigDict) -> None:
@@ -650,39 +508,96 @@ def toy_editing(config: ConfigDict) -> None:
 # --- suffixes: the memory of a GPU changes memory and speed, not what is trained -----------------
 
 
-def for_48gb(config: ConfigDict) -> None:
-    """Activations are recomputed; VAE (between uses) and guards are in main memory."""
-    config.enable_gradient_checkpointing = True
-    config.speed.offload_vae = True
-    guards_on_cpu(config.train.reward_fn, config.test.reward_fn, config.test.reward_fn_kwargs)
-    for of_set in config.datasets.values():
-        trained = of_set.get("reward_fn") or config.train.reward_fn
-        kwargs = dict(of_set.get("reward_fn_kwargs", {}))
-        guards_on_cpu(trained, of_set.get("test_reward_fn", {}), kwargs)
-        if kwargs:
-            of_set["reward_fn_kwargs"] = kwargs
+class Needs(NamedTuple):
+    """What a model needs to fit; the defaults are right for 12 billion weights, such as FLUX.1."""
+
+    four_bits: tuple[int, ...] = (24,)  # GB of the GPUs on which its frozen weights are in 4 bits
+    recomputes: bool = False  # its activations on 80 GB too
+    decoded: int = 4  # images of 1024 px at a time in an evaluation on 80 GB
 
 
-def guards_on_cpu(trained: dict, tested: dict, kwargs: dict) -> None:
-    """Guards that are CLIP models are in main memory."""
-    for reward in tested:
-        if reward in CLIP_REWARDS and reward not in trained:
-            kwargs[reward] = {"device": "cpu"}
+_QWEN_IMAGE = Needs(four_bits=(24, 48), recomputes=True, decoded=2)  # 20 billion weights
+# By the last part of a hub name or folder.
+NEEDS = {
+    "stable-diffusion-3.5-medium": Needs(four_bits=()),  # 2.5 billion weights
+    "Qwen-Image": _QWEN_IMAGE,
+    "Qwen-Image-2512": _QWEN_IMAGE,
+    "Qwen-Image-Edit": _QWEN_IMAGE,
+    "Qwen-Image-Edit-2509": _QWEN_IMAGE,
+    "Qwen-Image-Edit-2511": _QWEN_IMAGE,
+    "Qwen-Image-2.1": Needs(decoded=2),
+    "Krea-2-Raw": Needs(recomputes=True),
+    "Krea-2-Turbo": Needs(recomputes=True),
+    "FLUX.2-klein-base-9B": Needs(recomputes=True),
+    "FLUX.2-dev": Needs(four_bits=(24, 48, 80), recomputes=True),  # 32 billion weights
+}
+
+
+def needs(config: ConfigDict) -> Needs:
+    """What the model of ``config`` needs."""
+    return NEEDS.get(Path(config.pretrained.model).name, Needs())
 
 
 def for_24gb(config: ConfigDict) -> None:
-    """Also the frozen transformer in 4 bits (QLoRA, arXiv 2305.14314), which rounds its weights."""
-    for_48gb(config)
-    config.pretrained.quantize = "nf4"
+    """Most transformers in 4 bits (QLoRA, arXiv 2305.14314), all CLIP rewards on the CPU."""
+    less_memory(config, 24, trained_clip=ON_CPU)
+
+
+def for_48gb(config: ConfigDict) -> None:
+    """Transformers of 20 billion weights in 4 bits, trained CLIP rewards in half precision."""
+    less_memory(config, 48, trained_clip={"dtype": "float16"})
 
 
 def for_80gb(config: ConfigDict) -> None:
     """Larger forwards of compiled blocks (layers in 4 bits cannot be compiled)."""
+    model = needs(config)
+    if 80 in model.four_bits:
+        less_memory(config, 80)
+    if model.recomputes:
+        config.enable_gradient_checkpointing = True
     config.speed.compile = config.pretrained.quantize is None
     # 6 divides an epoch of 42 x 16 images on 1, 2, 4, 7 and 8 GPUs; 7 would raise it to 49 on 7.
     config.sample.batch_size = 6
     config.train.batch_size = 2
-    config.test.batch_size = 4
+    config.test.batch_size = model.decoded if config.test.resolution > 512 else 4
+
+
+def less_memory(config: ConfigDict, gigabytes: int, trained_clip: Mapping = {}) -> None:
+    """Activations are recomputed; VAE (between uses) and guards that are CLIP are in main memory.
+
+    Args:
+        gigabytes: Of the GPU. The frozen transformer is in 4 bits, if its model needs that there.
+        trained_clip: Arguments that CLIP rewards get which are trained.
+    """
+    config.enable_gradient_checkpointing = True
+    config.speed.offload_vae = True
+    if gigabytes in needs(config).four_bits:
+        config.pretrained.quantize = "nf4"
+    train = config.train
+    test = config.test
+    of_run = {**train.reward_fn_kwargs, **test.reward_fn_kwargs}
+    place_clip(train.reward_fn, trained_clip, train.reward_fn_kwargs, {})
+    guards = set(test.reward_fn) - set(train.reward_fn)
+    place_clip(guards, ON_CPU, test.reward_fn_kwargs, train.reward_fn_kwargs)
+    for of_set in config.datasets.values():
+        trained = of_set.get("reward_fn", {})
+        guards = set(of_set.get("test_reward_fn", {})) - set(trained or train.reward_fn)
+        kwargs = dict(of_set.get("reward_fn_kwargs", {}))
+        place_clip(trained, trained_clip, kwargs, of_run)
+        place_clip(guards, ON_CPU, kwargs, of_run)
+        if kwargs:
+            of_set["reward_fn_kwargs"] = kwargs
+
+
+def place_clip(rewards: Iterable, where: Mapping, kwargs: MutableMapping, of_run: Mapping) -> None:
+    """Add ``where`` to the arguments in ``kwargs`` (otherwise ``of_run``) of ``rewards`` by CLIP.
+
+    What the arguments already say stays, also that a server answers.
+    """
+    for reward in CLIP_REWARDS:
+        arguments = dict(kwargs.get(reward) or of_run.get(reward) or {})
+        if where and reward in rewards and "server" not in arguments:
+            kwargs[reward] = {**where, **arguments}
 
 
 def fast(config: ConfigDict) -> None:

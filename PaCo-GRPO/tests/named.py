@@ -6,16 +6,12 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from paco_grpo.estimate.table import SUFFIXES
 from paco_grpo.options import make_options
 from paco_grpo.options.parse import named_configuration
 
 CONFIG = Path(__file__).resolve().parents[1] / "config"
 _FILE = runpy.run_path(str(CONFIG / "grpo.py"))
-SIZED = [
-    name + suffix
-    for name in ("t2is", "t2is_variety", "kontext_editing", "ocr")
-    for suffix in _FILE["SUFFIXES"]
-]
 FUNCTIONS = [
     name
     for name, value in _FILE.items()
@@ -23,6 +19,13 @@ FUNCTIONS = [
     and inspect.signature(value).return_annotation is ConfigDict
     and name != "config_dict"
 ]
+REAL = [name for name in FUNCTIONS if name != "editing" and not name.startswith("toy_")]
+# With each suffix of memory, and four with the others, too.
+SIZED = []
+for _name in REAL:
+    for _suffix in _FILE["SUFFIXES"]:
+        if _suffix in SUFFIXES or _name in ("t2is", "t2is_variety", "kontext_editing", "ocr"):
+            SIZED.append(_name + _suffix)
 NAMES = sorted({*FUNCTIONS, *SIZED} - {"editing"})
 
 

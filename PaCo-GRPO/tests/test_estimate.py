@@ -171,6 +171,7 @@ def test_the_command_reports_and_sets_its_status(command, tiny_flux, capsys):
     assert lines[-1].startswith("fits")
     tiny_flux.resident["more"] = 30 * GIB
     assert command("--gpu", "rtx4090") == 3
+    assert capsys.readouterr().out.splitlines()[-1] == "lower the batch sizes or resolutions"
     with pytest.raises(SystemExit, match="2"):
         command("--gpu", "A100")  # two of them
     assert "A100 80GB or A100 40GB" in capsys.readouterr().err

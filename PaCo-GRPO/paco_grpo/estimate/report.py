@@ -73,6 +73,7 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from transformers.utils import logging as transformers_logging
 
     from paco_grpo.estimate.generator import RESERVE, estimate
+    from paco_grpo.estimate.table import advice
     from paco_grpo.options import read_options
 
     # Of bars, and of texts that are too long, which an estimate may shorten.
@@ -100,7 +101,10 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         f"\n{verdict}: peak {peaks[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
         f"for CUDA itself leave {spare:.1f} GiB of {arguments.gpu}"
     )
-    return 0 if spare >= 0 else 3
+    if spare >= 0:
+        return 0
+    print(advice(options, gib, gib - spare))
+    return 3
 
 
 def _parts(parts: dict[str, int]) -> str:

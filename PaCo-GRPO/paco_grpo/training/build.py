@@ -55,6 +55,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """
     objective = checks.check_run(options)
     strategy = start_processes(options)
+    checks.warn_of_small_gpu(options, strategy.accelerator.device)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     name = main_decides(strategy.accelerator, lambda: name)
     folder = Path(options.save_dir).absolute() / name

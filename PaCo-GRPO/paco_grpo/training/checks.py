@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ import torch
 
 from paco_grpo.advantages.aggregation import describe, own_weights
 from paco_grpo.data.sets import divide, prompt_sets
+from paco_grpo.estimate import table
 from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -275,16 +277,41 @@ def model_problems(options: RunOptions) -> list[str]:
     return problems
 
 
+def warn_of_small_gpu(options: RunOptions, device: torch.device) -> None:
+    """Log which suffix fits on the GPU, if a configuration with these settings does not."""
+    needed = table.gib_needed(options)
+    gib = gpu_gib(device)
+    if needed is not None and needed > gib and options.train.sharding is None:
+        logger.warning(
+            "this GPU has %.1f GiB, and the run needs %.1f by estimate: %s",
+            gib,
+            needed,
+            table.advice(options, gib, needed),
+        )
+
+
 def out_of_memory(options: RunOptions, error: torch.OutOfMemoryError) -> str:
     """What helps when a GPU is full, with the values of the options."""
-    return (
-        f"the GPU has too little memory ({str(error).partition('. ')[0]}). Lower "
-        f"config.sample.batch_size={options.sample.batch_size}, "
-        f"config.train.batch_size={options.train.batch_size} or "
-        f"config.test.batch_size={options.test.batch_size}, set "
-        "config.enable_gradient_checkpointing=True, or add _48gb or _24gb to the configuration's "
-        "name"
-    )
+    helps = []
+    for name in table.BATCHES:
+        if attrgetter(name)(options) > 1:
+            helps.append(f"lower config.{name}={attrgetter(name)(options)}")
+    if not options.enable_gradient_checkpointing:
+        helps.append("set config.enable_gradient_checkpointing=True")
+    suffix = table.smaller_suffix(options, gpu_gib(None), table.gib_needed(options))
+    if suffix:
+        helps.append(f"use the configuration with the suffix {suffix}")
+    helps.append(f"lower config.train.resolution={options.train.resolution}")
+    helps.append(f"config.test.resolution={options.test.resolution}")
+    reason = str(error).partition(". ")[0]
+    return f"the GPU has too little memory ({reason}): {', '.join(helps[:-1])} or {helps[-1]}"
+
+
+def gpu_gib(device: torch.device | None) -> float:
+    """The memory of a GPU in GiB (None: of this process's); of another device, infinite."""
+    if not torch.cuda.is_available() or (device and device.type != "cuda"):
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory / table.GIB
 
 
 def require_promised_gpu(environment: Mapping[str, str]) -> None:

@@ -40,9 +40,8 @@ def recipes():
         is_complete = name in COMPLETE
         table[name] = options_to_dict(options) if is_complete else changes(options, RunOptions())
     for name in SIZED:
-        if name not in FUNCTIONS:
-            bases = [base for base in FUNCTIONS if name.startswith(f"{base}_")]
-            table[name] = changes(load(name), load(max(bases, key=len)))
+        bases = [base for base in FUNCTIONS if name.startswith(f"{base}_")]
+        table[name] = changes(load(name), load(max(bases, key=len)))
     return table
 
 

@@ -1,0 +1,138 @@
+"""What a memory suffix promises holds for every model, by the table of tools/memory_table.py."""
+
+import logging
+import random
+import re
+import runpy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from named import CONFIG, REAL, load
+
+from paco_grpo.estimate.generator import RESERVE, estimate
+from paco_grpo.estimate.report import GPUS
+from paco_grpo.estimate.table import GIB, SUFFIXES, read, settings_of
+from paco_grpo.options.parse import load_options
+from paco_grpo.training.checks import out_of_memory, warn_of_small_gpu
+
+REPOSITORY = CONFIG.parents[1]
+TOOL = runpy.run_path(str(REPOSITORY / "tools" / "memory_table.py"))
+ROWS = read()
+USABLE = {gigabytes: GPUS[card][0] for gigabytes, card in TOOL["CARDS"].items()}
+AGAIN = "python tools/memory_table.py writes it again"
+
+
+def smallest_gpus():
+    """Configuration → GB, by the README's table."""
+    smallest = {}
+    for line in (CONFIG.parent / "README.md").read_text().splitlines():
+        row = re.fullmatch(r"\| (`.*) \| .* \| (\d+) GB \|", line)
+        if row:
+            smallest |= dict.fromkeys(re.findall(r"`(\w+)`", row[1]), int(row[2]))
+    return smallest
+
+
+def test_the_table_is_of_the_present_options():
+    assert list(ROWS) == TOOL["row_names"](), AGAIN
+    for name, row in ROWS.items():
+        options = load(name)
+        assert (row.hash, row.settings) == (TOOL["hash_of"](options), settings_of(options)), AGAIN
+    hashes = [TOOL["hash_of"](load("t2is", change)) for change in (("seed", "7"), ("seed", "8"))]
+    assert len({*hashes, ROWS["t2is"].hash}) == 3
+
+
+def test_every_suffix_fits_from_the_smallest_gpu_upward():
+    smallest = smallest_gpus()
+    assert {name for name in REAL if name != "qwen_editing_no_cfg"} <= smallest.keys()
+    smallest["qwen_editing_no_cfg"] = smallest["qwen_editing"]
+    for name, row in ROWS.items():
+        base, suffix = name[:-5], name[-5:]
+        for objective in TOOL["OBJECTIVES"]:
+            base = base.removesuffix(objective)
+        if suffix in SUFFIXES:
+            gigabytes = SUFFIXES[suffix]
+            fits = row.gib <= USABLE[gigabytes]
+            assert fits == (gigabytes >= smallest[base]), (name, row.gib)
+
+
+OWN = """
+from config.grpo import SUFFIXES, qwen_editing_no_cfg
+
+def mine():
+    config = qwen_editing_no_cfg()
+    config.pretrained.model = "/models/Qwen-Image-Edit"
+    config.dataset = ""
+    config.train.reward_fn = {"pickscore": 1.0}
+    config.test.reward_fn = {"clipscore": 1.0, "my.rewards:pickscore": 1.0}
+    config.train.reward_fn_kwargs = {"pickscore": {"server": "http://there"}}
+    config.datasets = {
+        "a": {"folder": "a", "reward_fn": {"subfig_clipT": 1.0}, "test_reward_fn": {"pickscore": 1}},
+        "b": {"folder": "b", "reward_fn_kwargs": {"reference_clipI": {"dtype": "bfloat16"}},
+              "reward_fn": {"reference_clipI": 1.0}},
+    }
+    return config
+"""
+
+
+def test_a_suffix_works_for_any_function_on_the_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(CONFIG.parent)
+    page = (REPOSITORY / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_configs.py.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text(code + OWN)
+    for suffix in SUFFIXES:
+        of_page = load_options(f"{tmp_path}/mine.py:large_groups{suffix}")
+        assert settings_of(of_page) == ROWS[f"t2is{suffix}"].settings
+        assert of_page.train.reward_fn_kwargs == load(f"t2is{suffix}").train.reward_fn_kwargs
+        own = load_options(f"{tmp_path}/mine.py:mine_nft{suffix}")
+        assert settings_of(own) == ROWS[f"qwen_editing{suffix}"].settings
+    own = load_options(f"{tmp_path}/mine.py:mine_48gb")
+    assert own.train.reward_fn_kwargs == {"pickscore": {"server": "http://there"}}
+    assert own.test.reward_fn_kwargs == {"clipscore": {"device": "cpu"}}
+    kwargs = {name: of_set.reward_fn_kwargs for name, of_set in own.datasets.items()}
+    assert kwargs["a"] == {"subfig_clipT": {"dtype": "float16"}}
+    assert kwargs["b"] == {"reference_clipI": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "at_start", "when_full"),
+    [
+        ("t2is", 23.5, "suffix _24gb", "suffix _24gb"),
+        ("t2is_80gb_fast", 44.4, "suffix _48gb", "suffix _48gb"),
+        ("t2is_48gb", 79.2, "", "suffix _24gb"),
+        ("t2is_24gb", 15.0, "has 24 GB, with the suffix _24gb", ""),
+        ("t2is_qwen_24gb", 23.5, "has 48 GB, with the suffix _48gb", ""),
+        ("toy_t2is", 1.0, "", ""),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_told_which_suffix_fits(
+    monkeypatch, caplog, name, gib, at_start, when_full
+):
+    gpu = SimpleNamespace(total_memory=gib * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    options = load(name)
+    with caplog.at_level(logging.WARNING):
+        warn_of_small_gpu(options, torch.device("cuda"))
+    full = out_of_memory(options, torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    for text, expected in ((caplog.text, at_start), (full, when_full)):
+        assert expected in text and ("suffix" in text) == bool(expected)
+
+
+def rows_to_compute_again():
+    """Those within a tenth of their GPU, and ten others."""
+    near, others = [], []
+    for name, row in ROWS.items():
+        usable = USABLE[row.gpu or 141]
+        (near if row.gib > 0.9 * usable else others).append(name)
+    return near + random.Random(62).sample(others, 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", rows_to_compute_again())
+def test_the_table_holds_what_is_estimated(name):
+    row = ROWS[name]
+    peaks = estimate(load(name), name, 1, USABLE[row.gpu or 141] * GIB).peaks
+    needed = (max(peaks.values()) + RESERVE) / GIB
+    assert needed == pytest.approx(row.gib, abs=0.06), AGAIN
+    assert max(peaks, key=peaks.get) == row.phase
