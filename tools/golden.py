@@ -47,7 +47,8 @@ PACKAGES = {
 # With these, the working tree makes the inputs of both commits.
 SOURCES = ("PaCo-GRPO/tests", "PaCo-Reward/judge/tests")
 NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$")  # a resumed run compares the optimizer's state
-TIME = re.compile(r"(^|[./])time/|(train_time|runtime|seconds|per_second)$")
+# Keys whose values are never equal: times, and a set of PEFT's in any order.
+UNEQUAL = re.compile(r"(^|[./])time/|(train_time|runtime|seconds|per_second)$|target_modules\.\d+$")
 # Read as 0: the port of JUDGE, and how long a report's training took.
 CHANGING = re.compile(
     r'(?<=port: )\d+|(?<=port": )\d+|(?<=127\.0\.0\.1:)\d+|[\d.]+ minutes \(.*?\)'
@@ -73,7 +74,7 @@ def make_inputs(cache: Path) -> Path:
     if not folder.is_dir():
         draft = Path(tempfile.mkdtemp(dir=cache))
         path = paths_of(REPO, [*SOURCES, *PACKAGES.values()])
-        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        env = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         subprocess.run([sys.executable, PARTS, "inputs", draft], env=env, check=True)
         draft.rename(folder)
     return folder
@@ -212,7 +213,7 @@ def values_of(folder: Path, names: Mapping[str, str]) -> Values:
         if file.is_dir() or NOT_COMPARED.search(place):
             continue
         for key, value in read(file, names):
-            if not TIME.search(key):
+            if not UNEQUAL.search(key):
                 values[f"{place}: {key}"] = value
     return values
 
