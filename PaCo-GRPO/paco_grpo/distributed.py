@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -50,6 +51,45 @@ class ProcessUserError(ProcessError, UserError):
 
 class ProcessOutOfMemory(ProcessError, torch.OutOfMemoryError):
     """One process's GPU is full; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which process has which of ``total`` images: number i of process r of P is at r + i·P.
+
+    Images are counted in three ways. Three images of two prompts on two processes:
+
+        position   item id   process   number
+        0          7         0         0
+        1          4         1         0
+        2          7         0         1
+
+    The *item id* says which prompt of the data set an image is of; the images of one item are a
+    group. The *position* is the image's place over all processes, the *number* that among the
+    images of its process.
+    """
+
+    process: int  # this one
+    processes: int
+    total: int
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, total: int) -> "Shares":
+        """The shares of the processes of ``accelerator``."""
+        return cls(accelerator.process_index, accelerator.num_processes, total)
+
+    @property
+    def positions(self) -> range:
+        """Positions of this process's images, by number."""
+        return range(self.process, self.total, self.processes)
+
+    def owner(self, position: int) -> int:
+        """The process that has the image at ``position``."""
+        return position % self.processes
+
+    def number_of(self, position: int) -> int:
+        """The number of the image at ``position``, on the process that has it."""
+        return position // self.processes
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
@@ -119,19 +159,17 @@ def same_outcome(accelerator: Accelerator) -> Iterator[None]:
         raise outcomes[0] from problem
 
 
-def gather_rows(local: np.ndarray, total: int) -> np.ndarray:
-    """Rows (total, columns) of all processes in global order.
-
-    ``local`` are the rows r, r + P, … of process r of P.
-    """
-    return interleave(gather_object([local]), total)
+def gather_rows(local: np.ndarray) -> np.ndarray:
+    """Rows (N, columns) of all processes by position, from each process's by number (``Shares``)."""
+    return interleave(gather_object([local]))
 
 
-def interleave(parts: Sequence[np.ndarray], total: int) -> np.ndarray:
-    """The rows of each process in global order: process r of P has the positions r, r + P, …"""
+def interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows (N, columns) by position, from those of each process by number (``Shares``)."""
+    total = sum(map(len, parts))
     rows = np.empty((total, parts[0].shape[1]))
     for process, part in enumerate(parts):
-        rows[process :: len(parts)] = part
+        rows[Shares(process, len(parts), total).positions] = part
     return rows
 
 

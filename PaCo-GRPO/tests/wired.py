@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from fakes import distributed_environment, fake_judge
 from PIL import Image
 
+from paco_grpo.distributed import Shares
 from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 from paco_grpo.rewards.registry import build_rewards
 from paco_grpo.types import Item
@@ -102,7 +104,7 @@ def edit_scores(shown: tuple, seed: int) -> list[float]:
     return [25 * share_of(shown, seed, which) for which in ("first", "second")]
 
 
-def submit_in_parts(queue: ScoreQueue, numbers: list[int], positions: list[int]) -> None:
+def submit_in_parts(queue: ScoreQueue, numbers: Sequence[int], positions: Sequence[int]) -> None:
     """Submit the images at ``positions`` as rows ``numbers``, three at a time."""
     for start in range(0, len(numbers), 3):
         part = positions[start : start + 3]
@@ -130,9 +132,8 @@ compared_from = partial(drawn_from, True)
 def gathered(accelerator: Accelerator, kwargs: dict) -> np.ndarray:
     """Scores of all images by the rewards that ``kwargs`` name, from one of several processes."""
     queue = ScoreQueue(build_rewards(dict.fromkeys(kwargs, 1.0), kwargs), 2)
-    processes = accelerator.num_processes
-    positions = list(range(accelerator.process_index, len(IMAGES), processes))
-    submit_in_parts(queue, list(range(len(positions))), positions)
+    positions = Shares.of(accelerator, len(IMAGES)).positions
+    submit_in_parts(queue, range(len(positions)), positions)
     return queue.gathered(accelerator, len(IMAGES), lambda: False)
 
 

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from paco_grpo.data.sets import PromptSet, items_in_turn
-from paco_grpo.distributed import Stopped, Strategy, any_process, same_outcome
+from paco_grpo.distributed import Shares, Stopped, Strategy, any_process, same_outcome
 from paco_grpo.evaluation.folder import EvaluationFolder
 from paco_grpo.monitoring.metrics import evaluation_metrics, set_metrics
 from paco_grpo.monitoring.progress import progress
@@ -103,7 +103,7 @@ def log_repeats(
 class Evaluation:
     """Samples and scores the evaluation set with a policy's current weights.
 
-    Process r of P samples the images r, r + P, …
+    Each process samples its share (``Shares``).
     """
 
     policy: Policy
@@ -194,10 +194,11 @@ class Evaluation:
         """Sample, save and submit the images; returns how many are finite, over all processes."""
         policy = self.policy
         accelerator = self.strategy.accelerator
+        shares = Shares.of(accelerator, len(images))
 
         def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
             """Submit images to the rewards, and write them to the folder."""
-            rows = [number // accelerator.num_processes for number in batch.numbers]
+            rows = [shares.number_of(position) for position in batch.numbers]
             items = [images[number].item for number in batch.numbers]
             seeds = [images[number].seed for number in batch.numbers]
             queue.submit(decoded, items, rows, seeds)
@@ -206,12 +207,12 @@ class Evaluation:
                     pictures.add(number, image, images[number].item)
 
         # This process's images in batches of one size. What is saved already is only scored.
-        numbers = range(accelerator.process_index, len(images), accelerator.num_processes)
-        items = [images[number].item for number in numbers]
+        positions = shares.positions
+        items = [images[position].item for position in positions]
         batches = []
         with same_outcome(accelerator):  # reference images are read before the first forward
             for batch in evaluation_batches(policy, items, self.options):
-                batch = dataclasses.replace(batch, numbers=[numbers[i] for i in batch.numbers])
+                batch = dataclasses.replace(batch, numbers=[positions[i] for i in batch.numbers])
                 saved = [pictures.read(number) for number in batch.numbers]
                 if None in saved:
                     batches.append(batch)

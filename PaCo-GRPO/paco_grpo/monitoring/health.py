@@ -58,7 +58,7 @@ class SampleObserver:
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
-        everyone = gather_rows(np.column_stack([spread, images]), len(item_ids))
+        everyone = gather_rows(np.column_stack([spread, images]))
         is_finite = np.isfinite(everyone).all(axis=1)
         metrics = {"health/finite_share": float(is_finite.mean()), "health/latent_std": math.nan}
         if is_finite.any():

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed import Stopped, interleave
+from paco_grpo.distributed import Shares, Stopped, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.contract import Reward
 
@@ -202,26 +202,26 @@ class ScoreQueue:
         """``results`` of all processes: a row for each of the ``total`` positions of the epoch.
 
         This is a collective operation with the same result, or exception, everywhere. First every
-        process has rows of its own numbers 0, 1, …, which are the positions r, r + P, … of process
-        r of P. Then rewards that compare images fill rows of positions.
+        process has rows by number (``Shares``). Then rewards that compare images fill rows by
+        position.
         """
-        local_count = len(range(accelerator.process_index, total, accelerator.num_processes))
-        scores = interleave(self._results_everywhere(local_count, should_stop), total)
+        shares = Shares.of(accelerator, total)
+        scores = interleave(self._results_everywhere(len(shares.positions), should_stop))
         if self._comparing:
-            self._start_comparisons(accelerator, total)
+            self._start_comparisons(shares)
             # Each image is compared on one process; the others have NaN in its row.
             for compared in self._results_everywhere(total, should_stop):
                 scores = np.where(np.isnan(compared), scores, compared)
         return scores
 
-    def _start_comparisons(self, accelerator: Accelerator, total: int) -> None:
+    def _start_comparisons(self, shares: Shares) -> None:
         """Call the rewards that compare images, with whole items; their rows are positions."""
         local: dict[int, Submission] = {}
         for submission in self._to_compare:
-            position = submission.row * accelerator.num_processes + accelerator.process_index
+            position = shares.positions[submission.row]
             local[position] = submission._replace(row=position)
         self._to_compare = []
-        for of_item in exchange_images(accelerator, local, total):
+        for of_item in exchange_images(shares, local):
             for lane in self._comparing:
                 if lane.reward.applies_to(of_item[0].item):
                     lane.start(of_item)
@@ -258,19 +258,11 @@ class ScoreQueue:
             lane.close()
 
 
-def exchange_images(
-    accelerator: Accelerator, local: Mapping[int, Submission], total: int
-) -> Iterator[list[Submission]]:
+def exchange_images(shares: Shares, local: Mapping[int, Submission]) -> Iterator[list[Submission]]:
     """The images of each item that this process owns; a collective operation.
 
-    Args:
-        accelerator: The processes.
-        local: The images of this process by their positions, which are their rows. Process r of P
-            has the positions r, r + P, …
-        total: Number of positions over all processes.
+    ``local``: the images of this process by their positions, which are their rows.
     """
-    process = accelerator.process_index
-    processes = accelerator.num_processes
     own = [(position, image.item.item_id, image.seed) for position, image in local.items()]
     positions_of: dict[int, list[int]] = {}
     seed_of: dict[int, int] = {}
@@ -281,25 +273,24 @@ def exchange_images(
     # pickling.
     owner_of: dict[int, int] = {}
     for positions in positions_of.values():
-        for position in positions:
-            owner_of[position] = positions[0] % processes
+        owner_of |= dict.fromkeys(positions, shares.owner(positions[0]))
 
     images: dict[int, Image.Image] = {}
     for position, submission in local.items():
-        if owner_of[position] == process:
+        if owner_of[position] == shares.process:
             images[position] = submission.image
-    stride = _SENT_AT_ONCE * processes
-    for start in range(0, total, stride):
+    stride = _SENT_AT_ONCE * shares.processes
+    for start in range(0, shares.total, stride):
         sent: list[tuple[int, Image.Image]] = []
         for position in range(start, start + stride):
-            if position in local and owner_of[position] != process:
+            if position in local and owner_of[position] != shares.process:
                 sent.append((position, local[position].image))
         for position, image in gather_object(sent):
-            if owner_of[position] == process:
+            if owner_of[position] == shares.process:
                 images[position] = image
 
     for positions in positions_of.values():
-        if owner_of[positions[0]] != process:
+        if owner_of[positions[0]] != shares.process:
             continue
         item = next(local[position].item for position in positions if position in local)
         yield [Submission(p, images[p], item, seed_of[p]) for p in positions]

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from paco_grpo.data.prompts import StoredImage
-from paco_grpo.distributed import ProcessError, Stopped, main_decides, same_outcome
+from paco_grpo.distributed import ProcessError, Shares, Stopped, main_decides, same_outcome
 from paco_grpo.training.stopping import StopTraining
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.5
 class References:
     """The reference images of ``items``, each of which is decoded once before the first update.
 
-    Every process has the same. Process r of P decodes the images r, r + P, …
+    Every process has the same, and decodes its share of them (``Shares``).
     """
 
     def __init__(self, items: Iterable[Item], folder: Path, accelerator: Accelerator) -> None:
@@ -68,9 +68,9 @@ class References:
 
     def start(self) -> None:
         """Begin to decode this process's share."""
-        process = self.accelerator.process_index
-        for number in self._pending[process :: self.accelerator.num_processes]:
-            self._decoded.append(self._pool.submit(self._decode, self.images[number]))
+        for position in Shares.of(self.accelerator, len(self._pending)).positions:
+            image = self.images[self._pending[position]]
+            self._decoded.append(self._pool.submit(self._decode, image))
 
     def _decode(self, image: StoredImage) -> str | None:
         before = version(image)

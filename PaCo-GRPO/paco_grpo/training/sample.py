@@ -1,15 +1,6 @@
 """The sampling half of an epoch: choose prompts, encode, roll out in batches, decode, deliver.
 
-Images are counted in three ways. Three images of two prompts on two processes:
-
-    position   item id   process   number
-    0          7         0         0
-    1          4         1         0
-    2          7         0         1
-
-The *item id* says which prompt of the data set an image is of; the images of one item are a group.
-The *position* is the image's place in the epoch over all processes, the *number* that among the
-images of its process: number i of process r of P has the position r + i·P.
+``distributed.Shares`` says what the *position*, *process* and *number* of an image are.
 """
 
 import dataclasses
@@ -21,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from paco_grpo.distributed import Shares
 from paco_grpo.options import RunOptions
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
@@ -30,19 +22,15 @@ from paco_grpo.types import Conditioning, Item, NoiseStep, Rollout, Stream
 
 @dataclass(frozen=True)
 class EpochSamples:
-    """The samples of one epoch over all processes, in their global order.
+    """The samples of one epoch over all processes, by position.
 
-    It depends on (seed, epoch) only: process r of P takes the positions r, r + P, r + 2P, …
+    They depend on (seed, epoch) only, not on the number of processes.
     """
 
     item_ids: np.ndarray  # (m·k,) int64, index into the items; groups are formed by it
     seeds: np.ndarray  # (m·k,) int64 ≥ 0, noise seed of each sample
     # (m·k,) int64 ≥ 0, ``latents`` values per item: seeds of the initial noise with ``same_latent``
     initial_seeds: np.ndarray
-
-    def positions_of(self, process: int, num_processes: int) -> np.ndarray:
-        """Positions (int64) in the global order of the samples of ``process``."""
-        return np.arange(process, len(self.item_ids), num_processes)
 
 
 class GroupSampler:
@@ -114,22 +102,26 @@ class Rollouts:
     """What one process sampled in an epoch: n = images of this process, N = of all."""
 
     item_ids: np.ndarray  # (N,) by position
-    positions: np.ndarray  # (n,) by number
+    shares: Shares
     # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
     samples: list[Rollout]
     keys: list[Hashable]  # (n,) samples with equal keys may share a forward (``Policy.batch_key``)
     finite: np.ndarray  # (n,) bool; the others have no score, and zeros for their latents
+
+    @property
+    def positions(self) -> np.ndarray:
+        """(n,) int64 by number."""
+        return np.array(self.shares.positions)
 
     def batches_at(self, positions: np.ndarray, size: int) -> list[np.ndarray]:
         """Numbers of this process's samples among those at ``positions``, in their order.
 
         In micro-batches of one key, of at most ``size``.
         """
-        number_of = {position: number for number, position in enumerate(self.positions.tolist())}
         numbers = []
         for position in positions.tolist():
-            if position in number_of:
-                numbers.append(number_of[position])
+            if self.shares.owner(position) == self.shares.process:
+                numbers.append(self.shares.number_of(position))
         batches = batches_by_key([self.keys[number] for number in numbers], size)
         return [np.array(numbers)[batch] for batch in batches]
 
@@ -150,9 +142,9 @@ class Sampler:
 
     def load(self) -> dict[int, Item]:
         """This process's items of the current epoch by their ids: sized, with their images."""
-        accelerator = self.state.strategy.accelerator
         item_ids = self.groups.samples(self.state.epoch).item_ids
-        mine = item_ids[accelerator.process_index :: accelerator.num_processes]
+        shares = Shares.of(self.state.strategy.accelerator, len(item_ids))
+        mine = item_ids[shares.positions]
         policy = self.state.policy
         options = self.options
         loaded = {}
@@ -180,11 +172,11 @@ class Sampler:
         options = self.options
         sample = options.sample
         policy = state.policy
-        accelerator = state.strategy.accelerator
 
         # The n samples of this process: which item each is of, and the seeds of its noise.
         epoch_samples = self.groups.samples(state.epoch)
-        positions = epoch_samples.positions_of(accelerator.process_index, accelerator.num_processes)
+        shares = Shares.of(state.strategy.accelerator, len(epoch_samples.item_ids))
+        positions = shares.positions
         item_ids = epoch_samples.item_ids[positions]
         seeds = epoch_samples.seeds[positions]
         initial_seeds = epoch_samples.initial_seeds[positions]
@@ -238,7 +230,7 @@ class Sampler:
                     part = with_zeros(part)  # which can be a dummy: 0 · NaN is NaN
                 # Text features are kept once per item, not once per image.
                 samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
-        return Rollouts(epoch_samples.item_ids, positions, samples, keys, finite)
+        return Rollouts(epoch_samples.item_ids, shares, samples, keys, finite)
 
 
 def with_zeros(rollout: Rollout) -> Rollout:

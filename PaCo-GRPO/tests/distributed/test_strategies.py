@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from accelerate import DistributedType
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_options, write_rows
 
 from paco_grpo import distributed
-from paco_grpo.distributed import build_strategy, main_decides
+from paco_grpo.distributed import Shares, build_strategy, interleave, main_decides
 from paco_grpo.training.build import build_run
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
@@ -61,6 +62,18 @@ def trained(tiny_flux_dir, tmp_path_factory):
         return done[key]
 
     return of
+
+
+def test_each_image_has_one_process_and_one_number():
+    """Seven images on three processes."""
+    rows = np.random.default_rng(0).random((7, 2))
+    parts = []
+    for process in range(3):
+        shares = Shares(process, 3, 7)
+        for number, position in enumerate(shares.positions):
+            assert (shares.owner(position), shares.number_of(position)) == (process, number)
+        parts.append(rows[shares.positions])
+    np.testing.assert_array_equal(interleave(parts), rows)
 
 
 # What ``build_strategy`` asks of accelerate.
