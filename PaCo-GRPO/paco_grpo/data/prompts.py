@@ -1,7 +1,6 @@
 """Prompt sets: files become items (docs/method.md §2). Errors name file, row and field."""
 
 import codecs
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -313,24 +312,3 @@ KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
     "geneval_image": _geneval_image,
     "arrow_editing": _arrow_editing,
 }
-
-
-def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
-    """Height and width in pixels of a generated item, before rounding to the model's multiple.
-
-    ``mode``: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
-    """
-    if item.height is None or item.width is None:
-        return resolution, resolution
-    if mode == "exact":
-        return item.height, item.width
-    scale = resolution / math.sqrt(item.height * item.width)
-    return round(item.height * scale), round(item.width * scale)
-
-
-def round_to_multiple(size: tuple[int, int], multiple: int) -> tuple[int, int]:
-    """Both sides rounded to the nearest multiple, at least one multiple each."""
-    height, width = size
-    rounded_height = max(multiple, round(height / multiple) * multiple)
-    rounded_width = max(multiple, round(width / multiple) * multiple)
-    return rounded_height, rounded_width

@@ -2,13 +2,13 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from PIL import Image
 
-from paco_grpo.data.prompts import item_size, round_to_multiple
 from paco_grpo.policies.base import Policy
 from paco_grpo.types import Item
 
@@ -38,6 +38,27 @@ def at_size(item: Item, resolution: int, mode: str, policy: Policy) -> Item:
     else:
         height, width = round_to_multiple(item_size(item, resolution, mode), policy.size_multiple)
     return dataclasses.replace(item, height=height, width=width)
+
+
+def item_size(item: Item, resolution: int, mode: str) -> tuple[int, int]:
+    """Height and width in pixels of a generated item, before rounding to the model's multiple.
+
+    ``mode``: ``exact``: the item's size unchanged; ``aspect``: its shape at area ``resolution``².
+    """
+    if item.height is None or item.width is None:
+        return resolution, resolution
+    if mode == "exact":
+        return item.height, item.width
+    scale = resolution / math.sqrt(item.height * item.width)
+    return round(item.height * scale), round(item.width * scale)
+
+
+def round_to_multiple(size: tuple[int, int], multiple: int) -> tuple[int, int]:
+    """Both sides rounded to the nearest multiple, at least one multiple each."""
+    height, width = size
+    rounded_height = max(multiple, round(height / multiple) * multiple)
+    rounded_width = max(multiple, round(width / multiple) * multiple)
+    return rounded_height, rounded_width
 
 
 def batches_by_key(keys: Sequence[Hashable], batch_size: int) -> list[list[int]]:

@@ -4,11 +4,8 @@ import gzip
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paco_grpo.data.prompts import item_size, load_prompts, read_items, round_to_multiple
-from paco_grpo.types import Item
+from paco_grpo.data.prompts import load_prompts, read_items
 from paco_judge.errors import UserError
 
 GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
@@ -110,21 +107,3 @@ def test_a_field_of_another_type_is_refused(tmp_path, row, named):
 def test_other_errors_name_file_and_place(tmp_path, row, named):
     with pytest.raises(UserError, match=f"train_metadata.jsonl.*{named}"):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
-
-
-@given(
-    st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32])
-)
-def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
-    item = Item(0, "x", height, width)
-    assert item_size(item, resolution, "exact") == (height, width)
-    assert item_size(Item(1, "x"), resolution, "aspect") == (resolution, resolution)
-    size = item_size(item, resolution, "aspect")
-    rounded = round_to_multiple(size, multiple)
-    assert all(side % multiple == 0 and side >= multiple for side in rounded)
-    assert all(
-        abs(a - b) <= max(multiple / 2, multiple - min(size))
-        for a, b in zip(rounded, size, strict=True)
-    )
-    assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels
-    assert abs(size[0] * size[1] - resolution**2) <= sum(size) / 2 + 1

@@ -1,11 +1,36 @@
-"""Batches of one size, and images that are not finite."""
+"""Sizes, batches of one size, and images that are not finite."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_policy import ToyPolicy
 
-from paco_grpo.sampling.images import Batch, batches_by_key, decode
+from paco_grpo.sampling.images import (
+    Batch,
+    batches_by_key,
+    decode,
+    item_size,
+    round_to_multiple,
+)
+from paco_grpo.types import Item
+
+
+@given(
+    st.integers(1, 4000), st.integers(1, 4000), st.integers(16, 2048), st.sampled_from([8, 16, 32])
+)
+def test_aspect_keeps_shape_and_area(height, width, resolution, multiple):
+    item = Item(0, "x", height, width)
+    assert item_size(item, resolution, "exact") == (height, width)
+    assert item_size(Item(1, "x"), resolution, "aspect") == (resolution, resolution)
+    size = item_size(item, resolution, "aspect")
+    rounded = round_to_multiple(size, multiple)
+    assert all(side % multiple == 0 and side >= multiple for side in rounded)
+    assert all(
+        abs(a - b) <= max(multiple / 2, multiple - min(size))
+        for a, b in zip(rounded, size, strict=True)
+    )
+    assert abs(size[0] * width - size[1] * height) <= max(height, width)  # rounded to whole pixels
+    assert abs(size[0] * size[1] - resolution**2) <= sum(size) / 2 + 1
 
 
 @given(st.lists(st.sampled_from([(8, 8), (8, 16), (16, 16)]), max_size=30), st.integers(1, 7))
