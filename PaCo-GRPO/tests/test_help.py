@@ -23,6 +23,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         "scripts/train.py",
         "scripts/evaluate.py",
+        "scripts/generate.py",
         "scripts/estimate.py",
         "paco_grpo/report.py",
         "paco_grpo/rewards/subfig_clipT.py",

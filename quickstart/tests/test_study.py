@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import study
-from paco_grpo.commands.compare import results
+from paco_grpo.commands.evaluate import results
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions

@@ -1,75 +1,205 @@
-"""Make images with a trained adapter, at any resolution, with the same sampler as the evaluation.
-
-python scripts/generate.py --config config/grpo.py:NAME [--config.a.b=value …] [OPTION …]
-    --adapter DIR        a checkpoint, its adapter/ (PEFT) or diffusers/, or a hub name; leave it
-                         out for the base model
-    --prompt TEXT        what to draw; may be repeated
-    --prompts_file FILE  more prompts: .txt, one a line, or rows with sizes and images: .jsonl such
-                         as a *_metadata.jsonl, .json, .arrow, .parquet
-    --image FILE         what to edit: once for all prompts, or for each prompt in their order
-    --seeds 8            images of each prompt (seeds 0 to 7); or the seeds themselves: 0,1,5 (one: 5,)
-    --judge URL          scores by the configuration's judge there, on the sheet and in scores.jsonl
-    --best 1             keep only the best image of each prompt by its score (2: the best two, …)
-    --output DIR         default: generated
-Resolution, steps and batch size are config.test.{resolution,num_steps,batch_size}, sizes of a file
-count as config.item_size says, texts are padded to config.max_sequence_length.
-"""
+"""The work of ``generate``: images of prompts, with scores of a judge."""
 
 import argparse
-import os
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from paco_grpo.commands import parse_beside_options, start_logging
-from paco_judge.arguments import Parser
-from paco_judge.errors import run_command
+import numpy as np
+import torch
+from PIL import Image
 
-_MOST_SEEDS = 100_000  # seeds of an evaluation are larger
+from paco_grpo.data.prompts import make_item, read_items, read_reference
+from paco_grpo.data.sets import has_references, reward_arguments
+from paco_grpo.evaluation.evaluate import (
+    EvaluationImage,
+    evaluation_batches,
+    evaluation_latents,
+)
+from paco_grpo.evaluation.folder import contact_sheet, thumbnail
+from paco_grpo.monitoring.progress import progress
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.policies import Policy
+from paco_grpo.policies.adapters import add_lora, find_lora
+from paco_grpo.policies.loading import apply_speed, load_generator, text_length
+from paco_grpo.rewards.contract import Reward
+from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.rewards.registry import build_rewards, write_records
+from paco_grpo.rewards.sets import begun
+from paco_grpo.sampling.denoise import Sampling
+from paco_grpo.sampling.images import decode
+from paco_grpo.training.checks import check_items
+from paco_grpo.training.references import check_headers, stored_images
+from paco_grpo.training.resolve import resolve_for_images
+from paco_grpo.types import Item
+from paco_judge.files import write_json_lines
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    if not {"-h", "--help"}.isdisjoint(arguments):
-        print(__doc__)
-        return 0
-    usage = "generate.py --config FILE[:NAME] [--config.a.b=value …] [OPTION …]; --help lists them"
-    parser = Parser(add_help=False, usage=usage)
-    parser.add_argument("--adapter")
-    parser.add_argument("--prompt", action="append", default=[])
-    parser.add_argument("--prompts_file", type=Path)
-    parser.add_argument("--image", action="append", default=[], type=Path)
-    parser.add_argument("--seeds", type=read_seeds, default=[0])
-    parser.add_argument("--judge")
-    parser.add_argument("--best", type=int)
-    parser.add_argument("--output", type=Path, default=Path("generated"))
-    command, configuration = parse_beside_options(parser, arguments)
-    start_logging()
-
-    # PyTorch and diffusers take seconds to import: --help and wrong arguments do not wait for them.
-    from paco_grpo.commands.drawing import generate
-    from paco_grpo.options import read_options
-    from paco_grpo.rewards.queue import ScoringError
-    from paco_grpo.training.checks import require_promised_gpu
-
-    def run() -> None:
-        require_promised_gpu(os.environ)
-        options, _ = read_options(configuration)
-        kept = generate(options, command)
-        print(f"{'1 image' if kept == 1 else f'{kept} images'} and sheet.png in {command.output}")
-
-    return run_command(run, ScoringError, OSError)
+logger = logging.getLogger(__name__)
 
 
-def read_seeds(text: str) -> Sequence[int]:
-    """``8`` is the seeds 0 to 7; ``0,1,5`` are these, and ``5,`` is one."""
-    if "," in text:
-        seeds: Sequence[int] = [int(word) for word in text.split(",") if word.strip()]
-    else:
-        seeds = range(min(int(text), 2**62))
-    if not 1 <= len(seeds) <= _MOST_SEEDS:
-        raise argparse.ArgumentTypeError(
-            f"{text} images of each prompt are not 1 to {_MOST_SEEDS}; one seed is written {text},"
+def generate(options: RunOptions, command: argparse.Namespace) -> int:
+    """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
+    items = items_to_draw(options, command)
+    check_items(options, {"given": items})
+    check_headers(stored_images(items))
+    adapter = find_lora(command.adapter, "--adapter") if command.adapter else None
+    if command.best is not None and (command.best < 1 or not command.judge):
+        raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
+    judge = _judge(options, command.judge, items) if command.judge else None
+    options = resolve_for_images(options)
+    text_length(options, items)  # warns of prompts that will be truncated
+    in_training = options.train.max_sequence_length
+    logger.info(
+        "texts: %d tokens; in training: %s (config.train.max_sequence_length)",
+        options.max_sequence_length,
+        "the same" if in_training is None else in_training or "what its prompts need",
+    )
+    folder = command.output
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = load_generator(options, "cuda" if torch.cuda.is_available() else "cpu")
+    if adapter:
+        add_lora(policy, lora_path=adapter, option="--adapter")
+    apply_speed(options, policy)
+
+    images = list(itertools.starmap(EvaluationImage, itertools.product(items, command.seeds)))
+    (folder / "scores.jsonl").unlink(missing_ok=True)  # of other images
+    names = {_file_name(*image) for image in images}
+    earlier = [path.name for path in sorted(folder.glob("*_seed*.png")) if path.name not in names]
+    if earlier:
+        logger.warning(
+            "%s keeps %d images of earlier calls, such as %s", folder, len(earlier), earlier[0]
         )
-    if min(seeds) < 0 or max(seeds) >= 2**63 or len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"{text}: seeds are different numbers from 0 to 2^63 - 1")
-    return seeds
+    rewards = {} if judge is None else {"judge": judge}
+    queue = ScoreQueue(rewards, options.sample.reward_batch_size)
+    with begun(rewards.values(), folder), contextlib.closing(queue):
+        with progress("generate", len(images)) as finish:
+            pictures = _sample(options, policy, images, folder, queue, finish)
+        scores = queue.results(len(images))
+    captions: list[str] = []
+    num_kept = len(images)
+    if judge is not None:
+        write_records({"judge": judge}, folder)
+        rows = _rows(images, scores[:, 0])
+        if command.best is not None:
+            num_kept = _keep_best(rows, command.best, folder)
+        write_json_lines(folder / "scores.jsonl", rows)
+        captions = list(map(_caption, rows))
+    references = []
+    for item, _ in images:
+        image = item.image
+        if image is not None:
+            references.append(thumbnail(image))
+    contact_sheet(pictures, captions, references).save(folder / "sheet.png")
+    return num_kept
+
+
+def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item]:
+    """The items of ``--prompt``, and those of ``--prompts_file`` with their sizes and images.
+
+    ``--image`` replaces the images of the file.
+    """
+    images = command.image
+    items = [make_item(0, {"prompt": prompt}, "--prompt") for prompt in command.prompt]
+    if command.prompts_file is not None:
+        items += read_items(command.prompts_file, has_references(options) and not images)
+    if not items:
+        raise ConfigError("nothing to generate: give --prompt TEXT or --prompts_file FILE")
+    if len(images) not in (0, 1, len(items)):
+        raise ConfigError(
+            f"--image is given {len(images)} times for {len(items)} prompts; give it once, or "
+            "for each"
+        )
+    numbered = []
+    for number, item in enumerate(items):
+        paths = images[number : number + 1] if len(images) > 1 else images
+        replacements = tuple(read_reference(path, f"--image {path}") for path in paths)
+        references = replacements or item.references
+        numbered.append(dataclasses.replace(item, item_id=number, references=references))
+    if len({item.num_references > 0 for item in numbered}) > 1:
+        raise ConfigError(
+            "some prompts edit an image and some do not: draw them with separate commands"
+        )
+    return numbered
+
+
+def _judge(options: RunOptions, url: str, items: Sequence[Item]) -> Reward:
+    """The configuration's judge for these items, but at ``url``; it has answered."""
+    name = "consistency_for_editing" if items[0].num_references else "consistency_score"
+    kwargs = reward_arguments(options, name)
+    kwargs |= {"base_url": url, "host": None, "port": None}
+    judge = build_rewards({name: 1.0}, {name: kwargs})[name]
+    judge.check_items(items)
+    judge.check()
+    judge.prove(items)
+    return judge
+
+
+def _sample(
+    options: RunOptions,
+    policy: Policy,
+    images: Sequence[EvaluationImage],
+    folder: Path,
+    queue: ScoreQueue,
+    finish: Callable[[int], object],
+) -> list[Image.Image]:
+    """Sample the images, write them to ``folder`` and submit them, until a score fails.
+
+    ``finish`` is called with the number of images of each finished batch.
+    """
+    pictures: dict[int, Image.Image] = {}
+    sampling = Sampling(options.test.num_steps)
+    for batch in evaluation_batches(policy, [item for item, _ in images], options):
+        if queue.failed():
+            break
+        in_batch = [images[number] for number in batch.numbers]
+        latents = evaluation_latents(policy, in_batch, batch, sampling)
+        for number, picture in zip(batch.numbers, decode(policy, latents, batch), strict=True):
+            name = _file_name(*images[number])
+            if picture is None:
+                raise ConfigError(
+                    f"{name} is not finite: look at the weights and config.mixed_precision"
+                )
+            picture.save(folder / name, compress_level=1)
+            pictures[number] = picture
+        new = [pictures[number] for number in batch.numbers]
+        items = [item for item, _ in in_batch]
+        queue.submit(new, items, batch.numbers, [seed for _, seed in in_batch])
+        finish(len(batch.numbers))
+    return [pictures[number] for number in sorted(pictures)]
+
+
+def _rows(images: Sequence[EvaluationImage], scores: np.ndarray) -> list[dict[str, Any]]:
+    """Rows of scores.jsonl; a missing score is None."""
+    rows = []
+    for (item, seed), score in zip(images, scores.tolist(), strict=True):
+        row = {"file": _file_name(item, seed), "prompt": item.prompt, "seed": seed, "kept": True}
+        rows.append(row | {"judge": None if math.isnan(score) else score})
+    return rows
+
+
+def _keep_best(rows: Sequence[dict[str, Any]], best: int, folder: Path) -> int:
+    """Remove all but the ``best`` images of each prompt; returns how many are kept."""
+    ranks: Counter[str] = Counter()
+    # Missing scores come last.
+    for row in sorted(rows, key=lambda row: math.inf if row["judge"] is None else -row["judge"]):
+        prompt = row["file"].partition("_")[0]  # its number
+        ranks[prompt] += 1
+        row["kept"] = ranks[prompt] <= best
+        if not row["kept"]:
+            (folder / row["file"]).unlink()
+    return sum(row["kept"] for row in rows)
+
+
+def _caption(row: Mapping[str, Any]) -> str:
+    score = "–" if row["judge"] is None else f"{row['judge']:.3f}"
+    return f"judge {score}" if row["kept"] else f"judge {score}, removed"
+
+
+def _file_name(item: Item, seed: int) -> str:
+    return f"{item.item_id:05d}_seed{seed}.png"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_run import load_script, tiny_options, write_prompts
 
-from paco_grpo.commands.compare import measuring
+from paco_grpo.commands.evaluate import measuring
 from paco_grpo.evaluation.intervals import intervals
 from paco_grpo.monitoring.metrics import of_epoch, pairs_of
 from paco_grpo.options import ConfigError

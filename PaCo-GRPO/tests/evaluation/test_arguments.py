@@ -10,7 +10,7 @@ from PIL import Image
 from reward_factories import of_set
 from tiny_run import brightness, load_script, tiny_options, write_prompts
 
-from paco_grpo.commands.compare import BENCHMARKS
+from paco_grpo.commands.evaluate import BENCHMARKS
 from paco_grpo.data.sets import reward_arguments
 from paco_grpo.options import options_to_yaml
 from paco_grpo.types import Item

@@ -5,7 +5,7 @@ import pytest
 from named import load
 from tiny_run import load_script
 
-from paco_grpo.commands.compare import options_for
+from paco_grpo.commands.evaluate import options_for
 from paco_grpo.data.sets import prompt_sets
 from paco_grpo.evaluation.intervals import interval, intervals, markdown
 from paco_grpo.training.checks import contradictions

@@ -12,7 +12,7 @@ from fakes import fake_judge
 from PIL import Image, ImageColor
 from tiny_run import tiny_options
 
-from paco_grpo.commands.compare import is_complete, prepare, record_evaluation
+from paco_grpo.commands.evaluate import is_complete, prepare, record_evaluation
 from paco_grpo.evaluation.folder import EvaluationFolder, contact_sheet
 from paco_grpo.options import ConfigError
 from paco_grpo.rewards.registry import build_rewards

@@ -14,9 +14,8 @@ from reward_factories import checked
 from tiny_policies import disturb, draw, load, picture
 from tiny_run import ROOT, as_arguments, load_script, write_edits
 
-from paco_grpo.commands import drawing
-from paco_grpo.commands.drawing import items_to_draw
-from paco_grpo.commands.generate import read_seeds
+from paco_grpo.commands import generate
+from paco_grpo.commands.generate import items_to_draw
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.options import ConfigError
 from paco_grpo.policies.adapters import add_lora, save_peft
@@ -33,6 +32,7 @@ NAME = "consistency_score"
 )
 def test_seeds(text, seeds):
     """A number of them, or themselves: one from eval_data.jsonl, too."""
+    read_seeds = load_script("generate").read_seeds
     if seeds is not None:
         assert list(read_seeds(text)) == seeds
         return
@@ -132,14 +132,14 @@ def test_a_judge_that_fails_ends_the_drawing(trained_run, tmp_path, monkeypatch,
     def fail(images, items):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(drawing, "_judge", lambda *_: checked(fail))
-    sampled = drawing.evaluation_latents
+    monkeypatch.setattr(generate, "_judge", lambda *_: checked(fail))
+    sampled = generate.evaluation_latents
 
     def slowly(*arguments):
         time.sleep(0.05)
         return sampled(*arguments)
 
-    monkeypatch.setattr(drawing, "evaluation_latents", slowly)
+    monkeypatch.setattr(generate, "evaluation_latents", slowly)
     command = ["--config", str(trained_run.folder / "saved.yaml"), "--seeds", "9", "--judge", "x"]
     command += ["--config.test.batch_size=1", "--config.sample.reward_batch_size=1"]
     command += ["--output", str(tmp_path), "--prompt", "1x2 grid. [LEFT]: a. [RIGHT]: b."]

@@ -18,7 +18,7 @@ from PIL import Image
 from reward_factories import grays
 from tiny_run import rows_of, tiny_options, write_rows
 
-from paco_grpo.commands.compare import results
+from paco_grpo.commands.evaluate import results
 from paco_grpo.training.build import build_run
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
