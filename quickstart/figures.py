@@ -1,7 +1,8 @@
 """Draws pictures of assets/ again, from results.csv: ``figures.py claims consistency_and_variety``.
 
 The first is in docs/method.md, the second in README.md. The latter also needs out/study, where
-``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1.)
+``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1,
+with the title "Cut into panels".)
 """
 
 import argparse
