@@ -378,8 +378,8 @@ def gathered_dtype(policy: Policy) -> torch.dtype:
 def _mesh(device_type: str, processes: int) -> DeviceMesh:
     """(machines, processes of one), so that weights travel only inside a machine.
 
-    Every machine holds all shards then. It is one dimension on a single machine, where machines
-    have different numbers of processes, and where each has a single one.
+    Each machine then holds all shards. The mesh has one dimension if there is a single machine, if
+    each machine has a single process, or if machines have different numbers of processes.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     is_even = set(gather_object([local])) == {local}

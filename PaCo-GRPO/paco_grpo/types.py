@@ -1,6 +1,6 @@
 """What travels between the packages of PaCo-GRPO: items, conditioning, rollouts, streams.
 
-Shape notation everywhere: B batch, T sampling steps, L latent tokens, C latent channels, H W
+Shape notation everywhere: B batch, T denoising steps, L latent tokens, C latent channels, H W
 pixels, h w latent cells. N are the images of an epoch over all processes, n those of one process.
 """
 
@@ -90,7 +90,7 @@ class Conditioning(Batched):
 
 @dataclass
 class NoiseStep(Batched):
-    """A sampling step at which noise was injected."""
+    """A denoising step at which noise was injected."""
 
     index: int  # position in the schedule
     latents: torch.Tensor  # (B, L, C) float32, x_t before the step
@@ -123,10 +123,10 @@ class Rollout(Batched):
 
 
 class Stream(IntEnum):
-    """First word of what seeds a random stream, before ``config.seed``, the epoch and others.
+    """The first word of a random stream's seed; ``config.seed``, the epoch and others follow.
 
-    Streams that agree in these are therefore unrelated. Without such a word, (seed, epoch) seeds
-    the choice of noise steps, and (seed of the sample, step) the noise of a step.
+    So two streams are unrelated, even where the other words are equal. Two seeds have no such word:
+    (seed, epoch) of the choice of noise steps, and (seed of the sample, step) of a step's noise.
     """
 
     PROMPTS = 11  # which prompts an epoch has

@@ -106,7 +106,7 @@ def aggregate(
     aggregate_fn: AggregateFn,
     options: RunOptions,
 ) -> np.ndarray:
-    """What ``aggregate_fn`` makes of the rewards of each of N images, also of a prompt's only one.
+    """The aggregate of each of N images' rewards, also for the only image of a prompt.
 
     Arguments and errors are those of ``compute_advantages``. Returns (N,), NaN where a reward is
     missing.
@@ -129,8 +129,8 @@ def advantages_of_sets(
 ) -> AdvantageResult:
     """Advantages of all N samples of an epoch, by the rewards of their prompt sets.
 
-    Statistics over all samples, such as a standard deviation, are taken over those of the set.
-    With several sets, ``stats`` has the numbers of each, and their means weighted by images.
+    Statistics over all samples, such as a standard deviation, are taken for each set alone. With
+    several sets, ``stats`` has the numbers of each, and their means weighted by images.
 
     Args:
         scores: Name → (N,), NaN = missing or absent.
@@ -145,12 +145,12 @@ def advantages_of_sets(
     datasets = np.array([items[i].dataset for i in item_ids])
     total = AdvantageResult(np.zeros(len(item_ids)), np.zeros(len(item_ids), bool), {})
     sizes = []
-    for number, of_set in enumerate(set_rewards):
+    for number, trained_set in enumerate(set_rewards):
         members = np.flatnonzero(datasets == number)
         prompts = [items[i].prompt for i in item_ids[members]]
-        trained = {name: scores[name][members] for name in of_set.weights}
+        rewards = {name: scores[name][members] for name in trained_set.weights}
         result = compute_advantages(
-            trained, item_ids[members], prompts, of_set.aggregate_fn, options
+            rewards, item_ids[members], prompts, trained_set.aggregate_fn, options
         )
         if len(set_rewards) == 1:
             return result
@@ -158,10 +158,10 @@ def advantages_of_sets(
         total.kept[members] = result.kept
         sizes.append(len(members))
         for name, value in result.stats.items():
-            total.stats[f"{of_set.name}/{name}"] = value
+            total.stats[f"{trained_set.name}/{name}"] = value
     for name in _STATS:
-        of_sets = [total.stats[f"{of_set.name}/{name}"] for of_set in set_rewards]
-        total.stats[name] = float(np.average(of_sets, weights=sizes))
+        values = [total.stats[f"{trained_set.name}/{name}"] for trained_set in set_rewards]
+        total.stats[name] = float(np.average(values, weights=sizes))
     return total
 
 
@@ -256,7 +256,7 @@ def _groups(
     A key is the prompt's text; where two items share it, text plus item id; "all" for one group of
     everything.
     """
-    # With one image each, items that an epoch repeats would be groups, and the others none.
+    # With one image per prompt, only items that an epoch repeats would form groups.
     per_prompt = options.per_prompt_stat_tracking and options.sample.num_images_per_prompt > 1
     if not per_prompt:
         everything = np.flatnonzero(~missing)

@@ -135,7 +135,10 @@ def read_items(file: Path, with_images: bool) -> list[Item]:
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As ``json_lines``, or of a list of objects or prompts. A text may be JSON, too."""
+    """(``file: row 1``, object) of each line of JSON, or of each element of one JSON list.
+
+    A prompt alone becomes an object. A .txt file may contain JSON, too. Raises UserError.
+    """
     try:
         is_list = file.read_bytes().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         rows = read_json(file) if is_list else read_json_lines(file)
@@ -262,7 +265,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _content_of_row(images: pa.ChunkedArray, row: int, place: int) -> BinaryIO:
-    """An image of a row, of which only what is read is copied. Raises UnreadableImage."""
+    """The bytes of an image; only those that are read are copied. Raises UnreadableImage."""
     value = images[row]
     if pa.types.is_list(value.type) or pa.types.is_large_list(value.type):
         value = value[place]

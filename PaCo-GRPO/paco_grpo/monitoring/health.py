@@ -51,10 +51,14 @@ class SampleObserver:
     ) -> dict[str, float]:
         """The spread of latents and images over all processes; a collective operation.
 
-        Of finite images: ``health/latent_std``, NaN without one, and ``health/distinctness``, the
-        standard deviation of a pixel within the images of a prompt, left out where no prompt has
-        two. ``health/finite_share`` says how many of the images these are. ``clean_latents`` are
-        (1, L, C) of this process's samples, ``item_ids`` (N,) of all, by position.
+        Args:
+            clean_latents: (1, L, C), of each of this process's samples.
+            item_ids: (N,), of all samples, by position.
+
+        Returns:
+            ``health/finite_share``, the share of finite images. The others are over these:
+            ``health/latent_std``, NaN if there are none, and ``health/distinctness``, the standard
+            deviation of a pixel over the images of a prompt, if a prompt has two.
         """
         spread = [float(x.float().std(unbiased=False)) for x in clean_latents]
         images = [self._rows[number] for number in range(len(spread))]
@@ -74,7 +78,7 @@ class SampleObserver:
 
 
 class _State(NamedTuple):
-    """Latents of the reference, and its velocity there."""
+    """Latents that the reference sampled for one item, and its velocity there."""
 
     velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (latents, σ) → velocity
     latents: torch.Tensor  # (1, L, C)
@@ -212,7 +216,7 @@ _SIGNS = (
 def against_first(rows: Sequence[Row]) -> dict[str, float]:
     """``health/*_vs_first`` of the last of ``rows``, all training epochs: ratios to the first.
 
-    Diversity is 1 − b, by few open prompts an epoch, so that means of some epochs are compared.
+    Diversity is 1 − b. An epoch has few open prompts, so it is averaged over three epochs.
     """
     first = rows[0]
     last = rows[-1]
@@ -230,7 +234,7 @@ def against_first(rows: Sequence[Row]) -> dict[str, float]:
 def judge_epoch(metrics: Row) -> list[Finding]:
     """Findings on a training epoch's row of metrics.jsonl."""
     findings = []
-    # They compare false with every limit.
+    # NaN compares false with every limit.
     not_finite = []
     for name, value in metrics.items():
         if name.startswith("health/") and not math.isfinite(value):
@@ -251,9 +255,9 @@ def judge_epoch(metrics: Row) -> list[Finding]:
 
 
 def judge_scores(rows: Sequence[Row]) -> list[Finding]:
-    """A finding on the first of ``rows``, training epochs, without an advantage, if it is the last.
+    """A finding if the last of ``rows``, and no earlier one, is an epoch without an advantage.
 
-    The images of each prompt have equal scores then, such as 0.
+    The images of each prompt then have equal scores, such as 0. ``rows`` are training epochs.
     """
     flat = [
         row.get("advantage/mean_abs") == 0 and row["advantage/dropped_share"] < 1 for row in rows

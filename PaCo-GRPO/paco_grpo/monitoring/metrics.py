@@ -18,8 +18,8 @@ def epoch_metrics(
 ) -> dict[str, float]:
     """The numbers of an epoch by ``group/name``.
 
-    Of rewards (NaN = missing): mean, std and cv = std / |mean|. What has no meaning is left out (a
-    cv where the mean is 0). What is not finite stays, for ``health`` to judge.
+    It has mean, std and cv = std / |mean| of each reward (NaN = missing). Undefined values are left
+    out, such as a cv where the mean is 0. Values that are not finite stay, for ``health`` to judge.
     """
     metrics: dict[str, float] = {}
     for name, value in losses.items():
@@ -121,7 +121,7 @@ def set_metrics(
         names: Of the rewards.
         datasets: (images,), number of each image's prompt set.
         groups: What the names of each set's metrics begin with, by its number.
-        missing: (images, rewards), which of ``scores`` are missing; None: not to be said.
+        missing: (images, rewards), which of ``scores`` are missing; None: no ``_missing``.
     """
     metrics = {}
     for number, group in enumerate(groups):
@@ -135,9 +135,10 @@ def set_metrics(
 def summarize(
     scores: np.ndarray, names: Sequence[str], missing: np.ndarray | None = None
 ) -> dict[str, float]:
-    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), without NaN.
+    """``NAME_mean`` and ``NAME_stderr`` of ``scores`` (images, names), over those that are not NaN.
 
-    Also ``NAME_missing``, the share of the images, where some of ``missing`` (images, names) are.
+    If ``missing`` (images, names) marks an image under a name, ``NAME_missing`` is the share of
+    such images.
     """
     summary = {}
     for column, name in enumerate(names):

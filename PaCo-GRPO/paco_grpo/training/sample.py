@@ -36,8 +36,8 @@ class EpochSamples:
 class GroupSampler:
     """Samples m prompts per epoch, k images each, without replacement within a pass over the set.
 
-    A data set with fewer than m items is repeated within an epoch (an item then has a multiple of k
-    images). With several sets, each has its own m and its own passes, and its items follow those of
+    A prompt set with fewer than m items is repeated within an epoch (an item then has a multiple of
+    k images). With several sets, each has its own m and its own passes, and its items follow those of
     the set before it. ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
