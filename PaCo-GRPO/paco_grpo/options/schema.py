@@ -135,7 +135,7 @@ class TrainOptions:
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Amount = option(1, "passes over the samples of an epoch")
     gradient_step_per_epoch: Amount | None = option(
-        None, "optimizer steps per inner epoch; None: 2 (nft, awm, dgpo: 1)"
+        None, "optimizer steps per pass over the samples; None: 2 (nft, awm, dgpo: 1)"
     )
     timesteps: Steps | None = option(
         None, "step indices to train on; None: the epoch's noise steps"
@@ -172,11 +172,13 @@ class TrainOptions:
         "auto",
         "source of the old log-probabilities; auto: recomputed if the first ratio is far from 1",
     )
-    ema: bool = option(
-        True, "average of the trained weights, used in evaluation and saved adapters"
+    ema: bool = option(True, "averaged weights (EMA) in evaluations and saved adapters")
+    ema_decay: Decay = option(
+        0.9, "decay of the averaged weights: min((1+s)/(10+s), this) at step s"
     )
-    ema_decay: Decay = option(0.9, "decay of the average: min((1+s)/(10+s), this) at step s")
-    ema_update_interval: Count = option(1, "optimizer steps between updates of the average")
+    ema_update_interval: Count = option(
+        1, "optimizer steps between updates of the averaged weights"
+    )
     lora_rank: Amount = option(64, "rank of the adapter")
     lora_alpha: Count = option(128, "scale of the adapter: lora_alpha / lora_rank")
     lora_targets: Annotated[str | Names, BeforeValidator(_as_names)] = option(
@@ -266,12 +268,12 @@ class DatasetOptions:
     folder: Place = Field(min_length=1, description="folder of the prompt set")
     prompt_fn: PromptKind | None = beyond_paper(None, "its kind; None: as config.prompt_fn")
     open: bool | None = beyond_paper(
-        None, "only its prompts that are open (true) or that are not (false); None: all"
+        None, "only its open prompts (true) or the others (false); None: all"
     )
     share: Positive = beyond_paper(1.0, "part of an epoch's prompts, relative to other shares")
     reward_fn: Weights = beyond_paper({}, "rewards of its images; empty: as config.train")
     test_reward_fn: Weights = beyond_paper(
-        {}, "rewards of its test images; empty: as config.test, or as its training"
+        {}, "rewards of its test items; empty: as config.test, or as its training"
     )
     reward_fn_kwargs: Annotated[dict[str, Arguments], Table] = beyond_paper(
         {}, "all arguments of a reward, in place of train's and test's; other rewards keep theirs"

@@ -37,8 +37,8 @@ class GroupSampler:
     """Samples m prompts per epoch, k images each, without replacement within a pass over the set.
 
     A prompt set with fewer than m items is repeated within an epoch (an item then has a multiple of
-    k images). With several sets, each has its own m and its own passes, and its items follow those of
-    the set before it. ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
+    k images). With several sets, each has its own m and its own passes, and its items follow those
+    of the set before it. ``latents`` is ``sample.latents_per_prompt``, a divisor of k.
     """
 
     def __init__(
