@@ -245,7 +245,7 @@ def _load(policy: Policy, place: Path, option: str) -> None:
 
 
 def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
-    """A ``ValueError`` that names tensors without a layer, or layers without tensors.
+    """Raise a ValueError that names tensors without a layer, or layers without tensors.
 
     Tensors of other adapters (DoRA, LoKr, biases) would be trained and saved by half.
     """
@@ -292,7 +292,7 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
 
 
 def _require_unchanged_base(initialization: bool | str) -> None:
-    """A ``ValueError`` for an adapter that belongs to a changed base model.
+    """Raise a ValueError for an adapter that belongs to a changed base model.
 
     PiSSA, OLoRA and others subtract their first product from the base's weights, when they are made
     and when they are loaded: the reference, the export and other adapters would be wrong.

@@ -367,7 +367,7 @@ class DiffusersPolicy(Policy):
         self._offloaded_vae = self._between_uses([self.pipeline.vae], vae)
 
     def _between_uses(self, modules: Sequence[nn.Module], offloaded: bool) -> Offloaded:
-        """``modules`` offloaded, or moved to the device, where nothing is left to offload."""
+        """Offload ``modules``, or else move them to the device: then nothing is offloaded."""
         if offloaded:
             return Offloaded(modules, self.device)
         for module in modules:

@@ -226,7 +226,7 @@ def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
 def load_models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The pipeline's models by name.
 
-    diffusers would load them too, but also where tensors are missing.
+    diffusers' own pipeline would also load models whose files lack tensors.
     """
     config = DiffusionPipeline.load_config(path)
     models = {}
@@ -252,7 +252,7 @@ def _load_model(
 ) -> nn.Module:
     """A diffusers model, all of whose tensors come from the files in ``path/name``.
 
-    What else the files hold is a warning.
+    A warning names the tensors that the model does not use.
     """
     # The VAE is not rounded on the way to its float32: FLUX.2's normalization of latents is in it.
     model, info = model_class.from_pretrained(

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class Offloaded:
     """Keeps the weights of ``modules`` on the CPU, and copies them inside ``on_device``.
 
-    The CPU tensors are the loaded ones where the modules never left it, which are mapped files that
-    all processes of a machine share. Leaving only drops the copies.
+    If the modules never left the CPU, its tensors are the loaded ones: mapped files that all
+    processes of a machine share. On leaving, only the copies are dropped.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
