@@ -13,8 +13,8 @@ from PIL import Image
 
 from paco_judge.questions import EDITING
 from paco_reward.pairing import build, select
-from paco_reward.pairing.answers import read_reason, split_verdict
-from paco_reward.pairing.inputs import Ranking
+from paco_reward.pairing.answers import given_reasons, split_verdict
+from paco_reward.pairing.inputs import Ranking, ReasonRow
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking
 
 
@@ -45,8 +45,8 @@ def test_where_rankings_disagree_the_majority_decides_and_a_tie_leaves_the_pair_
 def test_groups_are_connected_directly_or_through_others():
     shown = ["ab", "cd", "ef", "bx", "xd", "gg"]
     leader = {name: name for name in "abcdefg"} | {"x": "c"}  # a near-duplicate
-    pairs = [LabeledPair(*names, "q", True, "pair", "") for names in shown]
-    groups = [pair.group for pair in select.connected(pairs, leader)]
+    pairs = [LabeledPair(*names, "q", True, "pair") for names in shown]
+    groups = [pair.group for pair in select.with_groups(pairs, leader)]
     assert groups == ["a", "a", "e", "a", "a", "g"]
 
 
@@ -78,7 +78,7 @@ def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
         ("a", "c", "r", True),
         ("A", "E", "s", True),
     ]
-    labeled = [LabeledPair(*pair, kind, pair[0]) for pair in shown]
+    labeled = [LabeledPair(*pair, kind) for pair in shown]
     options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, pairs=kind == "pair")
     pairs = build.clean(labeled, options, Counter())
     assert len(pairs) == kept and len({pair.group for pair in pairs}) == 1
@@ -93,7 +93,7 @@ def test_near_duplicates_differ_in_so_many_bits_as_stated(fewer, count, tmp_path
         pale.save(tmp_path / name, "PNG")
         hashes.append(imagehash.phash(pale))
     bits = hashes[0] - hashes[1] - fewer
-    labeled = [LabeledPair(name, name, "q", True, "pair", "") for name in "ab"]
+    labeled = [LabeledPair(name, name, "q", True, "pair") for name in "ab"]
     options = Namespace(output=tmp_path, duplicate_bits=bits, seed=1, pairs=True)
     pairs = build.clean(labeled, options, Counter())
     assert len({pair.group for pair in pairs}) == count
@@ -110,25 +110,44 @@ def test_the_seed_decides_which_share_of_the_groups_is_for_testing():
     assert len(testing) > 1 and set(map(len, testing)) == {3}
 
 
+def test_ten_edits_have_pairs_of_both_questions_for_testing():
+    labels = [(number < 6, number % 2 == 0) for number in range(10)]
+    pairs = []
+    for number, of_edit in enumerate(labels):
+        for kind, label in zip(EDITING, of_edit, strict=True):
+            pairs.append(LabeledPair("a", "b", "q", label, kind, f"g{number}"))
+    for seed in range(9):
+        testing = select.groups_for_testing(pairs, 0.2, seed)
+        tested = {(pair.kind, pair.label) for pair in pairs if pair.group in testing}
+        assert len(tested) == 4 and len(testing) < 6
+
+
+KINDS = (*EDITING, "pair")
+GROUPS = st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), min_size=1, max_size=4)
+
+
 @given(
-    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=4, max_size=12),
+    st.lists(GROUPS, max_size=12) | st.lists(GROUPS.map(lambda group: group[:1]), max_size=24),
     st.sampled_from([0.05, 0.2, 0.4]),
     st.integers(0, 99),
 )
-def test_each_kind_of_question_has_both_labels_for_testing_and_for_training(edits, share, seed):
-    """Wherever two of each label can be found; of each edit there are two questions."""
+def test_at_most_half_of_each_answer_to_each_question_is_for_testing(groups, share, seed):
+    """Where each group is one pair, the share of each is, rounded."""
     pairs = []
-    for number, labels in enumerate(edits):
-        for kind, label in zip(EDITING, labels, strict=True):
-            pairs.append(LabeledPair("a", "b", kind, label, kind, f"g{number}"))
+    for number, group in enumerate(groups):
+        for kind, label in group:
+            pairs.append(LabeledPair("a", "b", "q", label, kind, f"g{number}"))
     total = Counter((pair.kind, pair.label) for pair in pairs)
     testing = select.groups_for_testing(pairs, share, seed)
+    assert testing == select.groups_for_testing(pairs[::-1], share, seed)
     tested = Counter((pair.kind, pair.label) for pair in pairs if pair.group in testing)
-    for kind in EDITING:
-        for label in (True, False):
-            assert tested[kind, label] <= total[kind, label] / 2
-            if min(total.values()) >= 2 * len(total) and len(total) == 4:
-                assert tested[kind, label] >= max(1, round(share * total[kind, label]))
+    assert bool(testing) == any(tested[kind, True] and tested[kind, False] for kind in KINDS)
+    for kind, label in total:
+        if total[kind, not label]:
+            count = total[kind, label]
+            assert tested[kind, label] <= count / 2
+            if testing and len(pairs) == len(groups) and count > 1:
+                assert tested[kind, label] == max(1, round(share * count))
     assert select.groups_for_testing(pairs, 0.0, seed) == set()
 
 
@@ -197,7 +216,8 @@ def test_repeated_and_disputed_pairs_are_left_out():
 )
 def test_verdict_and_reasons_of_a_written_answer(answer, says_yes, reasons):
     assert split_verdict(answer) == (says_yes, reasons)
-    expected = None
-    if says_yes is not None and len(reasons) >= 12:
-        expected = ("Yes" if says_yes else "No", reasons)
-    assert read_reason(answer) == expected
+    pair = LabeledPair("images/f/a", "images/f/b", "q", bool(says_yes), "theme", "g")
+    row = ReasonRow(folder="f", images=("a", "b"), reason=answer)
+    learned = given_reasons([pair], {frozenset((pair.first, pair.second)): row}, Counter())
+    is_whole = says_yes is not None and len(reasons) >= 12
+    assert [pair.reason for pair in learned] == [f"{pair.verdict}. {reasons}"] * is_whole

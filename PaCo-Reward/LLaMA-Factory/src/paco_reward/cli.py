@@ -232,8 +232,9 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--test_share",
         type=fraction,
         default=0.05,
-        help="share of the themes that go to test; of --pairs and edits, share of the groups that "
-        "have no image in common (default %(default)s)",
+        help="share of the groups for testing: pairs of a theme, or of --pairs and edits those with "
+        "common images, stay together. Each question has at least one group with each answer, if "
+        "half of those pairs stay in training; 0: no pairs for testing (default %(default)s)",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(

@@ -234,26 +234,16 @@ def given_reasons(
 def _agreeing(answered: Sequence[tuple[LabeledPair, str]], counts: Counter) -> list[LabeledPair]:
     kept = []
     for pair, answer in answered:
-        verdict_and_reasons = read_reason(answer)
-        if verdict_and_reasons is None:
+        says_yes, reasons = split_verdict(answer)
+        is_plain = not any(placeholder in reasons for placeholder in PLACEHOLDERS)
+        if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or not is_plain:
             counts["reasons_unreadable"] += 1
-            continue
-        verdict, reasons = verdict_and_reasons
-        if verdict != pair.verdict:
+        elif says_yes != pair.label:
             counts["reasons_contradicting"] += 1
-            continue
-        counts["reasons_kept"] += 1
-        kept.append(replace(pair, reason=f"{verdict}. {reasons}"))
+        else:
+            counts["reasons_kept"] += 1
+            kept.append(replace(pair, reason=f"{pair.verdict}. {reasons}"))
     return kept
-
-
-def read_reason(answer: str) -> tuple[str, str] | None:
-    """``("Yes", "Both show …")`` of a model's answer; None without a verdict or without reasons."""
-    says_yes, reasons = split_verdict(answer)
-    is_plain = not any(placeholder in reasons for placeholder in PLACEHOLDERS)
-    if says_yes is None or len(reasons) < _FEWEST_REASON_CHARACTERS or not is_plain:
-        return None
-    return "Yes" if says_yes else "No", reasons
 
 
 def split_verdict(answer: str) -> tuple[bool | None, str]:

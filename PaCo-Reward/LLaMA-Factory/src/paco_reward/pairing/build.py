@@ -208,7 +208,7 @@ def editing_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Lab
         labels = _edit_labels(edit, read.editing_questions)
         for question, (kind, label) in zip(read.editing_questions, labels, strict=True):
             text = question.text(instruction=edit.instruction.strip())
-            pair = LabeledPair(first, second, text, bool(label), kind, first)
+            pair = LabeledPair(first, second, text, bool(label), kind)
             (unlabeled if label is None else pairs).append(pair)
     if read.judge and unlabeled:
         pairs += answers.label_edits(unlabeled, options.output, read.judge, options.min_gap, counts)
@@ -270,18 +270,16 @@ def _write(
 
 
 def clean(labeled: Sequence[LabeledPair], options: Namespace, counts: Counter) -> list[LabeledPair]:
-    """The pairs in random order, without near-duplicates, and grouped by what they share.
+    """The pairs in random order, without near-duplicates, and in groups.
 
-    Pairs of one theme are a group already. A user's similar images may have labels of their own:
-    what makes them differ may be what the judge is to learn. They only stay on one side.
+    A user's similar images may have labels of their own: what makes them differ may be what the
+    judge is to learn. They only stay on one side.
     """
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
     original = {image: image for image in images} if options.pairs else leader
     pairs = select.without_duplicates(select.shuffled(labeled, options.seed), original, counts)
-    if pairs and pairs[0].kind == "theme":
-        return pairs
-    return select.connected(pairs, leader)
+    return select.with_groups(pairs, leader)
 
 
 def testing_groups(

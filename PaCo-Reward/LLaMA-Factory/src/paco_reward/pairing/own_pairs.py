@@ -82,7 +82,7 @@ class OwnPairs:
         text = self.questions[name].text(theme=row.theme or "")
         answer = None if row.reason is None else _answer(label, row.reason)
         kind = "pair" if name in shipped() else "own_question"  # of which the order may matter
-        self.pairs.append(LabeledPair(first, second, text, label, kind, "", answer))
+        self.pairs.append(LabeledPair(first, second, text, label, kind, reason=answer))
 
     def _image(self, file: Path) -> str:
         """The name in the data set of an image."""

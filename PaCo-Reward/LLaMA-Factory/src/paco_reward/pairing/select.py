@@ -34,7 +34,7 @@ class LabeledPair:
     label: bool
     # theme, editing_consistency, editing_instruction, editing; of a user: pair, own_question
     kind: str
-    group: str  # the unit of the train/test split
+    group: str = ""  # the unit of the split; if it is empty, its images decide: ``with_groups``
     reason: str | None = None  # the whole answer, beginning with Yes or No, once it is written
 
     @property
@@ -160,7 +160,9 @@ def without_duplicates(
     A theme pair of two near-duplicates is left out: a copy says nothing about consistency. An
     editing pair of two is kept: an edit may be small. A pair that repeats an earlier one is left
     out; with another label, both are. Theme pairs are compared regardless of image order and theme,
-    a user's regardless of order: both orders may be kept, but not with different labels.
+    because a theme's split ignores the images of others. A user's are compared regardless of order:
+    both orders may be kept, but not with different labels. Of edits the order counts: the reverse
+    of one does not follow its instruction.
     """
     groups: dict[tuple, list[LabeledPair]] = {}
     for pair in pairs:
@@ -188,16 +190,20 @@ def without_duplicates(
     return kept
 
 
-def connected(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
-    """The pairs with their groups: one for all that share an image or near-duplicates of one."""
+def with_groups(pairs: Sequence[LabeledPair], leader: Mapping[str, str]) -> list[LabeledPair]:
+    """The pairs, each with a group: its own, or one for all that share an image.
+
+    Near-duplicates count as one image. Pairs of themes have groups of their own: images that many
+    themes have, such as blank panels, would make one group of all.
+    """
     images = DisjointSet(leader.values())
     for pair in pairs:
         images.merge(leader[pair.first], leader[pair.second])
     groups: dict[str, str] = {}
     grouped = []
     for pair in pairs:
-        group = groups.setdefault(images[leader[pair.first]], pair.first)
-        grouped.append(replace(pair, group=group))
+        of_images = groups.setdefault(images[leader[pair.first]], pair.first)
+        grouped.append(replace(pair, group=pair.group or of_images))
     return grouped
 
 
