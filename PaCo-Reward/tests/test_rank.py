@@ -1,7 +1,11 @@
 """ConsistencyRank: metrics, items without an answer, images, and baselines."""
 
 import shutil
+import sys
+from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
+from urllib.error import URLError
 from zipfile import ZipFile
 
 import numpy as np
@@ -18,6 +22,7 @@ from tiny_pipelines import save_open_clip
 
 from paco_eval import baselines
 from paco_eval.rank import METRICS, PUBLISHED, make_table, rank_metrics, table_main
+from paco_judge.encoders import open_clip_encoder
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
@@ -162,15 +167,27 @@ def test_histogram_values(rank):
     assert verdict.p_yes == pytest.approx(0.75)
 
 
-def test_missing_weights_of_clip_i_are_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("scorer", "named"),
+    [
+        ("clip_i", "hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K"),
+        ("dreamsim", "/.cache/dreamsim and were not downloaded: <urlopen error offline>"),
+    ],
+)
+def test_missing_weights_of_a_baseline_are_named(scorer, named, monkeypatch, tmp_path):
     import open_clip
 
     def without_weights(*args, **options):
         raise RuntimeError("Failed to download") from LocalEntryNotFoundError("offline")
 
+    def without_network(**options):
+        raise URLError("offline")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(open_clip, "create_model_and_transforms", without_weights)
-    with pytest.raises(UserError, match="hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K"):
-        baselines.make_baseline("clip_i")
+    monkeypatch.setitem(sys.modules, "dreamsim", SimpleNamespace(dreamsim=without_network))
+    with pytest.raises(UserError, match=named):
+        baselines.make_baseline(scorer)
 
 
 def test_clip_i_is_the_cosine_of_image_features(tmp_path, monkeypatch):
@@ -178,7 +195,8 @@ def test_clip_i_is_the_cosine_of_image_features(tmp_path, monkeypatch):
 
     save_open_clip(tmp_path / "clip")
     name = f"local-dir:{tmp_path}/clip"
-    monkeypatch.setattr(baselines, "CLIP", (name, None))
+    load = partial(open_clip_encoder, name=name, pretrained=None)
+    monkeypatch.setitem(baselines.ENCODERS, "clip_i", ("open_clip_torch", load))
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     pictures = [picture(number) for number in range(4)]
     with torch.no_grad():

@@ -2,25 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from paco_eval.judges import ScorePairs
+from paco_judge.encoders import dreamsim_encoder, open_clip_encoder
 from paco_judge.errors import UserError
 from paco_judge.questions import Pair
 from paco_judge.verdict import Verdict
-from paco_judge.weights import explain_missing
 
 BASELINES = {  # --scorer -> its exact name, for the rows of a results file
     "clip_i": "clip_i ViT-H-14 laion2b_s32b_b79k",
     "dreamsim": "dreamsim ensemble",
     "histogram": "histogram",
 }
-CLIP = ("ViT-H-14", "laion2b_s32b_b79k")  # OpenCLIP's names of architecture and weights
-DREAMSIM_TYPE = "ensemble"
+# The package of a baseline, and what loads it.
+ENCODERS = {
+    "clip_i": ("open_clip_torch", open_clip_encoder),
+    "dreamsim": ("dreamsim", dreamsim_encoder),
+}
 
 
 def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
@@ -30,13 +31,19 @@ def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
     """
     if name == "histogram":
         return partial(_similarities, histograms, _overlap)
-    package, load = ("open_clip_torch", _clip) if name == "clip_i" else ("dreamsim", _dreamsim)
+    package, load = ENCODERS[name]
     try:
-        features = ImageFeatures(load, batch_size)
+        import torch
+
+        encoder = load("cuda" if torch.cuda.is_available() else "cpu")
     except ImportError as error:
         raise UserError(
             f"--scorer {name} needs the package {package} ({error}); pip install {package}"
         ) from error
+
+    def features(images: Sequence[Image.Image]) -> np.ndarray:
+        return encoder.unit_features(images, batch_size).double().cpu().numpy()
+
     return partial(_similarities, features, _cosine_to_one)
 
 
@@ -74,63 +81,3 @@ def histograms(images: Sequence[Image.Image]) -> np.ndarray:
         counts, _ = np.histogramdd(pixels, 8, [(0, 256)] * 3)
         rows.append(counts.ravel() / len(pixels))
     return np.stack(rows)
-
-
-def _clip(device: str) -> tuple[Callable, Callable]:
-    """Preprocessing and encoder of OpenCLIP; weights from the hub. Raises UserError."""
-    import open_clip
-
-    model, pretrained = CLIP
-    hub_name = open_clip.get_pretrained_cfg(model, pretrained or "").get("hf_hub", "").rstrip("/")
-    with explain_missing(hub_name or model):
-        clip, _, preprocess = open_clip.create_model_and_transforms(
-            model, pretrained=pretrained, device=device
-        )
-    clip.eval()
-    return preprocess, partial(clip.encode_image, normalize=True)
-
-
-def _dreamsim(device: str) -> tuple[Callable, Callable]:
-    """Preprocessing and embedding of DreamSim (arXiv 2306.09344); a cosine is 1 − its distance.
-
-    Its authors' release is downloaded to ``dreamsim`` in the cache of ``torch.hub``.
-    """
-    import torch
-    from dreamsim import dreamsim
-
-    folder = Path(torch.hub.get_dir()) / "dreamsim" / DREAMSIM_TYPE
-    folder.mkdir(parents=True, exist_ok=True)
-    model, preprocess = dreamsim(device=device, cache_dir=str(folder), dreamsim_type=DREAMSIM_TYPE)
-
-    def first_of_batch(image: Image.Image) -> Any:
-        return preprocess(image)[0]
-
-    return first_of_batch, model.embed
-
-
-class ImageFeatures:
-    """Unit vectors of images' encodings.
-
-    Args:
-        load: Returns a model's preprocessing of an image and its encoder of a batch.
-        batch_size: Images encoded at once.
-    """
-
-    def __init__(self, load: Callable[[str], tuple[Callable, Callable]], batch_size: int) -> None:
-        import torch
-
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._batch_size = batch_size
-        self._preprocess, self._encode = load(self._device)
-
-    def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """(n, D) float64."""
-        import torch
-
-        tensors = torch.stack([self._preprocess(image.convert("RGB")) for image in images])
-        parts = []
-        with torch.inference_mode():
-            for part in tensors.split(self._batch_size):
-                parts.append(self._encode(part.to(self._device)).double().cpu().numpy())
-        features = np.concatenate(parts)
-        return features / np.linalg.norm(features, axis=1, keepdims=True)
