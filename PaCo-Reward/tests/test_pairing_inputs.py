@@ -101,7 +101,7 @@ def test_people_rank_sets_and_the_metadata_may_state_the_split(world, tmp_path, 
 
 
 def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path):
-    """Not those that contradict their label, or are not written yet."""
+    """Not those that contradict their label, say nothing else, or are not written yet."""
     build(world, tmp_path / "out", sets_only=True)
     options = {"rankings": rank_like_people(tmp_path / "out"), "duplicate_bits": 0}
     build(world, tmp_path / "out", test_share=0.0, **options)
@@ -114,9 +114,11 @@ def test_written_reasons_become_the_answers_in_their_image_order(world, tmp_path
     lines[0]["reason"] = ""
     contradicts = {"Y": "NO, they differ in all ways.", "N": "Yes, all is the same here."}
     lines[1]["reason"] = contradicts[lines[1]["reason"][0]]
+    lines[2]["reason"] = lines[2]["reason"].partition(" ")[0]
     options["reasons_file"] = write_lines(tmp_path / "reasons.jsonl", lines)
     counts = build(world, tmp_path / "out", **options)["counts"]
-    assert counts["reasons_missing"] == 1 and counts["reasons_contradicting"] == 1
+    for fate in ("missing", "contradicting", "unreadable"):
+        assert counts[f"reasons_{fate}"] == 1
     for part in ("train", "test"):
         for row in rows(tmp_path / "out", f"consistency_reward_cot_{part}"):
             answer = row["messages"][1]["content"]

@@ -4,7 +4,7 @@ import shutil
 import sys
 from functools import partial
 from itertools import combinations
-from types import SimpleNamespace
+from unittest.mock import Mock
 from urllib.error import URLError
 from zipfile import ZipFile
 
@@ -175,17 +175,12 @@ def test_histogram_values(rank):
     ],
 )
 def test_missing_weights_of_a_baseline_are_named(scorer, named, monkeypatch, tmp_path):
-    import open_clip
-
-    def without_weights(*args, **options):
-        raise RuntimeError("Failed to download") from LocalEntryNotFoundError("offline")
-
-    def without_network(**options):
-        raise URLError("offline")
-
+    missing = RuntimeError("Failed to download")
+    missing.__cause__ = LocalEntryNotFoundError("offline")
+    monkeypatch.setattr("open_clip.create_model_and_transforms", Mock(side_effect=missing))
+    offline = Mock(side_effect=URLError("offline"))
+    monkeypatch.setitem(sys.modules, "dreamsim", Mock(dreamsim=offline))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(open_clip, "create_model_and_transforms", without_weights)
-    monkeypatch.setitem(sys.modules, "dreamsim", SimpleNamespace(dreamsim=without_network))
     with pytest.raises(UserError, match=named):
         baselines.make_baseline(scorer)
 
