@@ -303,7 +303,7 @@ def _warn_of_few(parts: Parts, options: Namespace) -> None:
     elif options.test_share and num_tested < _FEW_PAIRS:
         logger.warning(
             "only %d of %d pairs are for testing, which tells an accuracy to ±%.2f: raise "
-            "--test_share (%s), or bring more pairs",
+            "--test_share (%s), or bring pairs of other images",
             num_tested,
             num_tested + len(parts[TRAIN]),
             1 / math.sqrt(num_tested),  # two standard errors of a share near one half
