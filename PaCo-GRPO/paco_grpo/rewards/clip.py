@@ -19,6 +19,7 @@ from paco_grpo.item import Item
 from paco_grpo.rewards.contract import ScoreFn, with_attributes
 from paco_grpo.rewards.judge import check_references
 from paco_grpo.rewards.subfigures import grid_of, mean_over_pairs
+from paco_judge.encoders import OPEN_CLIP, OPEN_CLIP_WEIGHTS, open_clip_encoder
 from paco_judge.errors import UserError
 from paco_judge.grid import split_image, split_prompt
 from paco_judge.weights import explain_missing, from_pretrained_strict
@@ -27,8 +28,6 @@ PICKSCORE = "yuvalkirstain/PickScore_v1"
 PICKSCORE_PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CLIPSCORE = "openai/clip-vit-large-patch14"
 CLIP_TOKENS = 77  # of a text, with its first and last one; the rest is not read
-OPEN_CLIP = "ViT-H-14"
-OPEN_CLIP_WEIGHTS = "laion2b_s32b_b79k"
 
 
 class Clip(ABC):
@@ -198,16 +197,10 @@ class OpenClip(Clip):
     def open(self) -> torch.nn.Module:
         import open_clip
 
-        tag: dict[str, Any] = {}
-        if self.pretrained:
-            tag = open_clip.get_pretrained_cfg(self.name, self.pretrained)
-        with explain_missing(tag.get("hf_hub", "").rstrip("/") or self.name):
-            loaded: Any = open_clip.create_model_and_transforms(
-                self.name, pretrained=self.pretrained, device=self.device
-            )
-        model, _, self._preprocess = loaded
+        encoder = open_clip_encoder(str(self.device), self.name, self.pretrained)
+        self._preprocess = encoder.preprocess
         self._tokenize: Any = open_clip.get_tokenizer(self.name)
-        return model
+        return encoder.model
 
     @override
     def encode_images(self, images: list[Image.Image]) -> torch.Tensor:

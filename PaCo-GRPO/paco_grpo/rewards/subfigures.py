@@ -1,8 +1,8 @@
 """Rewards that compare the sub-figures of a grid with each other; here, by DreamSim."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np  # and no torch: the environment of a service need not have it
@@ -10,6 +10,7 @@ from PIL import Image
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.contract import ScoreFn, with_attributes
+from paco_judge.encoders import DREAMSIM, DREAMSIM_FOLDER, Encoder, dreamsim_encoder
 from paco_judge.grid import index_pairs, parse_layout, split_image
 
 
@@ -49,8 +50,8 @@ def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any])
 
 
 def subfig_dreamsim(
-    dreamsim_type: str = "ensemble",
-    cache_dir: str = "~/.cache/dreamsim",
+    dreamsim_type: str = DREAMSIM,
+    cache_dir: str = DREAMSIM_FOLDER,
     device: Any = "cpu",
     batch_size: int = 16,
 ) -> ScoreFn:
@@ -62,25 +63,14 @@ def subfig_dreamsim(
     ``dreamsim_type``: one of the package's names, such as ``ensemble``, ``dino_vitb16``,
     ``clip_vitb32`` or ``open_clip_vitb32``.
     """
-    import torch
-    from dreamsim import dreamsim
-    from torch.nn.functional import normalize
+    importlib.import_module("dreamsim")  # absent: before anything is loaded
 
     @cache
-    def load() -> tuple[Any, Any]:
-        folder = Path(cache_dir).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        return dreamsim(
-            pretrained=True, device=str(device), cache_dir=str(folder), dreamsim_type=dreamsim_type
-        )
+    def encoder() -> Encoder:
+        return dreamsim_encoder(str(device), dreamsim_type, cache_dir)
 
-    @torch.no_grad()
     def features(images: Sequence[Image.Image]) -> Any:
-        """(n, C) float32; 1 − cosine of two rows is the package's distance."""
-        model, preprocess = load()
-        pixels = torch.cat([preprocess(image.convert("RGB")) for image in images]).to(device)
-        vectors = [model.embed(batch).flatten(1) for batch in pixels.split(batch_size)]
-        return normalize(torch.cat(vectors), dim=-1)
+        return encoder().unit_features(images, batch_size)
 
     return with_attributes(mean_over_pairs("subfig_dreamsim", features), where=("cache_dir",))
 
