@@ -46,9 +46,12 @@ PACKAGES = {
 }
 # With these, the working tree makes the inputs of both commits.
 SOURCES = ("PaCo-GRPO/tests", "PaCo-Reward/judge/tests")
-NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$")  # a resumed run compares the optimizer's state
-# Keys whose values are never equal: times, and a set of PEFT's in any order.
-UNEQUAL = re.compile(r"(^|[./])time/|(train_time|runtime|seconds|per_second)$|target_modules\.\d+$")
+# A resumed run compares the optimizer's state; the title of the plot is a path.
+NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$|training_loss\.png$")
+# Keys whose values are never equal: times, a hash of paths, and a set of PEFT's in any order.
+UNEQUAL = re.compile(
+    r"(^|[./])time/|(_time|runtime|seconds|per_second|dataset_content)$|target_modules\.\d+$"
+)
 # Read as 0: the port of JUDGE, and how long a report's training took.
 CHANGING = re.compile(
     r'(?<=port: )\d+|(?<=port": )\d+|(?<=127\.0\.0\.1:)\d+|[\d.]+ minutes \(.*?\)'
