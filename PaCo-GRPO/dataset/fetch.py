@@ -353,7 +353,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--open_twins",
         action="store_true",
-        help="T2IS: prompts also without their shared description",
+        help="T2IS: each prompt also as an open one, without its shared description",
     )
     options = parser.parse_args(arguments)
     return run_command(partial(fetch, options))

@@ -64,7 +64,7 @@ class Shares:
         1          4         1         0
         2          7         0         1
 
-    The *item id* says which prompt of the data set an image is of; the images of one item are a
+    The *item id* says which item of the prompt sets an image is of; the images of one item are a
     group. The *position* is the image's place over all processes, the *number* that among the
     images of its process.
     """

@@ -3,7 +3,7 @@
     python -m paco_toy.build_world world --out WORLD
         prompts, a benchmark of rankings, grids for the judge's pairs
     paco-reward build-dataset … --sets_only
-        sub-figures of the grids, and the sets to be ranked
+        panels of the grids, and the sets to be ranked
     python -m paco_toy.build_world annotate --out WORLD
         rankings and reasons, as of an annotator who knows what is shown
     paco-reward build-dataset … --rankings … --reasons_file …

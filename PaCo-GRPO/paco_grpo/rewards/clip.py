@@ -1,4 +1,4 @@
-"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), sub-figures (subfig_clipT,
+"""CLIP rewards: whole image against whole prompt (pickscore, clipscore), panels (subfig_clipT,
 subfig_clipI), and an edit against what it edits (reference_clipI).
 """
 
@@ -230,12 +230,12 @@ def _open_clip_reward(
     batch_size: int = 32,
     dtype: str = "float32",
 ) -> ScoreFn:
-    """A reward of images or sub-figures by their OpenCLIP features.
+    """A reward of images or panels by their OpenCLIP features.
 
     Args:
         compare: (model, ``batch_size``) → the score function.
         pretrained: OpenCLIP's tag, or a local file, of the weights.
-        batch_size: Sub-figures (texts) at once.
+        batch_size: Panels (texts) at once.
         dtype: See ``ClipScore``.
     """
     clip = open_clip_model(model, pretrained, torch.device(device), dtype)
@@ -243,7 +243,7 @@ def _open_clip_reward(
 
 
 def _with_panels(clip: Clip, batch_size: int) -> ScoreFn:
-    """Mean cosine of each sub-figure with its own panel text (arXiv 2512.04784, §5), in [−1, 1]."""
+    """Mean cosine of each panel with its own text (arXiv 2512.04784, §5), in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         panels = []

@@ -1,4 +1,4 @@
-"""Rewards that ask the judge: about sub-figures, images of a prompt, edits and layouts.
+"""Rewards that ask the judge: about panels, images of a prompt, edits and layouts.
 
 See docs/method.md §1 (arXiv 2512.04784).
 """
@@ -41,7 +41,7 @@ _FOLLOWED = "editing_instruction"
 
 @dataclass(eq=False)
 class ConsistencyScore(JudgeReward):
-    """consistency_score: mean P(Yes) over all unordered pairs of sub-figures of an image.
+    """consistency_score: mean P(Yes) over all unordered pairs of panels of an image.
 
     ``question``: ``theme``, ``theme_no_duplicates`` (near-duplicates count as No), ``criteria``
     (one question for each criterion of the item), or a file with {theme} or {criterion}.
@@ -60,15 +60,15 @@ class ConsistencyScore(JudgeReward):
 
     @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
-        """About every pair of sub-figures of the one image."""
+        """About every pair of panels of the one image."""
         (image,) = images
-        cells = split_image(image, *grid_of(item, self.name))
-        couples = [(cells[i], cells[j]) for i, j in index_pairs(len(cells))]
+        panels = split_image(image, *grid_of(item, self.name))
+        couples = [(panels[i], panels[j]) for i, j in index_pairs(len(panels))]
         questions = self.about(couples, item)
         return questions, lambda p_yes: self.agreement(p_yes, item).mean()
 
     def about(self, couples: Sequence[tuple[Image.Image, Image.Image]], item: Item) -> list[Pair]:
-        """All that is asked about ``item``, on each of n pairs of sub-figures."""
+        """All that is asked about ``item``, on each of n pairs of panels."""
         texts = itertools.chain.from_iterable(_texts(self.questions[0], item, self.name))
         return [Pair(*couple, text) for couple, text in itertools.product(couples, texts)]
 
@@ -85,11 +85,11 @@ class ConsistencyScore(JudgeReward):
 
 @dataclass(eq=False)
 class BetweenImages(ConsistencyScore):
-    """between_images: 1 − mean P(Yes) between sub-figures of different images of a prompt.
+    """between_images: 1 − mean P(Yes) between panels of different images of a prompt.
 
     Only items whose row has ``"open": true`` are compared. It is 1 for the rest, whose prompts
     describe everything, and for an image without others. An image is compared with ``others``
-    images, by one pair of sub-figures each.
+    images, by one pair of panels each.
     """
 
     others: int = 14
@@ -102,16 +102,16 @@ class BetweenImages(ConsistencyScore):
 
     @override
     def ask(self, images: Sequence[Image.Image], item: Item) -> ScoreRequest:
-        """About one pair of sub-figures for each two neighboring images, if the item is open."""
+        """About one pair of panels for each two neighboring images, if the item is open."""
         rows, cols = grid_of(item, self.name)
-        cells = [split_image(image, rows, cols) for image in images]
+        panels = [split_image(image, rows, cols) for image in images]
         compared = neighbors(len(images), self.others) if item.metadata.get("open") else []
-        # Two different sub-figures, because sub-figures of the same place look alike.
+        # Two different panels, because panels of the same place look alike.
         places = itertools.cycle(itertools.permutations(range(rows * cols), 2))
         couples = []
         for i, j in compared:
             place, other_place = next(places)
-            couples.append((cells[i][place], cells[j][other_place]))
+            couples.append((panels[i][place], panels[j][other_place]))
 
         def score(p_yes: np.ndarray) -> np.ndarray:
             different = 1 - self.agreement(p_yes, item)

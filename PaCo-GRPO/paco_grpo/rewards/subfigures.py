@@ -1,4 +1,4 @@
-"""Rewards that compare the sub-figures of a grid with each other; here, by DreamSim."""
+"""Rewards that compare the panels of a grid with each other; here, by DreamSim."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ def grid_of(item: Item, reward: str) -> tuple[int, int]:
     rows, cols = parse_layout(item.prompt)
     if rows * cols < 2:
         raise ValueError(
-            f"{reward} needs a grid of sub-figures, but the prompt states none: {item.prompt!r}"
+            f"{reward} needs a grid of panels, but the prompt states none: {item.prompt!r}"
         )
     return rows, cols
 
 
 def mean_over_pairs(name: str, features: Callable[[Sequence[Image.Image]], Any]) -> ScoreFn:
-    """The reward ``name``: mean cosine over all pairs of sub-figures of an image, in [−1, 1].
+    """The reward ``name``: mean cosine over all pairs of panels of an image, in [−1, 1].
 
     ``features``: images → unit features, a tensor (n, C).
     """
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
-        cells = []
-        ends = []  # of each image's cells
+        panels = []
+        ends = []  # of each image's panels
         for image, item in zip(images, items, strict=True):
-            cells += split_image(image, *grid_of(item, name))
-            ends.append(len(cells))
-        vectors = features(cells).double().cpu().numpy()
+            panels += split_image(image, *grid_of(item, name))
+            ends.append(len(panels))
+        vectors = features(panels).double().cpu().numpy()
         scores = []
         for of_image in np.split(vectors, ends[:-1]):
             cosines = [of_image[i] @ of_image[j] for i, j in index_pairs(len(of_image))]
@@ -55,7 +55,7 @@ def subfig_dreamsim(
     device: Any = "cpu",
     batch_size: int = 16,
 ) -> ScoreFn:
-    """1 − DreamSim distance (arXiv 2306.09344), averaged over pairs of sub-figures.
+    """1 − DreamSim distance (arXiv 2306.09344), averaged over pairs of panels.
 
     Needs the package ``dreamsim`` (``pip install 'paco-grpo[dreamsim]'``), which downloads its own
     weights.

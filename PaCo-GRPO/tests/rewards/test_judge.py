@@ -61,7 +61,7 @@ def theme_question(item: Item) -> str:
     return load_question("theme").text(theme=split_prompt(item.prompt).theme)
 
 
-def test_consistency_is_the_mean_over_all_pairs_of_sub_figures(judge):
+def test_consistency_is_the_mean_over_all_pairs_of_panels(judge):
     """Without an answer to each, an image has no score."""
     expected = []
     for position, item in enumerate(ITEMS):
@@ -91,7 +91,7 @@ def test_criteria_are_averaged_within_a_dimension_then_over_dimensions(judge):
 
 @pytest.mark.parametrize("silent", [(), (1, 2)])
 def test_between_images_is_one_minus_the_mean_over_the_other_images_of_an_open_item(silent):
-    """Pairs of sub-figures at different places; the answers received count."""
+    """Pairs of panels at different places; the answers received count."""
     places = itertools.cycle(itertools.permutations(range(4), 2))
     answers = {i: [] for i in range(4)}
     unanswered = []

@@ -50,7 +50,7 @@ def test_whole_image_scores_are_scaled_cosines_and_a_prompt_is_encoded_once(
 
 
 @torch.no_grad()
-def test_sub_figures_are_compared_with_their_panels_and_with_each_other(tiny_open_clip):
+def test_panels_are_compared_with_their_texts_and_with_each_other(tiny_open_clip):
     """The model is loaded once for both."""
     import open_clip
 

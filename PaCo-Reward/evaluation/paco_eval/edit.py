@@ -250,8 +250,8 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         "--question",
         nargs="+",
         metavar="NAME|FILE",
-        help="shipped templates or text files: is the rest kept, is the instruction followed; one "
-        f"alone decides every dimension; default: {' '.join(EDITING)}",
+        help="names of questions (questions.toml) or text files: is the rest kept, is the "
+        f"instruction followed; one alone decides every dimension; default: {' '.join(EDITING)}",
     )
     parser.add_argument(
         "--resize_edits", action="store_true", help="show edits at the size of their input image"

@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     question.add_argument(
         "--question",
         metavar="NAME|FILE",
-        help="shipped template, or text file with {theme}, {criterion} or neither",
+        help="a question's name (questions.toml), or text file with {theme}, {criterion} or neither",
     )
     question.add_argument(
         "--prompt_template",

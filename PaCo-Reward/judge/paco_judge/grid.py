@@ -107,28 +107,28 @@ def split_prompt(prompt: str) -> GridPrompt:
 
 
 def split_image(image: Image.Image, rows: int, cols: int) -> list[Image.Image]:
-    """``rows * cols`` equal cells, row-major.
+    """``rows * cols`` equal panels, row-major.
 
     Pixels left over at the right or bottom are dropped. Raises ValueError.
     """
     if not (1 <= rows <= image.height and 1 <= cols <= image.width):
         raise ValueError(
             f"an image of {image.width}x{image.height} pixels cannot be cut into "
-            f"{rows}x{cols} cells"
+            f"{rows}x{cols} panels"
         )
     width = image.width // cols
     height = image.height // rows
-    cells = []
+    panels = []
     for row in range(rows):
         for col in range(cols):
             left = col * width
             top = row * height
-            cells.append(image.crop((left, top, left + width, top + height)))
-    return cells
+            panels.append(image.crop((left, top, left + width, top + height)))
+    return panels
 
 
 def index_pairs(n: int) -> list[tuple[int, int]]:
-    """All pairs (i, j) with i < j of n sub-figures, in lexical order."""
+    """All pairs (i, j) with i < j of n panels, in lexical order."""
     return list(itertools.combinations(range(n), 2))
 
 

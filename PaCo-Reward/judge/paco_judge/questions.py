@@ -162,7 +162,7 @@ def editing_texts(
 
 
 def theme_question(theme: str) -> str:
-    """The published question on two sub-figures of one grid."""
+    """The published question on two panels of one grid."""
     return load_question("theme").text(theme=theme)
 
 

@@ -31,7 +31,7 @@ async def consistency(
         data_source: Not read.
         solution_image: Array or tensor (3, H, W) or (H, W, 3), or several of which the first counts
             (N, …): uint8, or floats in [0, 1].
-        ground_truth: The prompt, of a grid of sub-figures.
+        ground_truth: The prompt, of a grid of panels.
         extra_info: Of an edit, ``source_img`` and ``instruction`` (default: the prompt).
         base_url, model: The judge's server, and the name under which it serves the judge (default:
             PaCo-Reward-7B, or its only model).
@@ -54,14 +54,14 @@ def _score(judge: Judge, image: Image.Image, prompt: str, extra: Mapping[str, An
         instruction = extra.get("instruction") or prompt
         return judge.score_edit(_picture(extra["source_img"]), image, instruction)
     grid = split_prompt(prompt)
-    cells = split_image(image, grid.rows, grid.cols)
-    if len(cells) < 2:
+    panels = split_image(image, grid.rows, grid.cols)
+    if len(panels) < 2:
         hint = ""
         if "instruction" in extra:
             hint = "; an edit needs source_img in its extra_info (docs/other-trainers.md)"
-        raise ValueError(f"the prompt states no grid of sub-figures: {prompt!r}{hint}")
+        raise ValueError(f"the prompt states no grid of panels: {prompt!r}{hint}")
     question = theme_question(grid.theme)
-    pairs = [Pair(cells[i], cells[j], question) for i, j in index_pairs(len(cells))]
+    pairs = [Pair(panels[i], panels[j], question) for i, j in index_pairs(len(panels))]
     return mean_score(judge.verdicts(pairs))
 
 

@@ -176,7 +176,7 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         help="also use earlier answers of which it is unknown whether this judge gave them, because "
         "its server does not say which weights it has",
     )
-    template = "shipped template or text file (default "
+    template = "name of a question (questions.toml) or text file (default "
     add(
         "--question",
         metavar="NAME|FILE",

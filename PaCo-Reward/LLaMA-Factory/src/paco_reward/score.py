@@ -187,8 +187,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--question",
         nargs="+",
         metavar="NAME|FILE",
-        help="shipped template or text file, two for edits; default: theme, pair, or the two "
-        "editing questions",
+        help="name of a question (questions.toml) or text file, two for edits; default: theme, "
+        "pair, or the two editing questions",
     )
     parser.add_argument(
         "--reasons", action="store_true", help="print the judge's whole answers too"

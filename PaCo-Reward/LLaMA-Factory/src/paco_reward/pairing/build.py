@@ -1,7 +1,7 @@
 """All steps of building a data set: cut, rank, label, clean, split, add reasons, write.
 
 OUTPUT/
-  images/<idx>/…, editing_images/…        sub-figures and edits
+  images/<idx>/…, editing_images/…        panels and edits
   pair_images/…                           images of --pairs
   prompt_data.jsonl, sets.jsonl           what was paired
   consistency_full_rank.jsonl             the rankings used
@@ -148,7 +148,7 @@ def _identity(options: Namespace, read: Inputs) -> dict[str, Any]:
 
 
 def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[LabeledPair]:
-    """Pairs of sub-figures: sets, rankings, labels. Empty if only sets for people are wanted."""
+    """Pairs of panels: sets, rankings, labels. Empty if only sets for people are wanted."""
     counts["prompts"] = len(read.items)
     counts["sub_figures"] = files.write_sub_figures(read.items, options.output)
     prompts = [{"idx": item.folder, "prompt": item.prompt} for item in read.items]

@@ -76,7 +76,7 @@ def claim(output: Path, inputs: Mapping[str, Any], name: str, continue_unknown: 
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:
     """Cut to OUTPUT/images/<idx>/ what is not there yet.
 
-    Returns the number of all sub-figures.
+    Returns the number of all panels.
     """
 
     total = 0

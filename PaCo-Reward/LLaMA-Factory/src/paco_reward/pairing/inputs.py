@@ -125,7 +125,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 @dataclass(frozen=True)
 class PromptItem:
-    """One prompt with its sub-figures, which are named inside the prompt's folder."""
+    """One prompt with its panels, which are named inside the prompt's folder."""
 
     folder: str  # its idx
     prompt: str
@@ -137,7 +137,7 @@ class PromptItem:
 
     @property
     def generations(self) -> list[list[str]]:
-        """The names of each generation's sub-figures, row-major."""
+        """The names of each generation's panels, row-major."""
         panels = range(len(self.grid.panels))
         names = []
         for number in range(len(self.files)):
@@ -294,7 +294,7 @@ def _check_names(folder: str, images: Iterable[str], items: Mapping[str, PromptI
     for name in images:
         if name not in known:
             raise UserError(
-                f"{name!r} is not a sub-figure of prompt {folder}; known: {', '.join(known[:5])} …"
+                f"{name!r} is not a panel of prompt {folder}; known: {', '.join(known[:5])} …"
             )
 
 
