@@ -94,7 +94,7 @@ class JudgeReward(ServerReward):
 
     Subclasses define ``fields`` and ``ask``.
 
-    ``question``: a shipped template's name (``paco_judge/questions.toml``), or the path of a text
+    ``question``: the name of a question (``paco_judge/questions.toml``), or the path of a text
     file. ``image_labels``, ``image_format``, ``answer_tokens``: see
     ``paco_judge.questions.RequestForm``.
     """

@@ -98,7 +98,7 @@ class Question:
 
 
 def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
-    """A shipped template, or the one in a text file.
+    """A question of ours by its name, or the one in a text file.
 
     ``about``: fields that the caller fills in. Raises ValueError.
     """
@@ -112,7 +112,7 @@ def load_question(question: str, about: Collection[str] = _KNOWN) -> Question:
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(shipped())
         raise ValueError(
-            f"question {question!r} is neither a shipped template ({names}) nor a text file: {error}"
+            f"question {question!r} is neither one of ours ({names}) nor a text file: {error}"
         ) from error
     if not template.strip():
         raise ValueError(f"question file {question} is empty")
