@@ -1,4 +1,4 @@
-"""Estimate the named configurations, alone and with each memory suffix (about 15 CPU minutes).
+"""Estimate the named configurations, alone and with each memory suffix (about 20 CPU minutes).
 
     python tools/memory_table.py
 
@@ -17,11 +17,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries read it
 GRPO = Path(__file__).resolve().parents[1] / "PaCo-GRPO"
@@ -32,16 +29,12 @@ from named import REAL, load
 from transformers.utils import logging as transformers_logging
 
 from paco_grpo.estimate import generator
-from paco_grpo.estimate.fake_device import FakeDevice
 from paco_grpo.estimate.report import GPUS
 from paco_grpo.estimate.table import FILE, GIB, SUFFIXES, Row, read, settings_of
 from paco_grpo.objectives import create_objective
 from paco_grpo.options import OPTIONS, RunOptions
 from paco_grpo.options.parse import options_to_dict
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.sampling.denoise import Sampling
 from paco_grpo.training.state import Plan, make_plan
-from paco_grpo.types import Item
 
 # These have adapters, references and passes of their own.
 OBJECTIVES = ("_nft", "_awm", "_dgpo", "_flow_dppo")
@@ -93,57 +86,13 @@ def shapes_of(options: RunOptions) -> str:
     return json.dumps(values)
 
 
-class Estimates:
-    """Estimates of configurations; what several have in common is computed once."""
-
-    def __init__(self) -> None:
-        self.device = FakeDevice()
-        self.sampled: dict[str, generator.SampledOnce] = {}
-
-    def rows(self, configurations: Mapping[str, RunOptions]) -> dict[str, Row]:
-        """The rows of configurations with the same shapes."""
-        options = next(iter(configurations.values()))
-        objective = create_objective(options.train)
-        plan = make_plan(options, 1, objective.gradient_steps)
-        sample = partial(self._sample, generator._sample, options)
-        with (
-            mock.patch.object(generator, "FakeDevice", lambda: self.device),
-            mock.patch.object(generator, "_sample", sample),
-        ):
-            pieces = generator.measure_pieces(options, plan, objective)
-        return {name: row_of(options, plan, pieces) for name, options in configurations.items()}
-
-    def _sample(
-        self,
-        original: Any,
-        options: RunOptions,
-        policy: DiffusersPolicy,
-        device: FakeDevice,
-        item: Item,
-        text_tokens: int,
-        count: int,
-        sampling: Sampling,
-    ) -> generator.SampledOnce:
-        """``generator._sample``, whose second step is not computed: it needs as much as the first.
-
-        Objective and checkpointing do not matter to it.
-        """
-        guidance = options.sample.guidance_scale, options.sample.negative_prompt
-        adapter = options.train.lora_rank, options.train.lora_targets
-        images = item.height, text_tokens, count, bool(sampling.noise_steps)
-        key = repr((options.pretrained.model, guidance, adapter, images))
-        if key not in self.sampled:
-            velocities: list[Any] = []
-            compute = policy.velocity
-
-            def velocity(*arguments: Any) -> Any:
-                if not velocities:
-                    velocities.append(compute(*arguments))
-                return velocities[0]
-
-            with mock.patch.object(policy, "velocity", velocity):
-                self.sampled[key] = original(policy, device, item, text_tokens, count, sampling)
-        return self.sampled[key]
+def rows_of(configurations: Mapping[str, RunOptions]) -> dict[str, Row]:
+    """The rows of configurations with the same shapes."""
+    options = next(iter(configurations.values()))
+    objective = create_objective(options.train)
+    plan = make_plan(options, 1, objective.gradient_steps)
+    pieces = generator.measure_pieces(options, plan, objective)
+    return {name: row_of(options, plan, pieces) for name, options in configurations.items()}
 
 
 def row_of(options: RunOptions, plan: Plan, pieces: generator.Pieces) -> Row:
@@ -195,9 +144,8 @@ def main(words: Sequence[str] | None = None) -> int:
             rows[name] = earlier[name]
         else:
             missing.setdefault(shapes_of(options), {})[name] = options
-    estimates = Estimates()
     for configurations in missing.values():
-        rows |= estimates.rows(configurations)
+        rows |= rows_of(configurations)
         for name in configurations:
             print(f"{name}: {rows[name].gib} GiB ({rows[name].phase})", flush=True)
         write({name: rows[name] for name in row_names() if name in rows})
