@@ -25,6 +25,7 @@ from accelerate.utils import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from typing_extensions import override
 
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy
@@ -305,10 +306,12 @@ class FSDP2(Strategy):
     lockstep = True
 
     @property
+    @override
     def loading_device(self) -> torch.device:
         """Main memory: a model that needs sharding may not fit on one device."""
         return torch.device("cpu")
 
+    @override
     def place(self, policy: Policy) -> None:
         """Shard block by block: a device never holds more than its share and one block.
 
@@ -351,10 +354,11 @@ class FSDP2(Strategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
+    @override
     def finish_gradients(
         self, parameters: Sequence[torch.nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """As in ``Strategy``; gradients of sharded parameters were summed during the backward."""
+        """Gradients of sharded parameters were summed during the backward."""
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             return super().finish_gradients(parameters, max_norm)
         return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -10,6 +10,7 @@
 """
 
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
 from paco_grpo.objectives.noised import Noised, NoisedObjective
@@ -42,6 +43,7 @@ class Awm(NoisedObjective):
         if train.awm_slow_beta > 0:
             self.snapshots += (Snapshot("slow", slow_decay),)
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         noised = Noised(step, policy)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from paco_grpo.names import find_function
 from paco_grpo.options.schema import RunOptions, TrainOptions
@@ -275,6 +276,7 @@ def _objective_of(function: Callable[..., LossOutput]) -> type[Objective]:
             inspect.signature(function).bind("step", "policy", train, **arguments)
             self.arguments = arguments
 
+        @override
         def loss(self, step: Step, policy: Policy) -> LossOutput:
             return function(step, policy, self.train, **self.arguments)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.base import LossOutput, MicroBatch, Snapshot, Step, mean_square
@@ -53,6 +54,7 @@ class Dgpo(NoisedObjective):
             self.snapshots = (Snapshot("slow", slow_decay, samples_from=200, every_step=True),)
 
     @classmethod
+    @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         yield from super().check(options)
         if not options.use_lora:
@@ -66,6 +68,7 @@ class Dgpo(NoisedObjective):
                 "per_prompt_stat_tracking=True and at least 2 sample.num_images_per_prompt"
             )
 
+    @override
     def measure(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> list[_SampleChange]:
         measured: list[_SampleChange] = []
         for micro_batch in micro_batches:
@@ -81,6 +84,7 @@ class Dgpo(NoisedObjective):
             measured += [_SampleChange(*row) for row in rows]
         return measured
 
+    @override
     def prepare(
         self, micro_batches: Sequence[MicroBatch], measured: Sequence[_SampleChange]
     ) -> None:
@@ -96,6 +100,7 @@ class Dgpo(NoisedObjective):
             rows = [row_of[position] for position in micro_batch.positions.tolist()]
             micro_batch.group_weights = torch.tensor(weights[rows].T, dtype=torch.float32)
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         weight = step.group_weights

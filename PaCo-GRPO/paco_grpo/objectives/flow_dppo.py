@@ -13,6 +13,7 @@ Between Gaussians the divergence is known.
 from collections.abc import Iterator
 
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square, reference_kl
 from paco_grpo.options.schema import RunOptions
@@ -33,6 +34,7 @@ class FlowDppo(Objective):
     """
 
     @classmethod
+    @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         yield from super().check(options)
         sample = options.sample
@@ -43,6 +45,7 @@ class FlowDppo(Objective):
         if sample.cps and last in trained_steps:
             yield f"sample.noise_steps: Flow-CPS adds no noise at the last step, {last}: omit it"
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         noise = step.noise
@@ -74,6 +77,7 @@ class FlowDppo(Objective):
             loss = loss + train.beta * metrics["kl"]
         return LossOutput(loss, metrics)
 
+    @override
     def first_deviation(self, step: Step, policy: Policy) -> torch.Tensor:
         """D (B,) before the first update, where it should be 0, in units of τ/10."""
         trained = transition(policy, step.rollout, step.noise.latents, step.index)

@@ -11,6 +11,8 @@ Clipping then acts equally at every noise level.
 
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square, reference_kl
 from paco_grpo.objectives.ppo import clipped_loss, ratio_metrics
 from paco_grpo.options.schema import RunOptions
@@ -26,6 +28,7 @@ class GuardGrpo(Objective):
     """
 
     @classmethod
+    @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         yield from super().check(options)
         if options.sample.cps:
@@ -34,6 +37,7 @@ class GuardGrpo(Objective):
                 "its correction is Flow-SDE's"
             )
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         noise = step.noise

@@ -10,6 +10,7 @@
 """
 
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
 from paco_grpo.objectives.noised import Noised, NoisedObjective
@@ -43,6 +44,7 @@ class Nft(NoisedObjective):
         flat, rate, hold = _DECAYS[self.train.decay_type]
         return min(max(step - flat, 0) * rate, hold)
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         beta = train.nft_beta

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.base import Objective, Step, mean_square
 from paco_grpo.options.schema import RunOptions
@@ -30,6 +31,7 @@ class NoisedObjective(Objective):
     gradient_steps = 1
     default_sigmas: int | None = None
 
+    @override
     def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
         """``train.timesteps``, or ``train.num_sigmas`` sampled positions of the schedule."""
         train = self.train
@@ -42,6 +44,7 @@ class NoisedObjective(Objective):
         return sample_sigmas(num_steps, count, train.sigma_fraction, train.sigma_one, rng)
 
     @classmethod
+    @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         sample = options.sample
         train = options.train

@@ -14,6 +14,7 @@ The reference is the base model, or with ``train.reference='start'`` the adapter
 """
 
 import torch
+from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Objective, Step, reference_kl
 from paco_grpo.policies.base import Policy
@@ -27,6 +28,7 @@ class Ppo(Objective):
     approx_kl, policy_loss and, with β ≠ 0, kl.
     """
 
+    @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         train = self.train
         noise = step.noise  # with the log-probability of the weights before the update

@@ -19,6 +19,7 @@ import yaml
 from ml_collections import ConfigDict
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import override
 
 from paco_grpo.names import did_you_mean, in_words, without_keys
 from paco_grpo.options.schema import GROUPS, OPTIONS, SET_OPTIONS, RunOptions
@@ -43,6 +44,7 @@ class _Config(ConfigDict):
         super().__init__(type_safe=False, allow_dotted_keys=True)
         self.update(entries)
 
+    @override
     def __setitem__(self, key: str, value: Any) -> None:
         # A copy: test.reward_fn, set to train.reward_fn, gets rewards that are not trained.
         is_table = isinstance(value, dict | ConfigDict)
@@ -243,9 +245,11 @@ def _plain(text: str) -> Any:
 class _FlowLoader(yaml.BaseLoader):
     """Reads scalars without quotes as ``_plain`` does."""
 
+    @override
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         return _plain(node.value) if node.style is None else node.value
 
+    @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:

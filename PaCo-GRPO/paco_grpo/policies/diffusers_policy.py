@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.loading import load_models, place
@@ -154,8 +155,8 @@ class DiffusersPolicy(Policy):
         self._offloaded_vae = Offloaded((), self.device)
 
     @classmethod
+    @override
     def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
-        """As in ``Policy``."""
         try:
             models = load_models(path, settings.dtype)
             pipeline = cls.pipeline_class.from_pretrained(path, dtype=settings.dtype, **models)
@@ -179,8 +180,8 @@ class DiffusersPolicy(Policy):
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only ``encode`` needs."""
 
+    @override
     def encode(self, items: Sequence[Item], text_tokens: int | None = None) -> TextConditioning:
-        """As in ``Policy``."""
         return TextConditioning(**self._encode_texts(items, [()] * len(items), text_tokens))
 
     @torch.no_grad()
@@ -254,6 +255,7 @@ class DiffusersPolicy(Policy):
             return None
         return torch.full_like(sigma, self.guidance_scale)
 
+    @override
     def velocity(
         self,
         latents: torch.Tensor,
@@ -263,7 +265,6 @@ class DiffusersPolicy(Policy):
         width: int,
         guided: bool = True,
     ) -> torch.Tensor:
-        """As in ``Policy``."""
         inputs = ForwardInputs(latents, sigma, conditioning, height, width)
         generated = slice(latents.shape[1])  # tokens of reference images come after them
         with self.autocast():
@@ -295,6 +296,7 @@ class DiffusersPolicy(Policy):
             unpacked / vae.config.scaling_factor + vae.config.shift_factor, return_dict=False
         )[0]
 
+    @override
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
         """linspace(1, 1/num_steps, num_steps) or the scheduler's own σ, shifted by it."""
         rows, columns = self._grid(height, width)
@@ -321,6 +323,7 @@ class DiffusersPolicy(Policy):
             config.get("max_shift", 1.15),
         )
 
+    @override
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
         """The same noise as the pipeline's with CPU generators of these seeds."""
         shape = self._noise_shape(*self._grid(height, width))
@@ -344,11 +347,9 @@ class DiffusersPolicy(Policy):
         return self.pipeline._unpack_latents(tokens, height, width, self.pipeline.vae_scale_factor)
 
     @torch.no_grad()
+    @override
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """As in ``Policy``; with the same bits as diffusers' images.
-
-        Pixels become bytes before they cross to the CPU.
-        """
+        """With the same bits as diffusers' images; pixels become bytes on the device."""
         unpacked = self._unpack(latents, height, width)
         with self._offloaded_vae.on_device():
             pixels = self._pixels(unpacked.to(self.pipeline.vae.device, self.pipeline.vae.dtype))
@@ -357,8 +358,8 @@ class DiffusersPolicy(Policy):
         as_bytes = rounded.to(torch.uint8, memory_format=torch.contiguous_format)
         return [Image.fromarray(array) for array in as_bytes.cpu().numpy()]
 
+    @override
     def offload(self, text_encoders: bool | None, vae: bool) -> None:
-        """As in ``Policy``."""
         if text_encoders is None:
             on_gpu = self.device.type == "cuda"
             text_encoders = on_gpu and not fits_beside_training(self.text_encoders(), self.device)
@@ -422,19 +423,22 @@ class DiffusersPolicy(Policy):
 class FlatLatents(DiffusersPolicy):
     """A pipeline whose transformer takes latents (B, C, h, w); our tokens are their cells."""
 
+    @override
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         return self._transformer_config.in_channels, 2 * rows, 2 * columns
 
+    @override
     def _pack(self, latents: torch.Tensor) -> torch.Tensor:
         return latents.flatten(2).transpose(1, 2)
 
+    @override
     def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
         return tokens.transpose(1, 2).unflatten(
             2, self._noise_shape(*self._grid(height, width))[1:]
         )
 
+    @override
     def pipeline_latents(self, latents: torch.Tensor, item: Item) -> torch.Tensor:
-        """As in ``DiffusersPolicy``."""
         return self._unpack(latents, item.height, item.width)
 
 

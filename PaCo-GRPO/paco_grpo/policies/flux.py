@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import FluxPipeline
 from torch import nn
+from typing_extensions import override
 
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, ForwardInputs, lora_targets_with
 
@@ -17,16 +18,19 @@ class FluxPolicy(DiffusersPolicy):
     tokenizer_folder = "tokenizer_2"  # T5's; CLIP always takes 77 tokens
     lora_targets = lora_targets_with("ff", "ff_context")
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """CLIP and T5."""
         return self.pipeline.text_encoder, self.pipeline.text_encoder_2
 
+    @override
     def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         embeds, pooled, _ = self.pipeline.encode_prompt(
             text, device=self._encoder_device, max_sequence_length=length
         )
         return embeds[0], pooled[0]
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         embeds, _, pooled = inputs.text

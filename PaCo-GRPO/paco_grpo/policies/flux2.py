@@ -12,6 +12,7 @@ from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image, ImageOps
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
@@ -44,15 +45,18 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
     )
 
     @classmethod
+    @override
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """As in ``Policy``; with the pipeline's system message."""
+        """With the pipeline's system message."""
         (messages,) = format_input([prompt], SYSTEM_MESSAGE)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Mistral, or Qwen3 (Klein)."""
         return (self.pipeline.text_encoder,)
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         embeds, _, _ = inputs.text  # padding is attended to
@@ -79,16 +83,14 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
             self._ids[key] = text.to(self.device), torch.cat(images).to(self.device)
         return self._ids[key]
 
+    @override
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """Both sides down to the multiple, at least one, as the pipelines size reference images."""
         return self._whole(math.sqrt(area / aspect)), self._whole(math.sqrt(area * aspect))
 
+    @override
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
-        """As in ``ReferenceImagePolicy``.
-
-        A reference of another shape is scaled down at most, then both sides are cut to whole
-        tokens.
-        """
+        """Another shape is at most scaled down; then both sides are cut to whole tokens."""
         if self.has_its_shape(image, item):
             return item.height, item.width
         width, height = self._scaled(image, item)
@@ -100,6 +102,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         scale = min(1.0, math.sqrt(area / (image.width * image.height)))
         return int(image.width * scale), int(image.height * scale)
 
+    @override
     def _resize(self, image: Image.Image, item: Item) -> Image.Image:
         height, width = self.reference_size(image, item)
         if self.has_its_shape(image, item):
@@ -114,9 +117,11 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
         small = image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS)
         return self.pipeline.image_processor._resize_and_crop(small, width=width, height=height)
 
+    @override
     def _mu(self, tokens: int, num_steps: int) -> float:
         return compute_empirical_mu(tokens, num_steps)
 
+    @override
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         return (
             self._transformer_config.in_channels,
@@ -124,6 +129,7 @@ class Flux2Policy(FlatLatents, ReferenceImagePolicy):
             columns,
         )  # 2x2 latents are the channels of a token
 
+    @override
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Latents are normalized with the running statistics of the VAE's batch norm."""
         vae = self.pipeline.vae
@@ -144,8 +150,9 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     family = "FLUX.2 Klein"
     default_negative = ""
 
+    @override
     def guidance_arguments(self) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``; the pipeline takes no negative prompt, but its features."""
+        """With the negative prompt's features: the pipeline takes no text."""
         arguments = {"guidance_scale": self.guidance_scale}
         if self.uses_true_cfg and self.negative_prompt != self.default_negative:
             (features,) = self._encode_text(self.negative_prompt, self.max_sequence_length)
@@ -153,8 +160,9 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         return arguments
 
     @classmethod
+    @override
     def from_pretrained(cls, path: str | Path, settings: PolicySettings) -> Self:
-        """As in ``Policy``; a model distilled to four steps takes no guidance."""
+        """Raises PolicyLoadError: a model distilled to four steps takes no guidance."""
         scale = settings.guidance_scale
         if scale > 1 and cls.pipeline_class.load_config(path).get("is_distilled"):
             raise PolicyLoadError(
@@ -165,8 +173,9 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
         return super().from_pretrained(path, settings)
 
     @classmethod
+    @override
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """As in ``Policy``; with an empty thought."""
+        """With an empty thought."""
         return tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             tokenize=False,

@@ -2,6 +2,7 @@
 
 import torch
 from diffusers import Krea2Pipeline
+from typing_extensions import override
 
 from paco_grpo.policies.diffusers_policy import ForwardInputs
 from paco_grpo.policies.qwen_image import QwenParts
@@ -28,6 +29,7 @@ class Krea2Policy(ScaleFromZero, QwenParts):
         "ff.down",
     )
 
+    @override
     def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor]:
         """Features (L, layers, D) without the padding between prompt and suffix.
 
@@ -38,6 +40,7 @@ class Krea2Policy(ScaleFromZero, QwenParts):
         )
         return (embeds[mask],)
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         embeds, mask, _ = inputs.text
         grid = self._grid(inputs.height, inputs.width)
@@ -53,8 +56,10 @@ class Krea2Policy(ScaleFromZero, QwenParts):
             return_dict=False,
         )[0]
 
+    @override
     def _mu(self, tokens: int, num_steps: int) -> float:
         return 1.15 if self.pipeline.config.is_distilled else super()._mu(tokens, num_steps)
 
+    @override
     def _unpack(self, tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
         return self.pipeline._unpack_latents(tokens, height, width)

@@ -14,6 +14,7 @@ from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos
 from PIL import Image
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import ForwardInputs, lora_targets_with
@@ -52,20 +53,23 @@ class LongCatPolicy(TrueCfgPolicy):
         self.card_setup += f"pipe.tokenizer_max_length = {self.max_sequence_length}\n"
 
     @classmethod
+    @override
     def count_tokens(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
-        """As in ``Policy``; each character between quotation marks is a text of its own."""
+        """Each character between quotation marks is a text of its own."""
         pieces = []
         for part, is_quoted in split_quotation(prompt):
             pieces += part if is_quoted else [part]
         return sum(len(tokenizer(piece, add_special_tokens=False).input_ids) for piece in pieces)
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL."""
         return (self.pipeline.text_encoder,)
 
     @contextmanager
+    @override
     def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
-        """As in ``DiffusersPolicy``; with our ``split_quotation``."""
+        """With our ``split_quotation``."""
         with self._own_quotations(), super().whole_pipeline(item) as pipeline:
             yield pipeline
 
@@ -73,6 +77,7 @@ class LongCatPolicy(TrueCfgPolicy):
         module = sys.modules[self.pipeline_class.__module__]
         return mock.patch.object(module, "split_quotation", split_quotation)
 
+    @override
     def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
         with (
             self._own_quotations(),
@@ -81,6 +86,7 @@ class LongCatPolicy(TrueCfgPolicy):
             embeds, _ = self.pipeline.encode_prompt([text], *images)
         return (embeds[0],)
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         embeds, mask, _ = inputs.text
@@ -120,10 +126,11 @@ class LongCatImagePolicy(LongCatPolicy):
     pipeline_class = LongCatImagePipeline
     family = "LongCat-Image"
 
+    @override
     def guidance_arguments(self) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``."""
         return super().guidance_arguments() | {"enable_prompt_rewrite": False}
 
+    @override
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         combined = super()._combined(conditional, negative)
         norm = conditional.norm(dim=-1, keepdim=True)
@@ -146,24 +153,27 @@ class LongCatImageEditPolicy(ReferenceImagePolicy, LongCatPolicy):
         super().__init__(pipeline, settings)
         pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
 
+    @override
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """A reference has the size of its item; for an item without one, the nearest size."""
         return self._nearest_size(area**0.5, aspect)
 
+    @override
     def reference_size(self, image: Image.Image, item: Item) -> tuple[int, int]:
-        """As in ``ReferenceImagePolicy``."""
         if item.height is None or item.width is None:
             return super().reference_size(image, item)
         return item.height, item.width
 
+    @override
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``; the pipeline takes its size from the image."""
+        """With one image, from which the pipeline takes its size."""
         arguments = super().pipeline_arguments(item)
         return arguments | {"image": arguments["image"][0]}
 
     @contextmanager
+    @override
     def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
-        """As in ``DiffusersPolicy``; the pipeline generates the item's size, not a megapixel."""
+        """It generates the item's size, not a megapixel."""
         module = sys.modules[self.pipeline_class.__module__]
         size = item.width, item.height
         with (
@@ -172,6 +182,7 @@ class LongCatImageEditPolicy(ReferenceImagePolicy, LongCatPolicy):
         ):
             yield pipeline
 
+    @override
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         resize = self.pipeline.image_processor.resize
         seen = []
@@ -180,6 +191,7 @@ class LongCatImageEditPolicy(ReferenceImagePolicy, LongCatPolicy):
             seen.append(resize(image, image.height // 2, image.width // 2))
         return seen
 
+    @override
     def _encode_text(self, text: str, length: int, *images: Image.Image) -> tuple[torch.Tensor]:
         # The pipeline fails at a longer text.
         while self.count_tokens(self.pipeline.tokenizer, text) > length:

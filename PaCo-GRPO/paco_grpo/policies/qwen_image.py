@@ -10,6 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, QwenImagePipeline
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import ForwardInputs, lora_targets_with
@@ -21,6 +22,7 @@ class QwenParts(TrueCfgPolicy):
     """What the other Qwen-Image models and Krea 2 share: text encoder and template, and the VAE."""
 
     @classmethod
+    @override
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """2x2 latents are a token, and each temporal level of the VAE also halves the sides."""
         return 2 * 2 ** len(
@@ -28,17 +30,17 @@ class QwenParts(TrueCfgPolicy):
         )  # the VAE of a video model; diffusers' spelling
 
     @classmethod
+    @override
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """As in ``Policy``; without the start of the chat.
-
-        The pipeline drops the features of the start before it cuts.
-        """
+        """Without the start of the chat, whose features the pipeline drops before it cuts."""
         return f"{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen2.5-VL; in Krea 2, Qwen3-VL."""
         return (self.pipeline.text_encoder,)
 
+    @override
     def _pixels(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Pixels of standardized latents (B, C, 1, h, w) of a one-frame video."""
         vae = self.pipeline.vae
@@ -68,10 +70,11 @@ class QwenImagePolicy(QwenParts):
             )
         super().__init__(pipeline, settings)
 
+    @override
     def guidance_arguments(self) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``."""
         return {"true_cfg_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         embeds, mask, _ = inputs.text
@@ -84,6 +87,7 @@ class QwenImagePolicy(QwenParts):
             return_dict=False,
         )[0]
 
+    @override
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """u·|c|/|u| with u = n + scale·(c − n), per token."""
         combined = super()._combined(conditional, negative)

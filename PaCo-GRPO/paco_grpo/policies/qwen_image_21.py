@@ -9,6 +9,7 @@ import torch
 from diffusers import DiffusionPipeline, QwenImage21Pipeline
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import ForwardInputs, on_white
@@ -52,18 +53,20 @@ class QwenImage21Policy(QwenImageEditPolicy):
         self._prefixes: dict[bool, QwenImage21KVCache] | None = None
 
     @classmethod
+    @override
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         """Sides are an even number of tokens, and a token is a latent."""
         return 2 * 2 ** (len(vae["dim_mult"]) - 1)
 
+    @override
     def batch_key(self, item: Item) -> Hashable:
         """Also the length of the text."""
         length = self.count_tokens(self.pipeline.processor.tokenizer, item.prompt)
         return length, super().batch_key(item)
 
     @contextmanager
+    @override
     def keeping_prefix(self) -> Iterator[None]:
-        """As in ``Policy``."""
         is_causal = self._transformer_config.causal_condition
         self._prefixes = {} if is_causal else None
         try:
@@ -71,11 +74,12 @@ class QwenImage21Policy(QwenImageEditPolicy):
         finally:
             self._prefixes = None
 
+    @override
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``."""
         arguments = super().pipeline_arguments(item)
         return arguments | {"image": arguments["image"] or None}
 
+    @override
     def _encode_text(
         self, text: str, length: int, *images: Image.Image
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +93,7 @@ class QwenImage21Policy(QwenImageEditPolicy):
         )
         return embeds[0], slots[0]
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         tokens, grids = self._tokens(inputs)
         count = inputs.latents.shape[1]
@@ -125,9 +130,11 @@ class QwenImage21Policy(QwenImageEditPolicy):
         self._prefixes[negative] = QwenImage21KVCache(self._transformer_config.num_layers)
         return {"kv_cache": self._prefixes[negative], "kv_cache_mode": "extract"}
 
+    @override
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         return TrueCfgPolicy._combined(self, conditional, negative)
 
+    @override
     def _unshifted_sigmas(self, num_steps: int) -> np.ndarray:
         """Turbo's own."""
         own = self.pipeline.config.sample_sigmas
@@ -137,17 +144,21 @@ class QwenImage21Policy(QwenImageEditPolicy):
             raise ValueError(f"num_steps = {num_steps}: the model's schedule has {len(own)} steps")
         return np.array(own)
 
+    @override
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         rows, columns = super()._grid(height, width)
         return 2 * rows, 2 * columns
 
+    @override
     def _noise_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
         return self._transformer_config.in_channels, rows, columns
 
+    @override
     def _encode_image(self, reference: Reference) -> torch.Tensor:
         with_alpha = Reference(reference.image.convert("RGBA"), reference.original)
         return super()._encode_image(with_alpha)
 
+    @override
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        """As in ``Policy``; the VAE's are RGBA."""
+        """The VAE's images are RGBA; these are on white."""
         return [on_white(image) for image in super().decode(latents, height, width)]

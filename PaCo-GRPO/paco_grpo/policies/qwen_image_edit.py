@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, QwenImageEditPipeline, QwenImageEditPlu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.qwen_image import QwenImagePolicy
@@ -57,26 +58,23 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         self.size_step = _ROUNDED_TO
         pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
 
+    @override
     def fit_area(self, area: float, aspect: float) -> tuple[int, int]:
         """As the pipeline sizes reference images: to the nearest multiples of 32 pixels."""
         width, height, _ = calculate_dimensions(area, aspect)
         return max(height, _ROUNDED_TO), max(width, _ROUNDED_TO)
 
+    @override
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``; with the references as they are.
-
-        The pipeline resizes them.
-        """
+        """With the references as they are: the pipeline resizes them."""
         images = [reference.original for reference in self._read(item)]
         arguments = super().pipeline_arguments(item)
         return arguments | {"image": images if self.several_images else images[0]}
 
     @contextmanager
+    @override
     def whole_pipeline(self, item: Item) -> Iterator[DiffusionPipeline]:
-        """As in ``DiffusersPolicy``; the pipeline resizes references as this policy does.
-
-        Alone, it would encode them at a megapixel.
-        """
+        """It resizes references as this policy does; alone, it would encode them at a megapixel."""
         module = sys.modules[self.pipeline_class.__module__]
         calculate = module.calculate_dimensions
         sizes = {}  # width and height by aspect
@@ -97,9 +95,11 @@ class QwenImageEditPolicy(ReferenceImagePolicy, QwenImagePolicy):
         finally:
             module.calculate_dimensions = calculate
 
+    @override
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         return [reference.image for reference in references]  # as the VAE
 
+    @override
     def _vae_input(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.unsqueeze(2)  # a video of one frame
 
@@ -116,6 +116,7 @@ class QwenImageEditPlusPolicy(QwenImageEditPolicy):
     several_images = True
     shape_from = -1
 
+    @override
     def _seen(self, references: Sequence[Reference]) -> Sequence[Image.Image]:
         seen = []
         for reference in references:

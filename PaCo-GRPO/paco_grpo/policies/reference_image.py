@@ -13,6 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import (
@@ -80,8 +81,8 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """``side`` down to a multiple of ``size_multiple``, at least one."""
         return max(int(side) // self.size_multiple, 1) * self.size_multiple
 
+    @override
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """As in ``Policy``."""
         if item.height is None or item.width is None:
             image = item.images[self.shape_from]
             aspect = image.width / image.height
@@ -139,15 +140,16 @@ class ReferenceImagePolicy(DiffusersPolicy):
             area = item.height * item.width
         return self.fit_area(area, image.width / image.height)
 
+    @override
     def batch_key(self, item: Item) -> Hashable:
         """The size of the generated image and the sizes of the references, in order."""
         return item.height, item.width, *(self.reference_size(image, item) for image in item.images)
 
     @torch.no_grad()
+    @override
     def encode(
         self, items: Sequence[Item], text_tokens: int | None = None
     ) -> ReferenceConditioning:
-        """As in ``Policy``."""
         references = [self._read(item) for item in items]
         texts = self._encode_texts(items, [self._seen(row) for row in references], text_tokens)
         return ReferenceConditioning(**texts, **self._encode_references(references))
@@ -156,6 +158,7 @@ class ReferenceImagePolicy(DiffusersPolicy):
         """The images that the text encoder sees."""
         return ()
 
+    @override
     def _tokens(self, inputs: ForwardInputs) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """With the reference tokens behind the generated ones."""
         conditioning = inputs.conditioning
@@ -219,8 +222,9 @@ class ReferenceImagePolicy(DiffusersPolicy):
         latents = self.pipeline._encode_vae_image(image=pixels, generator=None)
         return self._pack(latents)[0].to(self.dtype)
 
+    @override
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``; with the references as they are encoded."""
+        """With the references as they are encoded."""
         images = [reference.image for reference in self._read(item)]
         return super().pipeline_arguments(item) | {"image": images or None}
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import nn
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs, lora_targets_with
@@ -35,6 +36,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
                 f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")
             )
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Both CLIPs and T5."""
         return (
@@ -43,6 +45,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
             self.pipeline.text_encoder_3,
         )
 
+    @override
     def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """CLIP's 77 tokens before T5's, and both CLIPs' pooled vectors."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
@@ -55,6 +58,7 @@ class StableDiffusion3Policy(FlatLatents, TrueCfgPolicy):
         )
         return embeds[0], pooled[0]
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         embeds, _, pooled = inputs.text
         latents = self._unpack(inputs.latents, inputs.height, inputs.width)

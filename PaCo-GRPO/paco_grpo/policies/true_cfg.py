@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
+from typing_extensions import override
 
 from paco_grpo.policies.base import PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
@@ -37,8 +38,8 @@ class TrueCfgPolicy(DiffusersPolicy):
                 self.least_scale,
             )
 
+    @override
     def guidance_arguments(self) -> dict[str, Any]:
-        """As in ``DiffusersPolicy``."""
         return {"guidance_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
 
 
@@ -52,5 +53,6 @@ class ScaleFromZero(TrueCfgPolicy):
     default_negative = ""
     least_scale = 0.0
 
+    @override
     def _combined(self, conditional: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         return conditional + self.guidance_scale * (conditional - negative)

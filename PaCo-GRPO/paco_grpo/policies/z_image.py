@@ -6,6 +6,7 @@ import torch
 from diffusers import ZImagePipeline
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from paco_grpo.policies.diffusers_policy import FlatLatents, ForwardInputs
 from paco_grpo.policies.true_cfg import ScaleFromZero
@@ -27,8 +28,9 @@ class ZImagePolicy(FlatLatents, ScaleFromZero):
     )
 
     @classmethod
+    @override
     def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """As in ``Policy``; with the start of an answer."""
+        """With the start of an answer."""
         return tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             tokenize=False,
@@ -36,10 +38,12 @@ class ZImagePolicy(FlatLatents, ScaleFromZero):
             enable_thinking=True,
         )
 
+    @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Qwen3."""
         return (self.pipeline.text_encoder,)
 
+    @override
     def _encode_text(self, text: str, length: int) -> tuple[torch.Tensor]:
         """Without padding; the pipeline writes into the list that it gets."""
         (embeds,), _ = self.pipeline.encode_prompt(
@@ -50,6 +54,7 @@ class ZImagePolicy(FlatLatents, ScaleFromZero):
         )
         return (embeds,)
 
+    @override
     def _forward(self, inputs: ForwardInputs) -> torch.Tensor:
         embeds, mask, _ = inputs.text
         lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
