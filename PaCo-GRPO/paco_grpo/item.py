@@ -28,6 +28,13 @@ class Item:
     place: str = field(default="", compare=False)  # file and row, for messages
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Height and width. Raises ValueError: it has none (``sampling.images.at_size``)."""
+        if self.height is None or self.width is None:
+            raise ValueError(f"item {self.item_id} has no size")
+        return self.height, self.width
+
+    @property
     def images(self) -> tuple[Image.Image, ...]:
         """The reference images, read at every access unless the item is loaded."""
         return tuple(_read(reference) for reference in self.references)

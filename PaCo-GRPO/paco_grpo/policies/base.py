@@ -128,7 +128,7 @@ class Policy(ABC):
         when the transformer is on the device.
         """
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager[object]:
         """Around every transformer forward."""
         if self.dtype == torch.float32:
             return nullcontext()

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
 from PIL import Image
 from safetensors import SafetensorError
@@ -111,6 +111,7 @@ class DiffusersPolicy(Policy):
     family: ClassVar[str]  # for messages
     # The pipeline shifts linspace(1, 1/N, N); else the scheduler's own sigmas.
     linear_sigmas: ClassVar[bool] = True
+    transformer: ModelMixin
     # Lines of Python for model cards that give the plain pipeline ``pipe`` this policy's numbers.
     card_setup: str = ""
 
