@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
-from paco_grpo.policies.loading import load_models, place
 from paco_grpo.policies.memory import (
     Offloaded,
     TensorCache,
     fits_beside_training,
     quantize_layers,
 )
+from paco_grpo.policies.models import load_models, place
 from paco_grpo.types import Conditioning, Item, to_device
 
 logger = logging.getLogger(__name__)

@@ -9,19 +9,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
-from paco_judge.weights import explain_missing, from_pretrained_strict
+from paco_judge.weights import explain_missing
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ _DISTILLED = ("turbo", "schnell", "lightning", "lcm")
 def load_policy(
     model_path: str | Path,
     settings: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
-) -> Policy:
+) -> DiffusersPolicy:
     """Load the generator at ``model_path`` with the policy registered for its pipeline class.
 
     Args:
@@ -72,7 +69,7 @@ def load_policy(
     return policy.from_pretrained(model_path, settings)
 
 
-def load_generator(options: RunOptions, device: torch.device | str) -> Policy:
+def load_generator(options: RunOptions, device: torch.device | str) -> DiffusersPolicy:
     """``config.pretrained.model`` in the precision and with the guidance of ``options``."""
     if options.speed.compile and torch.device(device).type == "cuda":
         from paco_judge.compiler import missing_for_compilation
@@ -112,7 +109,7 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
-def policy_class(model_path: str | Path) -> type[Policy]:
+def policy_class(model_path: str | Path) -> type[DiffusersPolicy]:
     """The class of the generator, by ``_class_name`` in its ``model_index.json``."""
     class_name = _read(model_path, "model_index.json").get("_class_name")
     if class_name not in POLICIES:
@@ -221,75 +218,3 @@ def local_folder(place: str | Path, *patterns: str, option: str) -> Path:
             return Path(snapshot_download(str(place), allow_patterns=list(patterns)))
     except UserError as error:
         raise PolicyLoadError(f"{option}: {error}") from error
-
-
-def load_models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The pipeline's models by name.
-
-    diffusers' own pipeline would also load models whose files lack tensors.
-    """
-    config = DiffusionPipeline.load_config(path)
-    models = {}
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
-        library, class_name = config.get(name, (None, None))
-        if library is None:
-            continue
-        if library == "transformers":
-            models[name] = from_pretrained_strict(
-                getattr(transformers, class_name),
-                path,
-                subfolder=name,
-                dtype=dtype,
-                use_safetensors=True,  # reading a pickle runs its code
-            )
-            continue
-        models[name] = _load_model(getattr(diffusers, class_name), path, name, dtype)
-    return models
-
-
-def _load_model(
-    model_class: type[nn.Module], path: str | Path, name: str, dtype: torch.dtype
-) -> nn.Module:
-    """A diffusers model, all of whose tensors come from the files in ``path/name``.
-
-    A warning names the tensors that the model does not use.
-    """
-    # The VAE is not rounded on the way to its float32: FLUX.2's normalization of latents is in it.
-    model, info = model_class.from_pretrained(
-        path,
-        subfolder=name,
-        dtype=torch.float32 if name == "vae" else dtype,
-        output_loading_info=True,
-        use_safetensors=True,
-    )
-    missing = set(info["missing_keys"])
-    # diffusers believes the index of several files: a tensor that none of them has stays on "meta".
-    missing |= {key for key, tensor in model.state_dict().items() if tensor.is_meta}
-    if missing:
-        raise ValueError(
-            f"the weights in {path}/{name} lack the model's {', '.join(sorted(missing)[:5])}"
-        )
-    if extra := sorted(info["unexpected_keys"]):
-        logger.warning(
-            "diffusers %s does not use %d of the tensors in %s/%s: %s",
-            diffusers.__version__,
-            len(extra),
-            path,
-            name,
-            ", ".join(extra[:5]),
-        )
-    return model
-
-
-def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move, and cast where needed, since diffusers warns at each cast.
-
-    A transformer may keep layers in float32, as Krea 2 its norms.
-    """
-    is_transformer = isinstance(module, diffusers.ModelMixin)
-    kept = (module._keep_in_fp32_modules if is_transformer else None) or ()
-    for name, parameter in module.named_parameters():
-        if parameter.dtype != dtype and not any(part in kept for part in name.split(".")):
-            nn.Module.to(module, dtype=dtype)
-            break
-    module.to(device)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ class BestEvaluation:
 
         Its row is not in metrics.jsonl yet.
         """
-        row = {"phase": "eval", "epoch": self.run.state.epoch, **metrics}
+        row: dict[str, Any] = {"phase": "eval", "epoch": self.run.state.epoch, **metrics}
         rows = [*self.run.metrics.rows(), row]
         self._measure(rows, [row])
         best = self._find(rows)
@@ -91,7 +91,7 @@ class BestEvaluation:
         """
         run = self.run
         is_new = epoch == run.state.epoch
-        if is_new and epoch > 0:
+        if is_new and run.state.epoch > 0:
             run.checkpoints.save_epoch()
         if run.accelerator.is_main_process:
             run.checkpoints.mark_best(epoch)
@@ -119,7 +119,7 @@ class BestEvaluation:
         run.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
-    def named_at_end(self) -> Iterator[None]:
+    def named_at_end(self) -> Generator[None]:
         """However the block ends, the log then names the best evaluation and its checkpoint."""
         try:
             yield
@@ -237,9 +237,8 @@ def _comparable(
         weights = getattr(function, "reward_weights", None) or rewards_of_set.weights
         by_spread = {name: weights[name] / _spread(scores) for name, scores in first.items()}
         return partial(weighted_sum, by_spread)
-    if hasattr(function, "as_for"):
-        return function.as_for(first)
-    return function
+    as_for = getattr(function, "as_for", None)
+    return as_for(first) if as_for else function
 
 
 def _totals(

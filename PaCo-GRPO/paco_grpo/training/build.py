@@ -187,14 +187,11 @@ def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
     for name, weight in reward_weights(prompt_set.train.weights).items():
         if weight:
             weights[name] = weight
-    if options.train.aggregate_fn is None:
-        return SetRewards(prompt_set.name, weights, partial(weighted_sum, weights))
     try:
-        aggregate_fn = get_aggregate_fn(
-            options.train.aggregate_fn, weights, options.sample.global_std
-        )
+        found = get_aggregate_fn(options.train.aggregate_fn, weights, options.sample.global_std)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    aggregate_fn = found or partial(weighted_sum, weights)
     weights_of_function = getattr(aggregate_fn, "reward_weights", None)
     if prompt_set.name and weights_of_function is not None:
         others = [name for name in weights if weights_of_function[name] != weights[name]]
@@ -208,17 +205,19 @@ def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
 
 
 def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    kwargs = {
-        "lr": train.learning_rate,
-        "betas": (train.adam_beta1, train.adam_beta2),
-        "weight_decay": train.adam_weight_decay,
-        "eps": train.adam_epsilon,
-    }
     if train.use_8bit_adam:
         import bitsandbytes
 
-        return bitsandbytes.optim.AdamW8bit(parameters, **kwargs)
-    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **kwargs)
+        adam = bitsandbytes.optim.AdamW8bit
+    else:
+        adam = partial(torch.optim.AdamW, fused=parameters[0].device.type == "cuda")
+    return adam(
+        parameters,
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.adam_weight_decay,
+        eps=train.adam_epsilon,
+    )
 
 
 def record_start(run: Run) -> None:

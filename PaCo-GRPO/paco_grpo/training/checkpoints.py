@@ -6,11 +6,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
@@ -263,7 +264,7 @@ class Checkpoints:
         return {"state": saved.get("state", {})}  # other processes have none
 
     @contextlib.contextmanager
-    def _all_succeed(self, final: Path) -> Iterator[None]:
+    def _all_succeed(self, final: Path) -> Generator[None]:
         """A ``CheckpointError`` on every process if the main one could not write in the block.
 
         Others would wait for it in the next collective operation.
@@ -306,17 +307,15 @@ class Checkpoints:
         if self.options.use_lora:
             log_adapter(state.policy, str(folder))
 
-    def _load_moments(self, moments: Mapping[str, Any]) -> None:
+    def _load_moments(self, moments: dict[str, Any]) -> None:
         """The inverse of ``_moments``; the optimizer keeps its own settings."""
         optimizer = self.state.optimizer
         transformer = self.state.policy.transformer
         # Weights that never had a gradient have no state.
         options = StateDictOptions(full_state_dict=True, strict=False)
         (group,) = optimizer.param_groups
-        groups = [group | {"params": list(moments)}]
-        set_optimizer_state_dict(
-            transformer, optimizer, {"state": moments, "param_groups": groups}, options=options
-        )
+        saved = {"state": moments, "param_groups": [dict(group, params=list(moments))]}
+        set_optimizer_state_dict(transformer, optimizer, saved, options=options)
 
     def _write_average(self, folder: Path) -> None:
         """Write the averaged weights in the formats of diffusers and PEFT."""
@@ -348,7 +347,7 @@ def read_numbers(folder: Path) -> dict[str, Any]:
     return numbers
 
 
-def save_transformer(transformer: torch.nn.Module, folder: Path, write: bool) -> None:
+def save_transformer(transformer: ModelMixin, folder: Path, write: bool) -> None:
     """Write ``transformer`` as diffusers reads it; without ``write``, only help to gather it."""
     if not isinstance(transformer, FSDPModule):
         if write:

@@ -64,7 +64,7 @@ def check_run(options: RunOptions) -> Objective:
         problems += model_problems(options)
     except PolicyLoadError as error:
         problems.append(str(error).removeprefix("config."))
-    if problems:
+    if objective is None or problems:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
     if train.lora_path is not None:
         find_lora(train.lora_path)
@@ -247,7 +247,7 @@ def set_problems(options: RunOptions) -> list[str]:
         if not any(prompt_set.train.weights.values()):
             problems.append(f"{where}.reward_fn gives no reward a weight")
         kwargs = options.datasets[prompt_set.name].reward_fn_kwargs
-        rewards = prompt_set.train.weights | prompt_set.test.weights
+        rewards = {**prompt_set.train.weights, **prompt_set.test.weights}
         problems += argument_problems(where, kwargs, rewards)
     num_images = options.test.num_images
     if num_images is not None and num_images < len(sets):

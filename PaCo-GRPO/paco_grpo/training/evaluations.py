@@ -47,7 +47,8 @@ class Evaluations:
         metrics |= main_decides(self.run.accelerator, lambda: self.best.rate(metrics))
         self.run.log("eval", metrics)
         self._report(epoch, metrics)
-        self.best.keep(metrics.get(BEST_EPOCH))
+        best = metrics.get(BEST_EPOCH)
+        self.best.keep(None if best is None else int(best))
 
     def _folder(self, epoch: int) -> Path:
         return self.run.folder / "eval" / checkpoints.checkpoint_name(epoch)
@@ -91,6 +92,7 @@ class Evaluations:
         with same_outcome(run.accelerator):
             if run.accelerator.is_main_process:
                 self._judge()
+            if run.tracker is not None:
                 _log_pictures(run.tracker, self._folder(epoch), epoch)
         logger.info(
             "evaluation after epoch %d: %d images, %s",

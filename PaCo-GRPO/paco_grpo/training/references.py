@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -119,7 +119,7 @@ class References:
         write_atomically(self._memory, lines)
 
     @contextlib.contextmanager
-    def all_named(self, should_stop: Callable[[], bool]) -> Iterator[None]:
+    def all_named(self, should_stop: Callable[[], bool]) -> Generator[None]:
         """A UserError that every process raises inside the block first waits for ``finish``.
 
         If a bad image is its reason, that names the other ones, too.

@@ -82,7 +82,7 @@ def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: 
     plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
     # An earlier version wrote others, under another name.
     earlier = Earlier(checkpoint, plan.get("identities", {}))
-    _compare(options, prompt_sets, earlier)
+    _compare(options, prompt_sets, checkpoint, earlier)
     return earlier
 
 
@@ -116,7 +116,7 @@ def compare_rewards(options: RunOptions, earlier: Earlier, rewards: Mapping[str,
         return
     now = reward_identities(rewards)
     known = {name: now[name] for name in now if name in earlier.identities}
-    _refuse_others(options, earlier, _others(earlier, known))
+    _refuse_others(options, earlier.checkpoint, _others(earlier, known))
 
 
 def load_state(run: Run) -> None:
@@ -139,9 +139,11 @@ def load_state(run: Run) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _compare(options: RunOptions, prompt_sets: Sequence[PromptSet], earlier: Earlier) -> None:
+def _compare(
+    options: RunOptions, prompt_sets: Sequence[PromptSet], checkpoint: Path, earlier: Earlier
+) -> None:
     """Log the options that differ from the earlier run, and refuse some."""
-    before = public_options(load_options(str(earlier.checkpoint.parents[1] / "config.yaml")))
+    before = public_options(load_options(str(checkpoint.parents[1] / "config.yaml")))
     options = public_options(options)
     bound = []
     for name in OPTIONS:
@@ -154,7 +156,7 @@ def _compare(options: RunOptions, prompt_sets: Sequence[PromptSet], earlier: Ear
     for name in _others(earlier, identities(options, prompt_sets)):
         place = attrgetter(name)(options) or "config.datasets"
         bound.append(f"config.{name} ({place} holds other files)")
-    _refuse_others(options, earlier, bound)
+    _refuse_others(options, checkpoint, bound)
 
 
 def _others(earlier: Earlier, now: Mapping[str, str | None]) -> list[str]:
@@ -174,9 +176,9 @@ def _others(earlier: Earlier, now: Mapping[str, str | None]) -> list[str]:
     return others
 
 
-def _refuse_others(options: RunOptions, earlier: Earlier, others: Sequence[str]) -> None:
+def _refuse_others(options: RunOptions, checkpoint: Path, others: Sequence[str]) -> None:
     if others and not options.resume_changed:
         raise ConfigError(
-            f"{earlier.checkpoint.parents[1]} was trained with other values of {', '.join(others)}: "
+            f"{checkpoint.parents[1]} was trained with other values of {', '.join(others)}: "
             "use those again, or set --config.resume_changed=True"
         )

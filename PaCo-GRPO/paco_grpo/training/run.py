@@ -89,6 +89,7 @@ class Run:
                     "phase": phase,
                 }
                 self.metrics.write(head | dict(metrics))
+            if self.tracker is not None:
                 self.tracker.log(finite_numbers(metrics), state.epoch)
 
     def close(self) -> None:

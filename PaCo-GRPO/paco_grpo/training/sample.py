@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class Rollouts:
         batches = batches_by_key([self.keys[number] for number in numbers], size)
         return [np.array(numbers)[batch] for batch in batches]
 
-    def stack(self, numbers: Sequence[int]) -> Rollout:
+    def stack(self, numbers: Iterable[int]) -> Rollout:
         """The samples ``numbers``, of one key, as one rollout."""
         return Rollout.cat([self.samples[number] for number in numbers])
 
@@ -193,7 +193,7 @@ class Sampler:
         batches = []
         for numbers in batches_by_key(keys, self.batch_size):
             first = item_at_size[item_ids[numbers[0]]]
-            batches.append(Batch(numbers, first.height, first.width))
+            batches.append(Batch(numbers, *first.size))
 
         sampling = Sampling(
             num_steps=sample.num_steps,

@@ -5,14 +5,14 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from paco_grpo.distributed import Strategy
 from paco_grpo.options import RunOptions, TrainOptions
-from paco_grpo.policies import Policy
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class EMA:
                 self.shadow[name].lerp_(parameter.detach().float(), 1 - kept)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Generator[None]:
         """The parameters hold the average inside the block, and their former values after it."""
         trained = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.shadow)
@@ -162,7 +162,7 @@ class EMA:
 class TrainState:
     """Everything that training changes."""
 
-    policy: Policy
+    policy: DiffusersPolicy
     parameters: Mapping[str, torch.nn.Parameter]  # trainable, by name
     # Name of an adapter (``Objective.snapshots``) → its parameters.
     snapshots: Mapping[str, Mapping[str, torch.nn.Parameter]]
@@ -176,13 +176,14 @@ class TrainState:
     between_epochs: bool = True  # the weights are those after ``epoch`` epochs
     train_seconds: float = 0.0  # in epochs, without evaluations and checkpoints
 
-    def averaged(self) -> contextlib.AbstractContextManager:
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
         """The averaged weights are in place inside the block."""
         return self.ema.applied() if self.ema else contextlib.nullcontext()
 
     def weights(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """All weights that training changes, by the name of their file in a checkpoint."""
-        weights = {"trainable": self.parameters, **self.snapshots}
+        weights: dict[str, Mapping[str, torch.Tensor]] = {"trainable": self.parameters}
+        weights |= self.snapshots
         if self.ema:
             weights["ema"] = self.ema.shadow
         return weights

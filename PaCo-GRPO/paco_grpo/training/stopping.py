@@ -5,7 +5,7 @@ import logging
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from types import FrameType
 from typing import NoReturn
 
@@ -31,7 +31,7 @@ class StopSignal:
         self._time = 0.0
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Generator[None]:
         """Handlers are installed inside the block."""
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -86,7 +86,7 @@ def require_scores(
 
 
 @contextlib.contextmanager
-def resumable(checkpoints: Checkpoints, signals: StopSignal) -> Iterator[None]:
+def resumable(checkpoints: Checkpoints, signals: StopSignal) -> Generator[None]:
     """What ends the run early inside the block becomes a ``TrainingStopped``.
 
     ``checkpoints``: of the run.

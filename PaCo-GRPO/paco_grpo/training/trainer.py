@@ -8,9 +8,10 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 import numpy as np
+from PIL import Image
 
 from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
 from paco_grpo.distributed import Stopped, any_process, same_outcome
@@ -140,7 +141,7 @@ class Trainer:
         self.state.between_epochs = True
 
     @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str) -> Generator[None]:
         started = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started
@@ -160,7 +161,12 @@ class Trainer:
             self.accelerator.num_processes,
         )
 
-        def deliver(images: list, items: list[Item], numbers: list[int], seeds: list[int]) -> None:
+        def deliver(
+            images: list[Image.Image | None],
+            items: list[Item],
+            numbers: list[int],
+            seeds: list[int],
+        ) -> None:
             queue.submit(images, items, numbers, seeds)
             self.observer.add(images, numbers)
             finish(len(images))
@@ -184,7 +190,7 @@ class Trainer:
             raise
 
     @contextlib.contextmanager
-    def _reading_images(self) -> Iterator[None]:
+    def _reading_images(self) -> Generator[None]:
         """A bad image that one process reads inside ends all of them; no forward is inside."""
         with self.run.references.all_named(self._signaled), same_outcome(self.accelerator):
             yield

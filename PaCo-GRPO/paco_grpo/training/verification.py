@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import diffusers
 import numpy as np
 import torch
 from PIL import Image
+from typing_extensions import override
 
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import lora
@@ -76,6 +77,7 @@ class Verification:
         """
         return self.file_error <= max(0.5, self.effect / 10)
 
+    @override
     def __str__(self) -> str:
         text = (
             f"Loaded in plain diffusers {diffusers.__version__}, the saved adapter gives the "
@@ -135,7 +137,7 @@ def verify_adapter(
 
 
 @contextmanager
-def _loaded_beside(policy: DiffusersPolicy, folder: Path) -> Iterator[None]:
+def _loaded_beside(policy: DiffusersPolicy, folder: Path) -> Generator[None]:
     """The adapter in ``folder``, read by diffusers, instead of the trained one inside the block."""
     # The outer snapshot restores what loading and deleting an adapter switches.
     with warnings.catch_warnings(), lora.using_adapter(policy, lora.TRAINED):
@@ -154,18 +156,18 @@ def _loaded_beside(policy: DiffusersPolicy, folder: Path) -> Iterator[None]:
 
 def _own_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
     conditioning = policy.encode([item])
-    draws = Draws([item.item_id], [_SEED], item.height, item.width)
+    draws = Draws([item.item_id], [_SEED], *item.size)
     record = rollout(policy, conditioning, draws, Sampling(num_steps))
-    (image,) = policy.decode(record.clean_latents, item.height, item.width)
+    (image,) = policy.decode(record.clean_latents, *item.size)
     return image
 
 
 def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
     """Of diffusers' own loop, with the policy's weights in the precision of training."""
-    noise = policy.initial_latents([_SEED], item.height, item.width)
+    noise = policy.initial_latents([_SEED], *item.size)
     with policy.whole_pipeline(item) as pipe, policy.autocast():
         pipe.set_progress_bar_config(disable=True)
-        result = pipe(
+        result = pipe(  # pyright: ignore[reportCallIssue] - each pipeline defines its own
             **policy.pipeline_arguments(item),
             num_inference_steps=num_steps,
             latents=policy.pipeline_latents(noise, item),
