@@ -53,7 +53,7 @@ def in_words(error: BaseException, file: str) -> str:
     return text
 
 
-def place_of(function: Callable[..., Any]) -> str:
+def place_of(function: Callable[..., object]) -> str:
     """Where ``find_function`` finds a function again. Raises ValueError for one inside another."""
     name = getattr(function, "__qualname__", "")
     module = getattr(function, "__module__", None) or ""

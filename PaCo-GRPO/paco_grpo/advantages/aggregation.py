@@ -253,7 +253,7 @@ def own_weights(spec: Any) -> Mapping[str, float] | None:
     return arguments["reward_weights"] or {}
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     return hasattr(value, "items")  # a dict or a ConfigDict
 
 

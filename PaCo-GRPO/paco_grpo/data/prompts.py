@@ -251,7 +251,7 @@ def _read_arrow(path: Path) -> pa.Table:
     return table
 
 
-def _is_plain(kind: Any) -> bool:
+def _is_plain(kind: object) -> bool:
     """Whether a column of this kind holds texts and numbers, or lists and tables of them."""
     from datasets import Value
 

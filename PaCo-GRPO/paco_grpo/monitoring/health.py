@@ -20,7 +20,7 @@ from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference_weights
 from paco_grpo.sampling.denoise import integrate
 from paco_grpo.sampling.images import at_size
-from paco_grpo.types import Item, Stream
+from paco_grpo.types import Conditioning, Item, Stream
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
 _TREND = 3  # epochs at start and end whose mean diversity is compared
@@ -142,7 +142,11 @@ class ReferenceProbe:
         return {"health/velocity_change": float(np.mean(changes))}
 
     def _velocity(
-        self, conditioning: Any, size: tuple[int, int], x: torch.Tensor, sigma: torch.Tensor
+        self,
+        conditioning: Conditioning,
+        size: tuple[int, int],
+        x: torch.Tensor,
+        sigma: torch.Tensor,
     ) -> torch.Tensor:
         return self.policy.velocity(x, sigma, conditioning, *size)
 

@@ -3,7 +3,6 @@
 import math
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -84,7 +83,7 @@ def evaluation_metrics(
     scores: np.ndarray,
     missing: np.ndarray,
     names: Sequence[str],
-    categories: Sequence[Any],
+    categories: Sequence[object],
 ) -> dict[str, float]:
     """The numbers of an evaluation from ``scores`` (images, rewards), NaN where there is none.
 

@@ -28,14 +28,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _as_steps(value: Any) -> Any:
+def _as_steps(value: object) -> object:
     """``1,2``, ``(1, 2)`` and ``[1, 2]`` of a command line, or one number, are lists too."""
     if isinstance(value, str):
         return re.findall(r"[^\s,()\[\]]+", value)
     return [value] if isinstance(value, int) else value
 
 
-def _as_names(value: Any) -> Any:
+def _as_names(value: object) -> object:
     """A comma between names makes a list; in another text it belongs to a regular expression."""
     names = value.split(",") if isinstance(value, str) else ()
     if len(names) > 1 and all(re.fullmatch(r"[\w.]+", name) for name in names):
@@ -53,14 +53,14 @@ Weights = Annotated[dict[str, float], Table]
 Arguments = Annotated[dict[str, JsonValue], Table]
 
 
-def option(default: Any, meaning: str, **extra: Any) -> Any:
+def option(default: object, meaning: str, **extra: Any) -> Any:
     """A field with its default and, for docs/configuration.md, its meaning."""
     if isinstance(default, dict):
         return Field(default_factory=dict, description=meaning, **extra)
     return Field(default=default, description=meaning, **extra)
 
 
-def beyond_paper(default: Any, meaning: str) -> Any:
+def beyond_paper(default: object, meaning: str) -> Any:
     """An option that is not among the published ones; the page marks it."""
     return option(default, meaning, json_schema_extra={"beyond_paper": True})
 

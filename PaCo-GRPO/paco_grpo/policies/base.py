@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from PIL import Image
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from paco_grpo.types import Conditioning, Item
 from paco_judge.errors import UserError
@@ -143,7 +144,7 @@ class Policy(ABC):
         return nullcontext()
 
     @classmethod
-    def in_template(cls, tokenizer: Any, prompt: str) -> str:
+    def in_template(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
         """``prompt`` with what the pipeline puts around it.
 
         It is what ``tokenizer`` sees and ``max_sequence_length`` counts.
@@ -151,7 +152,7 @@ class Policy(ABC):
         return prompt
 
     @classmethod
-    def count_tokens(cls, tokenizer: Any, prompt: str) -> int:
+    def count_tokens(cls, tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
         """Tokens of ``prompt`` that ``max_sequence_length`` counts."""
         return len(tokenizer(cls.in_template(tokenizer, prompt), verbose=False).input_ids)
 

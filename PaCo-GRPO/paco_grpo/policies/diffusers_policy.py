@@ -397,7 +397,7 @@ class DiffusersPolicy(Policy):
         accepted = inspect.signature(self.pipeline_class.__call__).parameters
         return {name: length for name, length in lengths.items() if name in accepted}
 
-    def guidance_arguments(self) -> dict[str, Any]:
+    def guidance_arguments(self) -> dict[str, object]:
         """Those of ``pipeline_arguments`` that set the guidance."""
         return {"guidance_scale": self.guidance_scale}
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
@@ -151,9 +151,9 @@ class Flux2KleinPolicy(TrueCfgPolicy, Flux2Policy):
     default_negative = ""
 
     @override
-    def guidance_arguments(self) -> dict[str, Any]:
+    def guidance_arguments(self) -> dict[str, object]:
         """With the negative prompt's features: the pipeline takes no text."""
-        arguments = {"guidance_scale": self.guidance_scale}
+        arguments: dict[str, object] = {"guidance_scale": self.guidance_scale}
         if self.uses_true_cfg and self.negative_prompt != self.default_negative:
             (features,) = self._encode_text(self.negative_prompt, self.max_sequence_length)
             arguments["negative_prompt_embeds"] = features[None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
@@ -182,10 +183,8 @@ def needed_length(counts: Iterable[int], limit: int) -> int:
     return min(limit, math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer that limits the prompts of ``model``."""
-    from transformers import AutoTokenizer
-
     folder = policy_class(model).tokenizer_folder
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of
     # pipelines do not have.

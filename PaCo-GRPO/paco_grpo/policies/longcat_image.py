@@ -73,7 +73,7 @@ class LongCatPolicy(TrueCfgPolicy):
         with self._own_quotations(), super().whole_pipeline(item) as pipeline:
             yield pipeline
 
-    def _own_quotations(self) -> AbstractContextManager[Any]:
+    def _own_quotations(self) -> AbstractContextManager[object]:
         module = sys.modules[self.pipeline_class.__module__]
         return mock.patch.object(module, "split_quotation", split_quotation)
 
@@ -127,7 +127,7 @@ class LongCatImagePolicy(LongCatPolicy):
     family = "LongCat-Image"
 
     @override
-    def guidance_arguments(self) -> dict[str, Any]:
+    def guidance_arguments(self) -> dict[str, object]:
         return super().guidance_arguments() | {"enable_prompt_rewrite": False}
 
     @override

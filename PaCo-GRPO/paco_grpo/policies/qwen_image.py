@@ -71,7 +71,7 @@ class QwenImagePolicy(QwenParts):
         super().__init__(pipeline, settings)
 
     @override
-    def guidance_arguments(self) -> dict[str, Any]:
+    def guidance_arguments(self) -> dict[str, object]:
         return {"true_cfg_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
 
     @override

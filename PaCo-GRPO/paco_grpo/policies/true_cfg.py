@@ -1,7 +1,7 @@
 """True classifier-free guidance: a forward with the prompt, and one with a negative prompt."""
 
 import logging
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
@@ -39,7 +39,7 @@ class TrueCfgPolicy(DiffusersPolicy):
             )
 
     @override
-    def guidance_arguments(self) -> dict[str, Any]:
+    def guidance_arguments(self) -> dict[str, object]:
         return {"guidance_scale": self.guidance_scale, "negative_prompt": self.negative_prompt}
 
 

@@ -6,7 +6,6 @@
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -206,7 +205,7 @@ class Sampler:
             tail_steps=sample.tail_steps,
         )
 
-        samples: list[Any] = [None] * len(positions)  # rollouts of batch size 1, by number
+        samples: dict[int, Rollout] = {}  # rollouts of batch size 1, by number
         finite = np.ones(len(positions), bool)
         for batch, is_dummy in state.strategy.synced_batches(batches, batches[0], should_stop):
             numbers = batch.numbers
@@ -230,7 +229,8 @@ class Sampler:
                     part = with_zeros(part)  # which can be a dummy: 0 · NaN is NaN
                 # Text features are kept once per item, not once per image.
                 samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
-        return Rollouts(epoch_samples.item_ids, shares, samples, keys, finite)
+        in_order = [samples[number] for number in range(len(item_ids))]
+        return Rollouts(epoch_samples.item_ids, shares, in_order, keys, finite)
 
 
 def with_zeros(rollout: Rollout) -> Rollout:
