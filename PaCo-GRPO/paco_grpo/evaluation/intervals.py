@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import scipy.stats
+from typing_extensions import override
 
 from paco_grpo.monitoring.metrics import by_prompt, pairs_of, within_between
 
@@ -22,6 +23,7 @@ class Interval:
     high: float | None
     prompts: int
 
+    @override
     def __str__(self) -> str:
         if self.low is None:
             return f"{self.mean:.4f}"

@@ -43,8 +43,8 @@ class EditScore(ServerReward):
     default_model = "EditScore-7B"
 
     def __post_init__(self) -> None:
-        from editscore import vie_prompts
-        from editscore.json_parser import parse_vlm_output_to_dict
+        from editscore import vie_prompts  # pyright: ignore[reportMissingImports]
+        from editscore.json_parser import parse_vlm_output_to_dict  # pyright: ignore[reportMissingImports]
 
         super().__post_init__()
         self._parse = parse_vlm_output_to_dict

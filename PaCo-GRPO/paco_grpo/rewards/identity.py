@@ -125,8 +125,8 @@ def _changed(image: Image.Image, item: Item, tolerance: float) -> np.ndarray:
 @cache
 def _finder() -> Faces:
     """An image → features (n, 128) of its faces, the largest first."""
-    import dlib
-    import face_recognition_models
+    import dlib  # pyright: ignore[reportMissingImports]
+    import face_recognition_models  # pyright: ignore[reportMissingImports]
 
     models = Path(face_recognition_models.__path__[0]) / "models"
     detect = dlib.get_frontal_face_detector()

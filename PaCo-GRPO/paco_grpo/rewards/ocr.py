@@ -101,7 +101,7 @@ def in_reading_order(boxes: Sequence[Any], texts: Sequence[str]) -> str:
         return ""
     corners = np.asarray(boxes, dtype=np.float64)
     centers = corners.mean(axis=1)
-    top_left, top_right, bottom_right, bottom_left = corners.swapaxes(0, 1)
+    top_left, top_right, bottom_right, bottom_left = (corners[:, place] for place in range(4))
     widths = (top_right + bottom_right - top_left - bottom_left) / 2  # vectors (n, 2)
     directions = widths / np.linalg.norm(widths, axis=1, keepdims=True)
     heights = np.linalg.norm(bottom_left + bottom_right - top_left - top_right, axis=1) / 2
@@ -198,7 +198,7 @@ def _rapidocr(threads: int) -> Reader:
 @cache
 def _paddleocr(lang: str, gpu: bool) -> Reader:
     """The same with PaddleOCR 2."""
-    from paddleocr import PaddleOCR
+    from paddleocr import PaddleOCR  # pyright: ignore[reportMissingImports]
 
     engine = PaddleOCR(use_angle_cls=False, lang=lang, use_gpu=gpu, show_log=False)
 

@@ -59,7 +59,7 @@ def imagereward(
         model: Name or file of the weights, which are loaded at the first image.
         cache_dir: Where the package downloads to; None = ``~/.cache/ImageReward``.
     """
-    import ImageReward
+    import ImageReward  # pyright: ignore[reportMissingImports]
     import torch
 
     @cache
@@ -88,7 +88,7 @@ def hpsv3(
         checkpoint: File of the weights; None = the package downloads MizzenAI/HPSv3.
         config: The model's YAML; None = the package's, of Qwen2-VL-7B.
     """
-    from hpsv3 import HPSv3RewardInferencer
+    from hpsv3 import HPSv3RewardInferencer  # pyright: ignore[reportMissingImports]
 
     @cache
     def load() -> Any:
@@ -116,7 +116,7 @@ def edit_reward(
         config: The model's YAML, from ``EditReward/config`` in its repository.
         reward_dim: ``overall_detail``, ``overall``, ``dim1`` (followed) or ``dim2`` (quality).
     """
-    from EditReward import EditRewardInferencer
+    from EditReward import EditRewardInferencer  # pyright: ignore[reportMissingImports]
 
     @cache
     def load() -> Any:

@@ -154,7 +154,7 @@ class Sampler:
 
     def sample(
         self,
-        deliver: Callable[[list[Image.Image | None], list[Item], list[int], list[int]], None],
+        deliver: Callable[[list[Image.Image | None], list[Item], list[int], Sequence[int]], None],
         should_stop: Callable[[], bool] | None = None,
         loaded: Mapping[int, Item] | None = None,
     ) -> Rollouts:

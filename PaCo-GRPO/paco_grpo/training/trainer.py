@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -165,7 +165,7 @@ class Trainer:
             images: list[Image.Image | None],
             items: list[Item],
             numbers: list[int],
-            seeds: list[int],
+            seeds: Sequence[int],
         ) -> None:
             queue.submit(images, items, numbers, seeds)
             self.observer.add(images, numbers)
