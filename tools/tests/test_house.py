@@ -17,6 +17,11 @@ def test_ruff_is_clean():
     subprocess.run([sys.executable, "-m", "ruff", "format", "-q", "--check"], cwd=REPO, check=True)
 
 
+def test_annotations_tell_the_truth():
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+    subprocess.run(command, cwd=REPO, check=True)
+
+
 def _anchor(heading: str) -> str:
     """As Markdown viewers make it: lower case, no punctuation, hyphens for spaces."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
