@@ -76,7 +76,7 @@ DIFFERENT |= {"overwrite_output_dir"}
 
 @pytest.mark.slow
 def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
-    """Two epochs of one step each; only model and paths differ."""
+    """Two epochs of one step each; only model, paths and numbers of workers differ."""
     tiny.save_pairs(data_dir, 8, "edits", seed=900)
     file = tmp_path / "paco_reward_lora.yaml"
     output = tmp_path / "out"
@@ -88,6 +88,8 @@ def test_the_published_file_trains(judge_dir, data_dir, tiny, tmp_path):
         "eval_dataset": "held_out",
         "output_dir": output,
         "use_cpu": "true",
+        "preprocessing_num_workers": 2,
+        "dataloader_num_workers": 2,
     }
     command = ["bash", "train/paco_reward.sh", str(file)]
     command += [f"{name}={value}" for name, value in options.items()]
