@@ -9,6 +9,7 @@ import contextlib
 import pkgutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,15 +38,15 @@ for _name in ("", "_backward"):
 _UNSURE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Shaped(NamedTuple):
-    """A result of an operator that was computed before."""
+@dataclass(unsafe_hash=True, slots=True)
+class Shaped:
+    """A tensor without its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
-    is_view: bool  # of the operator's first argument
 
 
 class FakeDevice(TorchDispatchMode):
@@ -64,9 +65,9 @@ class FakeDevice(TorchDispatchMode):
         self.flops = 0  # of matrix products, convolutions and attention
         # Bytes of each storage, 0 of those that are not counted.
         self.sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # Operator and shapes → results and FLOPs: models repeat their blocks, and making a result
+        # Operator and shapes → results and FLOPs. Models repeat their blocks, and making a result
         # again takes a third of the time of PyTorch's own fake mode.
-        self.known: dict[Any, tuple[list[Shaped | None], type | None, int]] = {}
+        self.known: dict[Any, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -86,35 +87,36 @@ class FakeDevice(TorchDispatchMode):
             args = args[0], [rows for index in args[1] for rows in _rows(index)]
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors_of(args, kwargs)):
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        key = _key(func, args, kwargs)
+        key = None
+        if not func._schema.is_mutable and _UNSURE.isdisjoint(func.tags):
+            key = func, shapes_in(args), shapes_in(list(kwargs.items()))
         if key in self.known:
-            shapes, container, flops = self.known[key]
-            results = [self._again(shaped, args) for shaped in shapes]
-            out = container(results) if container else results[0]
+            shapes, flops = self.known[key]
+            storage = args[0].untyped_storage() if func.is_view else None
+            if isinstance(shapes, Shaped):
+                out = self._again(shapes, storage)
+            else:
+                out = tree_map_only(Shaped, lambda shaped: self._again(shaped, storage), shapes)
         else:
             out = self.mode.dispatch(func, (), args, kwargs)  # as inside the mode, and faster
             packet = func._overloadpacket
             flops = _FLOPS[packet](*args, **kwargs, out_val=out) if packet in _FLOPS else 0
-            shapes = _shapes(out, args, kwargs)
-            if key and shapes:
-                container = {list: list, FakeTensor: None}.get(type(out), tuple)
-                self.known[key] = shapes, container, flops
+            if key and (func.is_view or not _shares(tensors_of(args, kwargs), tree_leaves(out))):
+                self.known[key] = tree_map_only(FakeTensor, shapes_in, out), flops
         self.flops += flops
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor)
         return out
 
-    def _again(self, shaped: Shaped | None, args: Any) -> FakeTensor | None:
-        """A result as before; ``args`` are those of the operator."""
-        if shaped is None:
-            return None
-        size = () if shaped.is_view else shaped.size
-        stride = () if shaped.is_view else shaped.stride
-        storage = args[0].untyped_storage() if shaped.is_view else None
+    def _again(self, shaped: Shaped, storage: torch.UntypedStorage | None) -> FakeTensor:
+        """A tensor of this shape in ``storage``, or in one of its own."""
         with in_kernel_invocation_manager(self.mode):
-            empty = torch.empty_strided(size, stride, dtype=shaped.dtype, device="meta")
-            if shaped.is_view:
+            if storage is None:
+                size, stride = shaped.size, shaped.stride
+                empty = torch.empty_strided(size, stride, dtype=shaped.dtype, device="meta")
+            else:
+                empty = torch.empty(0, dtype=shaped.dtype, device="meta")
                 empty.set_(storage, shaped.offset, shaped.size, shaped.stride)
         return FakeTensor(self.mode, empty, shaped.device)
 
@@ -139,56 +141,20 @@ class FakeDevice(TorchDispatchMode):
             return self.mode.from_tensor(tensor.detach())
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What decides the shapes of results; None: more than that of the arguments."""
-    if func._schema.is_mutable or not _UNSURE.isdisjoint(func.tags):
-        return None
-    if any(tensor.constant is not None for tensor in tensors_of(args, kwargs)):
-        return None
-    key = (func, _described(args), _described(list(kwargs.items())))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _described(value: Any) -> Any:
+def shapes_in(value: Any) -> Any:
+    """What an operator's results depend on in an argument."""
     if isinstance(value, FakeTensor):
         offset = value.storage_offset()
-        return value.shape, value.stride(), offset, value.dtype, value.fake_device
+        return Shaped(value.shape, value.stride(), offset, value.dtype, value.fake_device)
     if isinstance(value, list | tuple):
-        return tuple([_described(part) for part in value])
+        return tuple([shapes_in(part) for part in value])
     return type(value), value  # 1, 1.0 and True are equal
 
 
-def _shapes(out: Any, args: Any, kwargs: Any) -> list[Shaped | None] | None:
-    """Of the results; None: they cannot be made again."""
-    before = tensors_of(args, kwargs)
-    storages = {tensor.untyped_storage()._cdata for tensor in before}
-    first = args[0].untyped_storage()._cdata if args and isinstance(args[0], FakeTensor) else None
-    shapes = []
-    for tensor in out if isinstance(out, list | tuple) else [out]:
-        if tensor is None:
-            shapes.append(None)
-            continue
-        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        is_view = storage == first
-        is_fresh = storage not in storages and not tensor.storage_offset()
-        if not (is_fresh or is_view) or any(tensor is other for other in before):
-            return None
-        shaped = Shaped(
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.fake_device,
-            is_view,
-        )
-        shapes.append(shaped)
-    return shapes
+def _shares(before: Sequence[torch.Tensor], after: Sequence[Any]) -> bool:
+    """Whether tensors of ``after`` are, or share the storage of, tensors of ``before``."""
+    storages = {tensor.untyped_storage() for tensor in before}
+    return any(isinstance(t, FakeTensor) and t.untyped_storage() in storages for t in after)
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -38,8 +38,7 @@ def test_the_table_is_of_the_present_options():
     for name, row in ROWS.items():
         options = load(name)
         assert (row.hash, row.settings) == (TOOL["hash_of"](options), settings_of(options)), AGAIN
-    hashes = [TOOL["hash_of"](load("t2is", change)) for change in (("seed", "7"), ("seed", "8"))]
-    assert len({*hashes, ROWS["t2is"].hash}) == 3
+    assert TOOL["hash_of"](load("t2is", ("seed", "7"))) != ROWS["t2is"].hash
 
 
 def test_every_suffix_fits_from_the_smallest_gpu_upward():
