@@ -46,17 +46,15 @@ PACKAGES = {
 }
 # With these, the working tree makes the inputs of both commits.
 SOURCES = ("PaCo-GRPO/tests", "PaCo-Reward/judge/tests")
-# A resumed run compares the optimizer's state; the title of the plot is a path.
-NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$|training_loss\.png$")
-# Keys whose values are never equal: times, a hash of paths, and a set of PEFT's in any order.
-UNEQUAL = re.compile(
-    r"(^|[./])time/|(_time|runtime|seconds|per_second|dataset_content)$|target_modules\.\d+$"
-)
+# A resumed run compares the optimizer's state. The others hold paths or times of files.
+NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$|training_loss\.png$|decoded_references\.txt$")
+# Keys whose values are never equal: times, and a hash of paths.
+UNEQUAL = re.compile(r"(^|[./])time/|(_time|runtime|seconds|per_second|dataset_content)$")
 # Read as 0: the port of JUDGE, and how long a report's training took.
 CHANGING = re.compile(
     r'(?<=port: )\d+|(?<=port": )\d+|(?<=127\.0\.0\.1:)\d+|[\d.]+ minutes \(.*?\)'
 )
-FORMAT = 1  # of results; raise it when they are read or written in another way
+FORMAT = 2  # of results; raise it when they are read or written in another way
 TIMEOUT = 900  # seconds of a command
 SHOWN = 12  # differences of a run
 
@@ -109,6 +107,7 @@ def environment_of(tree: Path) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "PYTHONPATH": paths_of(tree, PACKAGES.values()),
+        "PYTHONHASHSEED": "0",  # PEFT writes a set in its order
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
