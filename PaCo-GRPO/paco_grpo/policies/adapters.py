@@ -140,6 +140,8 @@ def save_peft(policy: Policy, directory: str | Path) -> None:
     config = copy.deepcopy(transformer.peft_config[TRAINED])
     config.inference_mode = True
     config.init_lora_weights = True  # how A and B began matters to nobody who loads them
+    if isinstance(config.target_modules, set):  # in any order, and equal adapters have equal files
+        config.target_modules = sorted(config.target_modules)
     config.save_pretrained(directory)
     weights = {_PEFT_PREFIX + name: tensor for name, tensor in _weights(transformer).items()}
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
