@@ -1,4 +1,4 @@
-"""Estimate the named configurations, alone and with each memory suffix (about 20 CPU minutes).
+"""Estimate the named configurations, alone and with each memory suffix (about half an hour on one core).
 
     python tools/memory_table.py
 

@@ -9,19 +9,13 @@ import contextlib
 import pkgutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -32,21 +26,6 @@ _FLOPS = dict(flop_registry)
 for _name in ("", "_backward"):
     _on_cpu = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{_name}")
     _FLOPS[_on_cpu] = flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{_name}")]
-
-
-# Operators whose result is not decided by the shapes of what they get.
-_UNSURE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-@dataclass(unsafe_hash=True, slots=True)
-class Shaped:
-    """A tensor without its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class FakeDevice(TorchDispatchMode):
@@ -65,9 +44,6 @@ class FakeDevice(TorchDispatchMode):
         self.flops = 0  # of matrix products, convolutions and attention
         # Bytes of each storage, 0 of those that are not counted.
         self.sizes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        # Operator and shapes → results and FLOPs. Models repeat their blocks, and making a result
-        # again takes a third of the time of PyTorch's own fake mode.
-        self.known: dict[Any, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -87,38 +63,14 @@ class FakeDevice(TorchDispatchMode):
             args = args[0], [rows for index in args[1] for rows in _rows(index)]
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors_of(args, kwargs)):
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        key = None
-        if not func._schema.is_mutable and _UNSURE.isdisjoint(func.tags):
-            key = func, shapes_in(args), shapes_in(list(kwargs.items()))
-        if key in self.known:
-            shapes, flops = self.known[key]
-            storage = args[0].untyped_storage() if func.is_view else None
-            if isinstance(shapes, Shaped):
-                out = self._again(shapes, storage)
-            else:
-                out = tree_map_only(Shaped, lambda shaped: self._again(shaped, storage), shapes)
-        else:
-            out = self.mode.dispatch(func, (), args, kwargs)  # as inside the mode, and faster
-            packet = func._overloadpacket
-            flops = _FLOPS[packet](*args, **kwargs, out_val=out) if packet in _FLOPS else 0
-            if key and (func.is_view or not _shares(tensors_of(args, kwargs), tree_leaves(out))):
-                self.known[key] = tree_map_only(FakeTensor, shapes_in, out), flops
-        self.flops += flops
+        out = self.mode.dispatch(func, (), args, kwargs)  # as inside the mode, and faster
+        packet = func._overloadpacket
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor)
         return out
-
-    def _again(self, shaped: Shaped, storage: torch.UntypedStorage | None) -> FakeTensor:
-        """A tensor of this shape in ``storage``, or in one of its own."""
-        with in_kernel_invocation_manager(self.mode):
-            if storage is None:
-                size, stride = shaped.size, shaped.stride
-                empty = torch.empty_strided(size, stride, dtype=shaped.dtype, device="meta")
-            else:
-                empty = torch.empty(0, dtype=shaped.dtype, device="meta")
-                empty.set_(storage, shaped.offset, shaped.size, shaped.stride)
-        return FakeTensor(self.mode, empty, shaped.device)
 
     def _count(self, tensor: FakeTensor) -> None:
         storage = tensor.untyped_storage()
@@ -139,22 +91,6 @@ class FakeDevice(TorchDispatchMode):
             return tensor
         with unset_fake_temporarily():
             return self.mode.from_tensor(tensor.detach())
-
-
-def shapes_in(value: Any) -> Any:
-    """What an operator's results depend on in an argument."""
-    if isinstance(value, FakeTensor):
-        offset = value.storage_offset()
-        return Shaped(value.shape, value.stride(), offset, value.dtype, value.fake_device)
-    if isinstance(value, list | tuple):
-        return tuple([shapes_in(part) for part in value])
-    return type(value), value  # 1, 1.0 and True are equal
-
-
-def _shares(before: Sequence[torch.Tensor], after: Sequence[Any]) -> bool:
-    """Whether tensors of ``after`` are, or share the storage of, tensors of ``before``."""
-    storages = {tensor.untyped_storage() for tensor in before}
-    return any(isinstance(t, FakeTensor) and t.untyped_storage() in storages for t in after)
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
