@@ -38,7 +38,7 @@ def test_an_error_before_the_update_of_one_process_ends_both(
 ):
     """Where processes compare what they have computed, the other one waits."""
     assert run(tiny_flux_dir, tmp_path, 2, fault, save_freq=0, **changes) == [STOPPED] * 2
-    assert "GPU 1 is full). Lower config" in message(tmp_path, rank=0)
+    assert "GPU 1 is full): lower config" in message(tmp_path, rank=0)
     assert message(tmp_path, rank=0) == message(tmp_path, rank=1)
     assert checkpoints(tmp_path) == ["epoch_0000"]
 
