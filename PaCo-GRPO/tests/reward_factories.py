@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import signal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,9 +105,9 @@ def no_scores():
     return lambda images, items: np.full(len(images), np.nan)
 
 
-def told(file, fault="", name="told"):
-    """Writes what it is told to a file of its process; in its second epoch, the ``fault`` happens."""
-    path = Path(f"{file}{name}_{os.environ.get('RANK', '0')}")
+def told(file, fails_in=-1):
+    """Writes what it is told to a file of its process; fails in an epoch."""
+    path = Path(f"{file}_{os.environ.get('RANK', '0')}")
 
     def write(*words):
         with path.open("a") as lines:
@@ -118,10 +116,8 @@ def told(file, fault="", name="told"):
     def score(images, items, *, epoch, seeds):
         for item, seed in zip(items, seeds, strict=True):
             write(epoch, item.item_id, seed)
-        if epoch == 2 and fault == "error":
+        if epoch == fails_in:
             raise RuntimeError("the reward broke")
-        if epoch == 2 and fault == "signal" and name == "told":  # once
-            os.kill(os.getpid(), signal.SIGTERM)
         return grays(images)
 
     def begin(run):
@@ -129,11 +125,7 @@ def told(file, fault="", name="told"):
 
     score.begin = begin
     score.close = lambda: write("closed")
-    score.compares_images = name == "told_together"
     return score
-
-
-told_together = partial(told, name="told_together")
 
 
 def seeds_of(factor):

@@ -223,10 +223,5 @@ def redness():
     return score
 
 
-def reversed_aggregate(**grouped_rewards):
-    first = next(iter(grouped_rewards.values()))
-    return {key: -values for key, values in first.items()}
-
-
 def worst(a, b):
     return {key: np.minimum(values, b[key]) for key, values in a.items()}

@@ -16,7 +16,6 @@ from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sets import prompt_sets
 from paco_grpo.evaluation import evaluate
 from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats
-from paco_grpo.monitoring.metrics import evaluation_metrics
 from paco_grpo.options import RunOptions, make_options, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
@@ -175,24 +174,6 @@ def test_prompts_that_repeat_are_said(caplog):
     reward.compares_images = True
     log_repeats(items, sets, options, {"a": reward})
     assert caplog.messages == []
-
-
-def test_summary_against_numpy():
-    scores = np.array([[1.0, 5.0], [3.0, np.nan], [8.0, 6.0]])
-    metrics = evaluation_metrics(scores, np.isnan(scores), ["a", "b"], ["c", "c", None])
-    assert metrics == pytest.approx(
-        {
-            "eval/num_images": 3,
-            "eval/missing_share": 1 / 3,
-            "eval/a_mean": 4.0,
-            "eval/a_stderr": np.std([1, 3, 8], ddof=1) / np.sqrt(3),
-            "eval/b_mean": 5.5,
-            "eval/b_stderr": 0.5,
-            "eval/b_missing": 1 / 3,
-            "category/c/a_mean": 2.0,
-            "category/c/b_mean": 5.0,
-        }
-    )
 
 
 def test_a_reward_that_compares_images_says_nothing_of_a_single_one():

@@ -137,19 +137,10 @@ def test_far_too_high_learning_rate_stops_the_run(tiny_flux_dir, tmp_path, caplo
     assert row["health/latent_std_vs_first"] == row["health/distinctness_vs_first"] == 1
 
 
-def test_ratios_to_the_first_epochs():
-    """Diversity 1 − b: means of the first and the last three epochs that have open prompts."""
-    rows = []
-    for epoch, between in enumerate((0.2, 0.3, 0.1, None, 0.5, 0.9, 0.4)):
-        row = {"health/latent_std": 2.0 + epoch, "health/distinctness": 1.0 - epoch / 10}
-        rows.append(row if between is None else row | {"reward/between": between})
-    expected = {
-        "health/latent_std_vs_first": 4.0,
-        "health/distinctness_vs_first": 0.4,
-        "health/diversity_vs_first": (0.5 + 0.1 + 0.6) / (0.8 + 0.7 + 0.9),
-    }
-    assert against_first(rows) == pytest.approx(expected)
-    assert against_first(rows[:1])["health/diversity_vs_first"] == 1
+def test_diversity_is_of_the_epochs_that_have_open_prompts():
+    """The ratios of a run: test_whole_run.py."""
+    rows = [{"reward/between": 0.2}, {}, {"reward/between": 0.6}]
+    assert against_first(rows) == {"health/diversity_vs_first": 1}
     assert against_first([{"reward/between": 1.0}]) == {}
 
 

@@ -17,23 +17,22 @@ from paco_grpo.training.resume import TrainingStopped
 from paco_grpo.training.sample import GroupSampler
 from paco_judge.files import read_json_lines
 
-TOLD = ("told", "told_together")
+TOLD = "reward_factories:told"
 
 
 def changes(folder, **arguments):
-    kwargs = {"file": f"{folder}/", **arguments}
-    names = [f"reward_factories:{name}" for name in TOLD]
+    kwargs = {"file": f"{folder}/told", **arguments}
     return {
-        "train__reward_fn": json.dumps(dict.fromkeys(names, 1.0)),
-        "train__reward_fn_kwargs": json.dumps(dict.fromkeys(names, kwargs)),
+        "train__reward_fn": json.dumps({TOLD: 1.0}),
+        "train__reward_fn_kwargs": json.dumps({TOLD: kwargs}),
         "eval_freq": 1,
         "sample__reward_batch_size": 99,  # one call in an epoch
     }
 
 
-def words(folder, name, rank=0):
+def words(folder, rank=0):
     """What the reward was told: first, of images, and last."""
-    first, *others, last = (folder / f"{name}_{rank}").read_text().splitlines()
+    first, *others, last = (folder / f"told_{rank}").read_text().splitlines()
     return first, sorted(others), last
 
 
@@ -52,32 +51,33 @@ def test_each_process_is_told_its_run_and_of_each_image_its_seed_and_epoch(tiny_
         samples = groups.samples(epoch)
         for item_id, seed in zip(samples.item_ids, samples.seeds, strict=True):
             expected.append(f"{epoch + 1} {item_id} {seed}")
-    for name in TOLD:
-        scored = []
-        for rank in range(2):
-            first, others, last = words(tmp_path, name, rank)
-            assert (first, last) == (f"{folder} {rank} 2 from 0", "closed")
-            scored += others
-        assert sorted(scored) == sorted(expected)
+    scored = []
+    for rank in range(2):
+        first, others, last = words(tmp_path, rank)
+        assert (first, last) == (f"{folder} {rank} 2 from 0", "closed")
+        scored += others
+    assert sorted(scored) == sorted(expected)
 
     (tmp_path / "told_0").unlink()
     command = ["--config", f"{folder}/config.yaml", "--output", f"{tmp_path}/evaluated"]
     assert load_script("evaluate").main(command) == 0
     expected = in_words(tmp_path / "evaluated" / "eval_data.jsonl", None)
-    assert words(tmp_path, "told") == (
+    assert words(tmp_path) == (
         f"{tmp_path}/evaluated 0 1 from 0",
         sorted(expected),
         "closed",
     )
 
 
-@pytest.mark.parametrize("fault", ["signal", "error"])
-def test_a_run_that_ends_early_closes_its_rewards(tiny_flux_dir, tmp_path, fault):
-    with pytest.raises(TrainingStopped):
-        train(tiny_options(tiny_flux_dir, tmp_path, **changes(tmp_path, fault=fault)))
-    for name in TOLD:
-        first, others, last = words(tmp_path, name)
-        assert first.endswith("from 0") and last == "closed" not in others
+def test_a_reward_that_raises_ends_the_run_which_is_saved_and_closes_its_rewards(
+    tiny_flux_dir, tmp_path
+):
+    fails = changes(tmp_path, fails_in=2) | {"save_freq": 0}
+    with pytest.raises(TrainingStopped, match="the reward broke"):
+        train(tiny_options(tiny_flux_dir, tmp_path, **fails))
+    first, others, last = words(tmp_path)
+    assert first.endswith("from 0") and last == "closed" not in others
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "epoch_0001").is_dir()
 
 
 def test_rewards_of_several_sets_begin_and_end_once_and_get_their_own_seeds(tmp_path, caplog):

@@ -1,14 +1,10 @@
 """Sizes, batches of one size, and images that are not finite."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_policy import ToyPolicy
 
 from paco_grpo.sampling.images import (
-    Batch,
     batches_by_key,
-    decode,
     item_size,
     round_to_multiple,
 )
@@ -41,16 +37,3 @@ def test_batches_hold_one_size_each_and_are_as_few_as_possible(sizes, batch_size
         0 < len(batch) <= batch_size and len({sizes[i] for i in batch}) == 1 for batch in batches
     )
     assert len(batches) == sum(-(-sizes.count(size) // batch_size) for size in set(sizes))
-
-
-def test_images_that_are_not_finite_are_none(caplog):
-    class Decoding(ToyPolicy):
-        """Its images are the first latents."""
-
-        def decode(self, latents, height, width):
-            return latents[:, 0, 0].tolist()
-
-    latents = torch.arange(36.0).reshape(3, 4, 3)
-    latents[1, 2, 1] = float("inf")
-    assert decode(Decoding(), latents, Batch([7, 5, 9], 8, 8)) == [0.0, None, 24.0]
-    assert "1 of 3" in caplog.text

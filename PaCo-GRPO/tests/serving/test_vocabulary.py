@@ -1,22 +1,17 @@
 """A judge with Qwen's own 151,669 tokens: trained, merged, served; where its tokenizer is at hand."""
 
-import asyncio
-
-import httpx
 import numpy as np
 import pytest
 import tiny_judge
 from PIL import Image
-from serving_tools import VLLM_PYTHON, body, top_logprobs
+from serving_tools import VLLM_PYTHON
 from training_tools import train_config
 
 from paco_judge.client import JudgeClient, Pair
 from paco_judge.questions import theme_question
 from paco_judge.scorer import JudgeScorer
-from paco_judge.verdict import p_yes_from_top_logprobs
 from paco_reward import launch, overlay
 from paco_reward.export import export
-from vllm_server.transformers_server import BatchWorker, build_app
 
 YES = 9454
 NO = 2753
@@ -81,7 +76,7 @@ def p_yes(scorer: JudgeScorer, pairs: list[Pair]) -> np.ndarray:
     return np.array([verdict.p_yes for verdict in scorer.score(pairs, top=20)], float)
 
 
-async def test_a_trained_judge_answers_the_same_merged_and_served(judge, trained):
+def test_a_trained_judge_answers_the_same_merged(judge, trained):
     """Also alone and in batches of pairs of other sizes."""
     folder, _ = trained
     expected = p_yes(JudgeScorer.from_pretrained(judge, folder / "adapter"), PAIRS)
@@ -89,16 +84,6 @@ async def test_a_trained_judge_answers_the_same_merged_and_served(judge, trained
     assert np.abs(expected - p_yes(JudgeScorer.from_pretrained(judge), PAIRS)).max() > 1e-3
     merged = JudgeScorer.from_pretrained(folder / "merged", batch_size=1)
     np.testing.assert_allclose(p_yes(merged, PAIRS), expected, atol=1e-5)
-    app = build_app(BatchWorker(JudgeScorer.from_pretrained(folder / "merged")), "Judge")
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://e", timeout=120) as http,
-    ):
-        posts = [http.post("/v1/chat/completions", json=body(pair)) for pair in PAIRS]
-        answers = await asyncio.gather(*posts)
-    served = [p_yes_from_top_logprobs(top_logprobs(answer)) for answer in answers]
-    np.testing.assert_allclose(served, expected, atol=1e-5)
 
 
 @pytest.mark.long

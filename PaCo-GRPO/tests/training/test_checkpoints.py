@@ -2,33 +2,11 @@
 
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from paco_grpo.training import checkpoints as ckpt
-from paco_grpo.training.state import EMA
-
-
-@pytest.mark.parametrize(("interval", "limit"), [(1, 0.9), (3, 0.2)])
-def test_ema_against_numpy(interval, limit):
-    rng = np.random.default_rng(0)
-    parameter = torch.nn.Parameter(torch.from_numpy(rng.normal(size=4)).float())
-    ema = EMA({"w": parameter}, limit, interval)
-    expected = parameter.detach().numpy().astype(np.float64)
-    for step in range(1, 20):
-        weights = rng.normal(size=4)
-        parameter.data = torch.from_numpy(weights).float()
-        ema.update(step)
-        if step % interval == 0:
-            decay = min((1 + step) / (10 + step), limit)
-            expected = decay * expected + (1 - decay) * weights
-    np.testing.assert_allclose(ema.shadow["w"].numpy(), expected, rtol=1e-5)
-    before = parameter.detach().clone()
-    with ema.applied():
-        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5)
-    assert torch.equal(parameter, before)
 
 
 def write_checkpoint(root, epoch):

@@ -109,16 +109,3 @@ def test_variety_needs_open_prompts(tiny_flux_dir, tmp_path):
     options = tiny_options(tiny_flux_dir, tmp_path, train__reward_fn={"between_images": 1.0})
     with pytest.raises(ConfigError, match="between_images.* open"):
         build_run(options)
-
-
-def test_a_reward_that_raises_in_the_middle_of_an_epoch(tiny_flux_dir, tmp_path):
-    """In the second one, of eight images, while sampling goes on."""
-    changes = LATE | {
-        "train__reward_fn": {"reward_factories:failing": 1.0},
-        "train__reward_fn_kwargs": {"reward_factories:failing": {"after": 10}},
-        "sample__batch_size": 2,
-        "sample__reward_batch_size": 2,
-    }
-    with pytest.raises(TrainingStopped, match="the reward broke at 2 images"):
-        train(tiny_options(tiny_flux_dir, tmp_path, **changes))
-    assert saved(tmp_path) == ["epoch_0001"]

@@ -19,7 +19,7 @@ BOTH = {"train__num_sigmas": 2, "train__sigma_one": True, "train__sigma_fraction
 
 def cases():
     """Each family with an objective that draws its own noise; recorded noise: test_families.py."""
-    quick = [("flux", "ppo"), ("flux_kontext", "guard_grpo"), ("qwen_image_edit", "awm")]
+    quick = [("flux_kontext", "guard_grpo"), ("qwen_image_edit", "awm")]
     own = [name for name in OBJECTIVES if not get_objective(name).needs_noise_steps]
     pairs = dict.fromkeys([*quick, *zip(FAMILIES, itertools.cycle(own), strict=False)])
     for pair in pairs:

@@ -247,9 +247,6 @@ def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog
     assert "another config.datasets" in caplog.text
     assert run.sampler.groups.prompts == [2, 2]
     assert run.set_rewards[1].weights == {"of_set": 4.0, "spread_of_set": 0.5}
-    write_rows(tmp_path / "small", "train", [{"prompt": "small 1x2 [LEFT]: c. [RIGHT]: d."}])
-    with pytest.raises(ConfigError, match="dataset"):
-        build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from="latest", **changes))
 
 
 DGPO = {

@@ -81,8 +81,6 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
         assert f"config.{name.replace('__', '.')} (" in str(refused.value)
     again = dataclasses.replace(options, resume_from="latest", num_epochs=2)
     louder = dataclasses.replace(again, train=dataclasses.replace(options.train, lora_alpha=64.0))
-    with pytest.raises(ConfigError, match="lora_alpha"):
-        build_run(louder)
     moved = (tmp_path / "prompts").rename(tmp_path / "moved")
     other_seed = dataclasses.replace(
         louder, dataset=str(moved), resume_changed=True, seed=7, save_freq=7
