@@ -65,6 +65,4 @@ def test_every_option_is_read(options_read, tiny_flux_dir, tmp_path):
 
 def test_configuration_page_is_current():
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == PAGE
-    for name, option in OPTIONS.items():
-        assert option.description
-        assert f"| `{name}`" in PAGE
+    assert all(option.description for option in OPTIONS.values())

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ from tiny_run import brightness, load_script, rows_of, tiny_options, write_rows
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sets import prompt_sets
-from paco_grpo.evaluation import evaluate
 from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats
 from paco_grpo.options import RunOptions, make_options, options_to_yaml
 from paco_grpo.policies import Policy
@@ -174,20 +172,6 @@ def test_prompts_that_repeat_are_said(caplog):
     reward.compares_images = True
     log_repeats(items, sets, options, {"a": reward})
     assert caplog.messages == []
-
-
-def test_a_reward_that_compares_images_says_nothing_of_a_single_one():
-    images = [SimpleNamespace(item=Item(number, "x")) for number in (0, 1, 1)]
-
-    def comparing(images, items):
-        return None
-
-    comparing.compares_images = True
-    rewards = {"a": checked(brightness()), "b": checked(comparing)}
-    given = np.array([[np.nan, 1.0], [0.5, np.nan], [np.nan, 0.25]])
-    scores, missing = evaluate.measured(given, rewards, images)
-    np.testing.assert_array_equal(scores, [[np.nan, np.nan], [0.5, np.nan], [np.nan, 0.25]])
-    assert missing.tolist() == [[True, False], [False, True], [True, False]]
 
 
 @pytest.mark.parametrize("place", ["", "diffusers"])

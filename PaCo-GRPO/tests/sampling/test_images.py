@@ -1,4 +1,4 @@
-"""Sizes, batches of one size, and images that are not finite."""
+"""Sizes, and batches of one size."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -28,11 +28,6 @@ def make(tiny_flux_dir, tmp_path_factory):
     return build
 
 
-def one_epoch(run):
-    Trainer(run).epoch()
-    return run
-
-
 def trained_steps(run) -> list[Step]:
     """The steps that the objective of ``run`` gets in one epoch."""
     steps = []
@@ -45,10 +40,6 @@ def trained_steps(run) -> list[Step]:
     run.objective.loss = recording
     Trainer(run).epoch()
     return steps
-
-
-TWO_NOISE_STEPS = {"sample__noise_steps": "0,1"}
-TWO_UPDATES = {"train__gradient_step_per_epoch": 2}
 
 
 def test_the_optimizer_has_the_values_of_its_options(make):
@@ -84,7 +75,7 @@ def test_max_grad_norm(make):
 @pytest.mark.parametrize(
     ("changes", "recorded", "trained"),
     [
-        (TWO_NOISE_STEPS | {"train__timesteps": "0"}, [0, 1], {0}),
+        ({"sample__noise_steps": "0,1", "train__timesteps": "0"}, [0, 1], {0}),
         ({"train__timesteps": "2", "train__loss_type": "nft"}, [1], {2}),
     ],
 )
@@ -152,7 +143,6 @@ def plain_update(make) -> torch.Tensor:
     [
         ("train__batch_size", 1),
         ("enable_gradient_checkpointing", True),
-        ("sample__reward_batch_size", 1),
     ],
 )
 def test_options_that_must_not_change_the_update(option, value, make, plain_update):
@@ -234,7 +224,7 @@ def test_how_a_copy_follows_and_what_images_are_sampled_with(
         return sample(*arguments)
 
     run.sampler.sample = record
-    one_epoch(run)
+    Trainer(run).epoch()
     assert active == [[sampled]]
     for parameter, new in run.state.parameters.items():
         copied = run.state.snapshots[name][parameter.replace(".default.", f".{name}.")]

@@ -94,14 +94,12 @@ def test_resuming_with_other_options(tiny_flux_dir, tmp_path, caplog):
 
 @pytest.mark.parametrize("objective", ["ppo", "awm"])
 def test_the_reference_may_be_the_adapter_that_training_starts_from(
-    tiny_flux_dir, tmp_path, objective
+    tiny_flux_dir, trained_run, tmp_path, objective
 ):
     """Until the first update, the distance to the reference and the KL are 0 with it, and not with
     the base.
     """
-    first = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, train__learning_rate=0.1)
-    train(first)
-    adapter = tmp_path / "runs/run/checkpoints/epoch_0001/adapter"
+    adapter = trained_run.folder / "checkpoints" / "epoch_0002" / "adapter"
     found = {}
     for reference in ("base", "start"):
         options = tiny_options(

@@ -52,8 +52,8 @@ def test_a_file_is_compared_in_plain_diffusers(tiny_folder, tmp_path, name):
     assert state_of(policy) == before
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image_edit_plus"])
-def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path, name):
+def test_in_bfloat16_with_everything_offloaded(tiny_folder, tmp_path):
+    name = "qwen_image_edit_plus"
     policy = trained(name, tiny_folder(name), dtype=torch.bfloat16, max_sequence_length=40)
     policy.offload(text_encoders=True, vae=True)
     adapters.save_diffusers(policy, tmp_path)

@@ -61,10 +61,8 @@ def test_grids_and_edits_are_scored_as_by_the_rewards(server):
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        (np.full((3, 8, 16), np.nan, np.float32), "not finite"),
         (torch.full((3, 8, 16), torch.inf, dtype=torch.bfloat16), "not finite"),
         (np.linspace(-1, 1, 384).reshape(3, 8, 16), "-1 to 1"),
-        (np.linspace(0, 255, 384).reshape(3, 8, 16), "0 to 255"),
         (np.full((3, 8, 16), 1.003), "1.003"),
         (torch.full((3, 8, 16), 200), "int64"),
         (np.zeros((1, 8, 16), np.uint8), "(1, 8, 16)"),
