@@ -2,18 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-from reward_factories import checked
+from reward_factories import checked, unlike_others
 from tiny_policies import disturb, draw, load
 from tiny_run import brightness, load_script, rows_of, tiny_options, write_rows
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sets import prompt_sets
-from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats
+from paco_grpo.evaluation.evaluate import evaluation_set, log_repeats, measured
 from paco_grpo.options import RunOptions, make_options, options_to_yaml
 from paco_grpo.policies import Policy
 from paco_grpo.policies.adapters import add_lora, save_peft
@@ -172,6 +173,14 @@ def test_prompts_that_repeat_are_said(caplog):
     reward.compares_images = True
     log_repeats(items, sets, options, {"a": reward})
     assert caplog.messages == []
+
+
+def test_a_reward_that_compares_images_says_nothing_of_a_single_one():
+    images = [SimpleNamespace(item=Item(number, "x")) for number in (0, 1, 1)]
+    rewards = {"compares": checked(unlike_others())}
+    scores, missing = measured(np.array([[1.0], [np.nan], [0.25]]), rewards, images)
+    np.testing.assert_array_equal(scores, [[np.nan], [np.nan], [0.25]])
+    assert missing.tolist() == [[False], [True], [False]]
 
 
 @pytest.mark.parametrize("place", ["", "diffusers"])
