@@ -66,7 +66,8 @@ def read() -> dict[str, Row]:
 def gib_needed(options: RunOptions) -> float | None:
     """GiB that a run needs, if a configuration has the same settings: the least, if several do."""
     settings = settings_of(options)
-    return min((row.gib for row in read().values() if row.settings == settings), default=None)
+    rows = _rows_of_model(options).values()
+    return min((row.gib for row in rows if row.settings == settings), default=None)
 
 
 def smaller_suffix(options: RunOptions, gib: float, needed: float | None) -> str | None:
@@ -105,13 +106,20 @@ def advice(options: RunOptions, gib: float, needed: float) -> str:
 
 def _rows_by_suffix(options: RunOptions) -> dict[str, list[Row]]:
     """What the model needs with each suffix at these sizes; where they are unknown, at any."""
-    settings = settings_of(options)
-    of_model: dict[str, list[Row]] = {}
-    of_sizes: dict[str, list[Row]] = {}
-    for name, row in read().items():
+    sizes = settings_of(options).sizes
+    of_model = _rows_of_model(options)
+    of_sizes = {name: row for name, row in of_model.items() if row.settings.sizes == sizes}
+    by_suffix: dict[str, list[Row]] = {}
+    for name, row in (of_sizes or of_model).items():
         for suffix in SUFFIXES:
-            if name.endswith(suffix) and row.settings.model == settings.model:
-                of_model.setdefault(suffix, []).append(row)
-                if row.settings.sizes == settings.sizes:
-                    of_sizes.setdefault(suffix, []).append(row)
-    return of_sizes or of_model
+            if name.endswith(suffix):
+                by_suffix.setdefault(suffix, []).append(row)
+    return by_suffix
+
+
+def _rows_of_model(options: RunOptions) -> dict[str, Row]:
+    """The rows of the model by name; none with trained or sharded weights, which no row has."""
+    if options.train.sharding or not options.use_lora:
+        return {}
+    model = settings_of(options).model
+    return {name: row for name, row in read().items() if row.settings.model == model}

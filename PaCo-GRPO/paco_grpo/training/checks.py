@@ -281,7 +281,7 @@ def warn_of_small_gpu(options: RunOptions, device: torch.device) -> None:
     """Log which suffix fits on the GPU, if a configuration with these settings does not."""
     needed = table.gib_needed(options)
     gib = gpu_gib(device)
-    if needed is not None and needed > gib and options.train.sharding is None:
+    if needed is not None and needed > gib:
         logger.warning(
             "this GPU has %.1f GiB, and the run needs %.1f by estimate: %s",
             gib,
@@ -294,17 +294,20 @@ def out_of_memory(options: RunOptions, error: torch.OutOfMemoryError) -> str:
     """What helps when a GPU is full, with the values of the options."""
     helps = []
     for name in table.BATCHES:
-        if attrgetter(name)(options) > 1:
-            helps.append(f"lower config.{name}={attrgetter(name)(options)}")
+        size = attrgetter(name)(options)
+        if size > 1:
+            helps.append(f"lower config.{name}={size}")
     if not options.enable_gradient_checkpointing:
         helps.append("set config.enable_gradient_checkpointing=True")
     suffix = table.smaller_suffix(options, gpu_gib(None), table.gib_needed(options))
     if suffix:
         helps.append(f"use the configuration with the suffix {suffix}")
-    helps.append(f"lower config.train.resolution={options.train.resolution}")
-    helps.append(f"config.test.resolution={options.test.resolution}")
+    helps.append(
+        f"lower config.train.resolution={options.train.resolution} or "
+        f"config.test.resolution={options.test.resolution}"
+    )
     reason = str(error).partition(". ")[0]
-    return f"the GPU has too little memory ({reason}): {', '.join(helps[:-1])} or {helps[-1]}"
+    return f"the GPU has too little memory ({reason}): {', '.join(helps)}"
 
 
 def gpu_gib(device: torch.device | None) -> float:

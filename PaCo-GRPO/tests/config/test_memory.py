@@ -1,5 +1,6 @@
 """What a memory suffix promises holds for every model, by the table of tools/memory_table.py."""
 
+import dataclasses
 import logging
 import random
 import re
@@ -83,14 +84,13 @@ def test_a_suffix_works_for_any_function_on_the_model(tmp_path, monkeypatch):
         of_page = load_options(f"{tmp_path}/mine.py:large_groups{suffix}")
         assert settings_of(of_page) == ROWS[f"t2is{suffix}"].settings
         assert of_page.train.reward_fn_kwargs == load(f"t2is{suffix}").train.reward_fn_kwargs
-        own = load_options(f"{tmp_path}/mine.py:mine_nft{suffix}")
-        assert settings_of(own) == ROWS[f"qwen_editing{suffix}"].settings
+        settings = settings_of(load_options(f"{tmp_path}/mine.py:mine_nft{suffix}"))
+        assert settings == ROWS[f"qwen_editing{suffix}"].settings
     own = load_options(f"{tmp_path}/mine.py:mine_48gb")
     assert own.train.reward_fn_kwargs == {"pickscore": {"server": "http://there"}}
     assert own.test.reward_fn_kwargs == {"clipscore": {"device": "cpu"}}
-    kwargs = {name: of_set.reward_fn_kwargs for name, of_set in own.datasets.items()}
-    assert kwargs["a"] == {"subfig_clipT": {"dtype": "float16"}}
-    assert kwargs["b"] == {"reference_clipI": {"dtype": "bfloat16"}}
+    assert own.datasets["a"].reward_fn_kwargs == {"subfig_clipT": {"dtype": "float16"}}
+    assert own.datasets["b"].reward_fn_kwargs == {"reference_clipI": {"dtype": "bfloat16"}}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,6 @@ def test_a_suffix_works_for_any_function_on_the_model(tmp_path, monkeypatch):
         ("t2is_48gb", 79.2, "", "suffix _24gb"),
         ("t2is_24gb", 15.0, "has 24 GB, with the suffix _24gb", ""),
         ("t2is_qwen_24gb", 23.5, "has 48 GB, with the suffix _48gb", ""),
-        ("toy_t2is", 1.0, "", ""),
     ],
 )
 def test_a_gpu_that_is_too_small_is_told_which_suffix_fits(
@@ -113,9 +112,11 @@ def test_a_gpu_that_is_too_small_is_told_which_suffix_fits(
     options = load(name)
     with caplog.at_level(logging.WARNING):
         warn_of_small_gpu(options, torch.device("cuda"))
-    full = out_of_memory(options, torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried")
+    full = out_of_memory(options, error)
     for text, expected in ((caplog.text, at_start), (full, when_full)):
         assert expected in text and ("suffix" in text) == bool(expected)
+    assert "suffix" not in out_of_memory(dataclasses.replace(options, use_lora=False), error)
 
 
 def rows_to_compute_again():
