@@ -88,7 +88,7 @@ def with_attributes(function: Function, **attributes: Unpack[Attributes]) -> Fun
 
 
 class Reward(ABC):
-    """A reward of a run, as those use it who train and evaluate.
+    """A reward that has been checked, as training and evaluations use it.
 
     Attributes:
         name: In metrics and aggregation.
@@ -99,21 +99,6 @@ class Reward(ABC):
     record: Mapping[str, Any] | None
     parallel_calls: int
     compares_images: bool
-
-    @abstractmethod
-    def check_items(self, items: Sequence[Item]) -> None:
-        """Raise a UserError for an item that cannot be scored."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Whether what scores is there. Raises UserError: It is not."""
-
-    @abstractmethod
-    def prove(self, items: Sequence[Item]) -> None:
-        """Log what is unusual about ``items``, and let a judge answer one real question.
-
-        Raises UserError: It gives no score.
-        """
 
     @abstractmethod
     def applies_to(self, item: Item) -> bool:

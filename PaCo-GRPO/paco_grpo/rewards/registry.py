@@ -111,7 +111,7 @@ def build_rewards(
     return rewards
 
 
-def find_problems(rewards: Iterable[Reward], items: Sequence[Item]) -> list[str]:
+def find_problems(rewards: Iterable["CheckedReward"], items: Sequence[Item]) -> list[str]:
     """Check rewards, and whether each can score ``items``. Returns a text for each problem."""
     problems = []
     for reward in rewards:
@@ -279,8 +279,8 @@ class CheckedReward(Reward):
         public = without_keys({"arguments": arguments, "record": self.record})
         return public | {"weights": self.weights()}
 
-    @override
     def check(self) -> None:
+        """Whether what scores is there. Raises UserError: It is not."""
         self._call("check")
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -295,8 +295,8 @@ class CheckedReward(Reward):
                 f"reward {self.name!r} cannot be used: {error}; see {self._options}"
             ) from error
 
-    @override
     def check_items(self, items: Sequence[Item]) -> None:
+        """Raise a UserError for an item that cannot be scored."""
         if self._check_item is None:
             return
         problems = []
@@ -328,8 +328,11 @@ class CheckedReward(Reward):
                 f"reward of config.train.reward_fn or config.test.reward_fn: {why}"
             ) from error
 
-    @override
     def prove(self, items: Sequence[Item]) -> None:
+        """Log what is unusual about ``items``, and let a judge answer one real question.
+
+        Raises UserError: It gives no score.
+        """
         remarks: Counter[str | None] = Counter()
         if self._remark is not None:
             for item in items:

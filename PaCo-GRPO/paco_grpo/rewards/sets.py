@@ -42,19 +42,19 @@ def rewards_of(
             names |= prompt_set.table(split).weights
         reward_weights(names)  # no two of one short name
     built: dict[str, CheckedReward] = {}  # one for several uses is loaded once
-    of_sets: dict[str, list[dict[str, CheckedReward]]] = {split: [] for split in items}
+    rewards: dict[str, list[dict[str, CheckedReward]]] = {split: [] for split in items}
     for prompt_set in sets:
         for split in items:
             table = prompt_set.table(split)
-            of_sets[split].append(build_rewards(table.weights, table.kwargs, device, built))
+            rewards[split].append(build_rewards(table.weights, table.kwargs, device, built))
     problems: list[str] = []
     for number, prompt_set in enumerate(sets):
         where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
-        for split, of_split in items.items():
-            of_set = [item for item in of_split if item.dataset == number]
-            for problem in find_problems(of_sets[split][number].values(), of_set):
+        for split, items_of_split in items.items():
+            items_of_set = [item for item in items_of_split if item.dataset == number]
+            for problem in find_problems(rewards[split][number].values(), items_of_set):
                 problems.append(f"{where}{problem}")
-            is_open = any(item.metadata.get("open") for item in of_set)
+            is_open = any(item.metadata.get("open") for item in items_of_set)
             if split == "train" and prompt_set.train.weights.get("between_images") and not is_open:
                 problems.append(
                     f"{where or 'config.train.'}reward_fn has between_images, but no training "
@@ -64,7 +64,7 @@ def rewards_of(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     names_of_sets = [prompt_set.name for prompt_set in sets]
-    return {split: merge_sets(rewards, names_of_sets) for split, rewards in of_sets.items()}
+    return {split: merge_sets(by_set, names_of_sets) for split, by_set in rewards.items()}
 
 
 @contextlib.contextmanager
@@ -85,14 +85,11 @@ def begun(
         return main_decides(accelerator, lambda: value) if accelerator else value
 
     run = RewardRun(folder, process, processes, from_main)
-    rewards = list(rewards)
-    try:
+    with contextlib.ExitStack() as closing:
         for reward in rewards:
+            closing.callback(reward.close)
             reward.begin(run)
         yield
-    finally:
-        for reward in rewards:
-            reward.close()
 
 
 class RewardBySet(Reward):
@@ -117,21 +114,6 @@ class RewardBySet(Reward):
         self.record = records
 
     @override
-    def check_items(self, items: Sequence[Item]) -> None:
-        for number, reward in self.of_sets.items():
-            reward.check_items([item for item in items if item.dataset == number])
-
-    @override
-    def check(self) -> None:
-        for reward in self.of_sets.values():
-            reward.check()
-
-    @override
-    def prove(self, items: Sequence[Item]) -> None:
-        for number, reward in self.of_sets.items():
-            reward.prove([item for item in items if item.dataset == number])
-
-    @override
     def applies_to(self, item: Item) -> bool:
         return item.dataset in self.of_sets
 
@@ -143,8 +125,8 @@ class RewardBySet(Reward):
     def identity(self) -> dict[str, Any]:
         arguments = {}
         for number, reward in self.of_sets.items():
-            of_set = reward.identity()
-            arguments[str(number)] = [of_set["arguments"], of_set["record"]]
+            identity = reward.identity()
+            arguments[str(number)] = [identity["arguments"], identity["record"]]
         record = without_keys(self.record)
         return {"arguments": arguments, "record": record, "weights": self.weights()}
 
@@ -187,8 +169,8 @@ def merge_sets(
         names: Of the sets.
     """
     by_name: dict[str, dict[int, CheckedReward]] = {}
-    for number, of_set in enumerate(rewards):
-        for name, reward in of_set.items():
+    for number, rewards_of_set in enumerate(rewards):
+        for name, reward in rewards_of_set.items():
             by_name.setdefault(name, {})[number] = reward
     merged: dict[str, Reward] = {}
     for name, of_sets in by_name.items():

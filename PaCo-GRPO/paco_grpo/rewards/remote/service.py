@@ -12,7 +12,6 @@ the loopback needs a key in the environment variable REWARD_SERVICE_KEY.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -146,8 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     import uvicorn
 
     app = build_app(reward, options.reward, key)
-    with contextlib.closing(reward):
-        uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
+    uvicorn.run(app, host=options.host, port=options.port, **SERVER_SETTINGS)
     return 0
 
 
