@@ -579,14 +579,14 @@ def less_memory(config: ConfigDict, gigabytes: int, trained_clip: Mapping = {}) 
     place_clip(train.reward_fn, trained_clip, train.reward_fn_kwargs, {})
     guards = set(test.reward_fn) - set(train.reward_fn)
     place_clip(guards, ON_CPU, test.reward_fn_kwargs, train.reward_fn_kwargs)
-    for of_set in config.datasets.values():
-        trained = of_set.get("reward_fn", {})
-        guards = set(of_set.get("test_reward_fn", {})) - set(trained or train.reward_fn)
-        kwargs = dict(of_set.get("reward_fn_kwargs", {}))
+    for set_options in config.datasets.values():
+        trained = set_options.get("reward_fn", {})
+        guards = set(set_options.get("test_reward_fn", {})) - set(trained or train.reward_fn)
+        kwargs = dict(set_options.get("reward_fn_kwargs", {}))
         place_clip(trained, trained_clip, kwargs, of_run)
         place_clip(guards, ON_CPU, kwargs, of_run)
         if kwargs:
-            of_set["reward_fn_kwargs"] = kwargs
+            set_options["reward_fn_kwargs"] = kwargs
 
 
 def place_clip(rewards: Iterable, where: Mapping, kwargs: MutableMapping, of_run: Mapping) -> None:

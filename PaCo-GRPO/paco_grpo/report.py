@@ -310,8 +310,8 @@ def _purpose(run: RunReport, page: Page) -> str:
     train = run.config["train"]
     sets = run.config["datasets"] or {"": train}
     wanted = []
-    for set_name, of_set in sets.items():
-        for name, weight in (of_set["reward_fn"] or train["reward_fn"]).items():
+    for set_name, set_options in sets.items():
+        for name, weight in (set_options["reward_fn"] or train["reward_fn"]).items():
             if weight:
                 short = name.rpartition(":")[2]
                 label = page.name(f"{set_name}/{short}" if set_name else short).label

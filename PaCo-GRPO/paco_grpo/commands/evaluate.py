@@ -339,12 +339,12 @@ def results(folder: Path, adapter: str | None, against: str | None) -> str:
         missing = {}
         for reward in rows_of_set[0]["rewards"]:
             missing[reward] = sum(row["rewards"][reward] is None for row in rows_of_set)
-        of_set = {"missing": missing, "results": columns}
+        measured = {"missing": missing, "results": columns}
         if name:
-            record.setdefault("datasets", {})[name] = of_set
+            record.setdefault("datasets", {})[name] = measured
             tables += f"\n{name}:\n"
         else:
-            record |= of_set
+            record |= measured
         tables += f"\n{markdown(columns)}"
     text = json.dumps(record, indent=1, default=dataclasses.asdict)
     write_atomically(folder / "results.json", text)

@@ -105,9 +105,8 @@ def reward_arguments(options: RunOptions, name: str) -> dict[str, Any]:
     sets give it others.
     """
     sets = prompt_sets(options)
-    train_tables = [prompt_set.train for prompt_set in sets]
-    test_tables = [prompt_set.test for prompt_set in sets]
-    for tables in (train_tables, test_tables):
+    for split in ("train", "test"):
+        tables = [prompt_set.table(split) for prompt_set in sets]
         arguments = [table.kwargs[name] for table in tables if name in table.kwargs]
         if any(other != arguments[0] for other in arguments):
             raise ConfigError(f"config.datasets have different reward_fn_kwargs of {name}")

@@ -106,9 +106,10 @@ def test_a_suffix_works_for_any_function_on_the_model(tmp_path, monkeypatch):
 def test_a_gpu_that_is_too_small_is_told_which_suffix_fits(
     monkeypatch, caplog, name, gib, at_start, when_full
 ):
-    gpu = SimpleNamespace(total_memory=gib * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB)
+    )
     options = load(name)
     with caplog.at_level(logging.WARNING):
         warn_of_small_gpu(options, torch.device("cuda"))
