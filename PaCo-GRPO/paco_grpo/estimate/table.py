@@ -80,7 +80,7 @@ def smaller_suffix(options: RunOptions, gib: float, needed: float | None) -> str
         Of several, the one that costs least time; None: there is none.
     """
     savers = set(settings_of(options).savers)
-    found = None
+    cheapest = None
     for suffix, rows in _rows_by_suffix(options).items():
         most = max(row.gib for row in rows)
         if needed is None:
@@ -88,8 +88,8 @@ def smaller_suffix(options: RunOptions, gib: float, needed: float | None) -> str
         else:
             is_less = most < needed
         if is_less and most <= gib:
-            found = suffix
-    return found
+            cheapest = suffix
+    return cheapest
 
 
 def advice(options: RunOptions, gib: float, needed: float) -> str:

@@ -128,7 +128,7 @@ class Evaluation:
             should_stop: Whether this process was asked to stop; asked before each batch.
             keep_images: A batch whose images are all in ``folder`` is not sampled again; else they
                 are removed first.
-            epoch: That of the weights, for rewards that ask for it.
+            epoch: The last one that has trained the weights, for rewards that ask for it.
 
         Returns:
             As ``evaluation_metrics``; None when a process was asked to stop.

@@ -4,12 +4,11 @@ Users write a factory ``(**arguments) -> score(images, items) -> scores (n,)``. 
 RGB; ``item.Item`` lists the fields of an item. NaN or None is a missing score. A factory with a
 parameter ``device`` is given the process's device.
 
-A score function with a parameter ``seeds`` is given the seed of each image's own noise, one with a
-parameter ``epoch`` the epoch that the images are of: the number of its row in metrics.jsonl, in an
-evaluation that of the evaluated weights, None outside of a training.
+A score function with a parameter ``seeds`` is given the seed of each image's own noise. One with a
+parameter ``epoch`` is given the number of the images' epoch, as in metrics.jsonl. In an evaluation
+of a run, this is the last epoch that has trained the weights; outside of a training it is None.
 
-What else a score function may have are attributes of it, and ``check_item`` is one of its factory:
-see ``Attributes``.
+A score function and its factory may also have attributes: see ``Attributes``.
 """
 
 from abc import ABC, abstractmethod

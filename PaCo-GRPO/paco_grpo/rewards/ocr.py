@@ -189,8 +189,8 @@ def _rapidocr(threads: int) -> Reader:
     engine = RapidOCR(params=parameters)
 
     def read(image: Image.Image) -> str:
-        found: Any = engine(image)
-        return in_reading_order(found.boxes, found.txts or ())
+        result: Any = engine(image)
+        return in_reading_order(result.boxes, result.txts or ())
 
     return read
 

@@ -263,10 +263,10 @@ def exchange_images(shares: Shares, local: Mapping[int, Submission]) -> Iterator
 
     ``local``: the images of this process by their positions, which are their rows.
     """
-    own = [(position, image.item.item_id, image.seed) for position, image in local.items()]
+    local_ids = [(position, image.item.item_id, image.seed) for position, image in local.items()]
     positions_of: dict[int, list[int]] = {}
     seed_of: dict[int, int] = {}
-    for position, item_id, seed in sorted(gather_object(own)):
+    for position, item_id, seed in sorted(gather_object(local_ids)):
         positions_of.setdefault(item_id, []).append(position)
         seed_of[position] = seed
     # A process with an image of the item scores it: it has the item itself, which need not survive

@@ -253,9 +253,9 @@ class CheckedReward(Reward):
 
     @override
     def weights(self) -> str | None:
-        own = self._attribute("weights") or self._attribute("identity")
-        if own is not None:
-            return own()
+        identify = self._attribute("weights") or self._attribute("identity")
+        if identify is not None:
+            return identify()
         return joined([self._code(), *map(identity, self._places.values())])
 
     def _code(self) -> str | None:
@@ -265,8 +265,8 @@ class CheckedReward(Reward):
             return f"{module}:{name}"
         source: str | None = module
         if not module.lower().endswith(".py"):
-            found = importlib.util.find_spec(module)
-            source = found.origin if found else None
+            spec = importlib.util.find_spec(module)
+            source = spec.origin if spec else None
         return identity(source) if source else f"{module}:{name}"
 
     @override

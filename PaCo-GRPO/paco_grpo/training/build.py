@@ -188,10 +188,13 @@ def training_rewards(prompt_set: PromptSet, options: RunOptions) -> SetRewards:
         if weight:
             weights[name] = weight
     try:
-        found = get_aggregate_fn(options.train.aggregate_fn, weights, options.sample.global_std)
+        aggregate_fn = get_aggregate_fn(
+            options.train.aggregate_fn, weights, options.sample.global_std
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    aggregate_fn = found or partial(weighted_sum, weights)
+    if aggregate_fn is None:
+        aggregate_fn = partial(weighted_sum, weights)
     weights_of_function = getattr(aggregate_fn, "reward_weights", None)
     if prompt_set.name and weights_of_function is not None:
         others = [name for name in weights if weights_of_function[name] != weights[name]]
