@@ -115,7 +115,7 @@ class Rollout(Batched):
     height: int  # pixels
     width: int  # pixels
     noise_level: float  # a
-    cps: bool  # Flow-CPS instead of Flow-SDE
+    transition: str  # of its noise steps, as ``sampling.denoise.find_transition`` names it
 
     def noise_step(self, index: int) -> NoiseStep:
         """The recorded noise at step ``index`` of the schedule."""

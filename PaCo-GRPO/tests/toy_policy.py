@@ -103,11 +103,16 @@ def sample(policy, moved=True):
     return result
 
 
-def numpy_step(x, v, sigma, following, first, a, cps=False):
+def numpy_step(x, v, sigma, following, first, a, kind="flow_sde"):
     """Mean, s and standard deviation of a noise step in float64 (docs/method.md §4); ``first``: σ_1
     of the schedule.
     """
-    if cps:
+    if kind == "dance_sde":  # as the paper writes it, with the score
+        clean = x - sigma * v
+        score = -(x - (1 - sigma) * clean) / sigma**2
+        mean = x + (v - a**2 / 2 * score) * (following - sigma)
+        return mean, a, a * np.sqrt(sigma - following)
+    if kind == "cps":
         s = following * np.sin(a * np.pi / 2)
         mean = (1 - following) * (x - sigma * v) + np.sqrt(max(following**2 - s**2, 0)) * (
             x + (1 - sigma) * v

@@ -233,15 +233,29 @@ def _aggregate(
     totals = {}
     for key, total in function(**grouped).items():
         totals[key] = np.asarray(total, np.float64)
-    expected = {key: members.shape for key, members in groups.items()}
-    shapes = {key: total.shape for key, total in totals.items()}
-    finite = all(np.isfinite(total).all() for total in totals.values())
-    if shapes != expected or not finite:
+    if totals.keys() != groups.keys():
+        key = min(map(str, totals.keys() ^ groups.keys()))
         raise ValueError(
-            "it must return one finite number for each image: "
-            f"arrays of the shapes {expected}, got {shapes}"
+            f"it must return the keys of its arguments, and {_shortened(key)!r} is in one of both"
         )
+    for key, members in groups.items():
+        total = totals[key]
+        if total.shape != members.shape:
+            raise ValueError(
+                f"it must return one number for each image, an array of shape {members.shape} for "
+                f"{_shortened(key)!r}, got {total.shape}"
+            )
+        wrong = np.flatnonzero(~np.isfinite(total))
+        if len(wrong):
+            raise ValueError(
+                f"it must return finite numbers, got {total[wrong[0]]} for image {wrong[0]} of "
+                f"{_shortened(key)!r}"
+            )
     return totals
+
+
+def _shortened(key: str) -> str:
+    return key if len(key) <= 60 else f"{key[:57]}..."
 
 
 def _groups(

@@ -117,7 +117,11 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
     shown = example(policy, options, test.resolution)
     noise = {}
     if sample.noise_steps:
-        noise = {"noise_steps": (0,), "noise_level": sample.noise_level, "cps": sample.cps}
+        noise = {
+            "noise_steps": (0,),
+            "noise_level": sample.noise_level,
+            "transition": sample.transition,
+        }
     batch = plan.sample_batch_size
     with fake_cpu(device):
         # FSDP2 gathers weights in the precision in which they compute; otherwise they are float32.
@@ -227,7 +231,7 @@ def epoch_record(
         num_steps=sample.num_steps,
         noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, 0, 0),
         noise_level=sample.noise_level,
-        cps=sample.cps,
+        transition=sample.transition,
         tail_steps=sample.tail_steps,
     )
     ids = [0] * count

@@ -10,13 +10,10 @@ Between Gaussians the divergence is known.
 | β                  | train.beta (KL weight)                               |
 """
 
-from collections.abc import Iterator
-
 import torch
 from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Objective, Step, mean_square, reference_kl
-from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Transition, transition
 from paco_grpo.types import NoiseStep
@@ -32,18 +29,6 @@ class FlowDppo(Objective):
     masked_negative (masked samples by the sign of A), ratio_mean, ratio_deviation, policy_loss and,
     with β ≠ 0, kl.
     """
-
-    @classmethod
-    @override
-    def check(cls, options: RunOptions) -> Iterator[str]:
-        yield from super().check(options)
-        sample = options.sample
-        trained_steps = options.train.timesteps
-        if trained_steps is None:
-            trained_steps = sample.noise_steps
-        last = sample.num_steps - 1
-        if sample.cps and last in trained_steps:
-            yield f"sample.noise_steps: Flow-CPS adds no noise at the last step, {last}: omit it"
 
     @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:

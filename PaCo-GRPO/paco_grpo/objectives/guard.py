@@ -31,10 +31,10 @@ class GuardGrpo(Objective):
     @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         yield from super().check(options)
-        if options.sample.cps:
+        if options.sample.transition == "cps":
             yield (
-                "sample.cps=True cannot be used with train.loss_type='guard_grpo': "
-                "its correction is Flow-SDE's"
+                "sample.transition='cps' cannot be used with train.loss_type='guard_grpo': "
+                "its correction needs a normal density"
             )
 
     @override

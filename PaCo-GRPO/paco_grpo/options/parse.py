@@ -116,13 +116,21 @@ def load_options(source: str, overrides: Iterable[tuple[str, str]] = ()) -> RunO
             names = runpy.run_path(str(path), run_name=_MODULE)
             values = named_configuration(names, name).to_dict()
         else:
-            values = OmegaConf.to_container(OmegaConf.load(path))
+            values = _of_today(OmegaConf.to_container(OmegaConf.load(path)))
     # ConfigDict's for an unknown name; what the file imports; its text; sys.exit in it.
     except (AttributeError, ImportError, NameError, SyntaxError, SystemExit) as error:
         raise ConfigError(f"{path}: {in_words(error, str(path))}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {error}") from error
     return make_options(values, overrides)
+
+
+def _of_today(saved: Any) -> Any:
+    """What a run has saved, with the options of today's version."""
+    sample = saved.get("sample") if isinstance(saved, dict) else None
+    if isinstance(sample, dict) and "cps" in sample:  # before 0.7
+        sample["transition"] = "cps" if sample.pop("cps") else "flow_sde"
+    return saved
 
 
 def named_configuration(names: Mapping[str, Any], name: str) -> ConfigDict:
@@ -284,6 +292,7 @@ PUBLISHED = {
     "train.gradient_accumulation_steps": (
         "derived from config.train.gradient_step_per_epoch and config.train.batch_size"
     ),
+    "sample.cps": "use config.sample.transition: flow_sde or cps",
     "train.param_noise_std": "not available; see config.sample.noise_level",
     "train.guidance_scale": "use config.sample.guidance_scale",
     "train.cfg": "use config.sample.negative_prompt (None: no true CFG)",

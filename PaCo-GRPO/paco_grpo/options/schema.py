@@ -84,8 +84,10 @@ class SampleOptions:
     num_noise_steps: Amount | None = option(
         None, "number of noise steps drawn at random each epoch; None: all"
     )
-    noise_level: NonNegative = option(0.7, "noise level a of Flow-SDE or Flow-CPS")
-    cps: bool = option(False, "Flow-CPS instead of Flow-SDE")
+    noise_level: NonNegative = option(0.7, "noise level a")
+    transition: str = beyond_paper(
+        "flow_sde", "noise step: flow_sde, cps, dance_sde or package.module:function"
+    )
     guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX) or scale of true CFG")
     negative_prompt: str | None = option(
         None, "negative prompt of true CFG (a space is enough); None: no true CFG"

@@ -10,13 +10,14 @@
 | s                             | Transition.s (B,)                       |
 | s·sqrt(−dt) (SDE), s (CPS)    | Transition.std (B,)                     |
 
-A step is Flow-SDE or Flow-CPS. Everything is float32; each sample has its own σ, and nothing is
-reduced over the batch.
+``TRANSITIONS`` has the kinds of noise steps. Everything is float32; each sample has its own σ, and
+nothing is reduced over the batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from typing_extensions import override
 
+from paco_grpo.names import find_function
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import merged
 from paco_grpo.types import Conditioning, NoiseStep, Rollout, to_device
@@ -44,7 +47,7 @@ class Sampling:
     num_steps: int  # T
     noise_steps: Sequence[int] = ()  # ascending; () = deterministic sampling (evaluation)
     noise_level: float = 0.0  # a; at 0 no step is noisy and none is recorded
-    cps: bool = False  # Flow-CPS instead of Flow-SDE
+    transition: str = "flow_sde"  # of a noise step, as in ``find_transition``
     # In steps without noise: those with noise must have the log-probabilities of training.
     merge_lora: bool = False
     # The tail is at most this long and of second order; None = the Euler steps of the schedule.
@@ -122,7 +125,7 @@ def rollout(
         height=height,
         width=width,
         noise_level=noise_level,
-        cps=sampling.cps,
+        transition=sampling.transition,
     )
     # Around all forwards, so that the LoRA's weights are cast once for all of them.
     with policy.autocast():
@@ -186,7 +189,7 @@ def transition(policy: Policy, rollout: Rollout, latents: torch.Tensor, index: i
     """
     sigma, sigma_next = _sigma_pair(rollout.sigmas, index, latents)
     velocity = policy.velocity(latents, sigma, rollout.conditioning, rollout.height, rollout.width)
-    take_step = cps_step if rollout.cps else sde_step
+    take_step = find_transition(rollout.transition)
     sigma_first = float(rollout.sigmas[1])
     return take_step(latents, velocity, sigma, sigma_next, sigma_first, rollout.noise_level)
 
@@ -261,27 +264,41 @@ def _sigma_pair(
 
 @dataclass(frozen=True)
 class Transition:
-    """Distribution of x' given x_t."""
+    """Distribution of x' given x_t: normal, with independent components."""
 
     mean: torch.Tensor  # (B, L, C) float32, μ
     std: torch.Tensor  # (B,) float32, standard deviation of x' around the mean, ≥ 0
     s: torch.Tensor  # (B,) float32, the s of docs/method.md §4 (the KL term divides by 2s²)
-    cps: bool  # how the log-probability is defined
 
     def sample(self, noise: torch.Tensor) -> torch.Tensor:
         """x' = mean + std·ε for standard normal ``noise`` (B, L, C) float32."""
         return self.mean + _expand(self.std, self.mean) * noise
 
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
-        """Log-probability (B,) of ``next_latents`` (B, L, C), averaged over tokens and channels.
+        """log N(x'; mean, std²) (B,) of ``next_latents`` (B, L, C).
 
-        Flow-SDE: log N(x'; mean, std²). Flow-CPS: −(x' − mean)² (arXiv 2509.05952, where the
-        normalizer is dropped).
+        Averaged over tokens and channels.
         """
-        square = (next_latents - self.mean).square().flatten(1).mean(1)
-        if self.cps:
-            return -square
+        square = self._square(next_latents)
         return -square / (2 * self.std.square()) - self.std.log() - _LOG_SQRT_2PI
+
+    def _square(self, next_latents: torch.Tensor) -> torch.Tensor:
+        return (next_latents - self.mean).square().flatten(1).mean(1)
+
+
+class CpsTransition(Transition):
+    """Its log-probability has no normalizer (arXiv 2509.05952)."""
+
+    @override
+    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+        """−(x' − mean)² (B,) of ``next_latents`` (B, L, C), averaged over tokens and channels."""
+        return -self._square(next_latents)
+
+
+# (x_t (B, L, C), v (B, L, C), σ_i (B,), σ_{i+1} (B,), σ_1, noise level a) → distribution of x'
+TransitionFn = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, float], Transition
+]
 
 
 def sde_step(
@@ -292,19 +309,46 @@ def sde_step(
     sigma_first: float,
     noise_level: float,
 ) -> Transition:
-    """Flow-SDE step (Flow-GRPO, arXiv 2505.05470, eq. 9).
+    """Flow-SDE step (Flow-GRPO, arXiv 2505.05470, eq. 9): s = a·sqrt(σ_i / (1 − σ̃)).
 
-    s = a·sqrt(σ_i / (1 − σ̃)),  σ̃ = σ_i, but σ_1 where σ_i is exactly 1
+    σ̃ = σ_i, but σ_1 where σ_i is exactly 1.
+    """
+    sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
+    s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
+    return general_sde_step(latents, velocity, sigma, sigma_next, s)
+
+
+def dance_step(
+    latents: torch.Tensor,
+    velocity: torch.Tensor,
+    sigma: torch.Tensor,
+    sigma_next: torch.Tensor,
+    sigma_first: float,
+    noise_level: float,
+) -> Transition:
+    """DanceGRPO's step (arXiv 2505.07818): s = a at each σ; ``sigma_first`` is not needed."""
+    del sigma_first
+    s = torch.full_like(sigma, noise_level)
+    return general_sde_step(latents, velocity, sigma, sigma_next, s)
+
+
+def general_sde_step(
+    latents: torch.Tensor,
+    velocity: torch.Tensor,
+    sigma: torch.Tensor,
+    sigma_next: torch.Tensor,
+    s: torch.Tensor,
+) -> Transition:
+    """A step of the SDE with noise s (B,) float32, whose marginals are those of the ODE.
+
     mean = x·(1 + s²/(2σ_i)·dt) + v·(1 + s²(1−σ_i)/(2σ_i))·dt;  std = s·sqrt(−dt)
     """
     dt = sigma_next - sigma
-    sigma_tilde = torch.where(sigma == 1, sigma_first, sigma)
-    s = noise_level * (sigma / (1 - sigma_tilde)).sqrt()
     half = s.square() / (2 * sigma)
     latents_factor = _expand(1 + half * dt, latents)
     velocity_factor = _expand((1 + half * (1 - sigma)) * dt, latents)
     mean = latents * latents_factor + velocity * velocity_factor
-    return Transition(mean=mean, std=s * (-dt).sqrt(), s=s, cps=False)
+    return Transition(mean=mean, std=s * (-dt).sqrt(), s=s)
 
 
 def cps_step(
@@ -331,7 +375,56 @@ def cps_step(
     # At a = 1 rounding can make the difference slightly negative.
     keep = (sigma_next.square() - s.square()).clamp_min(0).sqrt()
     mean = _expand(1 - sigma_next, latents) * clean + _expand(keep, latents) * noise
-    return Transition(mean=mean, std=s, s=s, cps=True)
+    return CpsTransition(mean=mean, std=s, s=s)
+
+
+# ``sample.transition`` → a noise step.
+TRANSITIONS: dict[str, TransitionFn] = {
+    "flow_sde": sde_step,
+    "cps": cps_step,
+    "dance_sde": dance_step,
+}
+
+
+@functools.cache
+def find_transition(name: str) -> TransitionFn:
+    """The noise step that ``TRANSITIONS`` calls ``name``, or ``package.module:function``.
+
+    Raises:
+        ValueError: There is none of this name, or it cannot be imported.
+    """
+    return TRANSITIONS.get(name) or find_function(name, list(TRANSITIONS))
+
+
+def transition_problem(
+    name: str, num_steps: int, noise_steps: Sequence[int], noise_level: float
+) -> str | None:
+    """Why the transition ``name`` cannot be trained at one of ``noise_steps``.
+
+    It is tried on small latents and an even schedule of ``num_steps``.
+    """
+    try:
+        take_step = find_transition(name)
+    except ValueError as error:
+        return str(error)
+    sigmas = torch.linspace(1, 0, num_steps + 1)
+    latents = torch.ones(2, 3, 4)
+    for index in noise_steps:
+        sigma, sigma_next = _sigma_pair(sigmas, index, latents)
+        step = take_step(latents, latents, sigma, sigma_next, float(sigmas[1]), noise_level)
+        shapes = [tuple(tensor.shape) for tensor in (step.mean, step.std, step.s)]
+        if shapes != [(2, 3, 4), (2,), (2,)]:
+            return (
+                f"{name!r} returns mean, std and s of the shapes {shapes} for two samples of the "
+                "shape (3, 4): they must be (2, 3, 4), (2,) and (2,)"
+            )
+        if not (step.std > 0).all():
+            return (
+                f"{name!r} has a standard deviation of {float(step.std[0]):g} at step {index} with "
+                f"sample.noise_level={noise_level:g}, which must be above 0: leave this step out "
+                "of sample.noise_steps"
+            )
+    return None
 
 
 def euler_step(

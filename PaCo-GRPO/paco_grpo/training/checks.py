@@ -21,6 +21,7 @@ from paco_grpo.policies.adapters import find_lora
 from paco_grpo.policies.loading import is_step_distilled
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.rewards.registry import REWARDS, reward_weights
+from paco_grpo.sampling.denoise import transition_problem
 from paco_grpo.types import Item
 from paco_judge.client import DEFAULT_MODEL
 from paco_judge.errors import UserError
@@ -166,15 +167,21 @@ def contradictions(options: RunOptions) -> list[str]:
             "images of a group"
         )
     last = sample.num_steps - 1
+    noise_steps = sample.noise_steps if sample.noise_level else ()
     if max(sample.noise_steps, default=0) > last:
         problems.append(
             f"sample.noise_steps={sample.noise_steps}: with sample.num_steps={sample.num_steps}, "
             f"steps are 0 to {last}"
         )
-    if sample.cps and (last in sample.noise_steps or sample.noise_level > 1):
+        noise_steps = ()
+    problem = transition_problem(
+        sample.transition, sample.num_steps, noise_steps, sample.noise_level
+    )
+    if problem:
+        problems.append(f"sample.transition={problem}")
+    if sample.transition == "cps" and sample.noise_level > 1:
         problems.append(
-            f"sample.cps=True: Flow-CPS has no noise at the last step, {last}, and its "
-            "sample.noise_level ends at 1"
+            f"sample.noise_level={sample.noise_level:g}: that of sample.transition='cps' ends at 1"
         )
     distinct = len(set(sample.noise_steps))
     if sample.num_noise_steps is not None and sample.num_noise_steps > distinct:

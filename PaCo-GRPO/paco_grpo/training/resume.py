@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _BOUND = (
     "seed",
     "pretrained.model",
+    "sample.transition",
     "use_lora",
     "train.loss_type",
     "train.loss_kwargs",

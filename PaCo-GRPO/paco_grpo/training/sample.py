@@ -200,7 +200,7 @@ class Sampler:
                 sample.noise_steps, sample.num_noise_steps, options.seed, state.epoch
             ),
             noise_level=sample.noise_level,
-            cps=sample.cps,
+            transition=sample.transition,
             merge_lora=merges_lora(options, policy.device),
             tail_steps=sample.tail_steps,
         )

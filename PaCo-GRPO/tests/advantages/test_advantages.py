@@ -109,10 +109,20 @@ def test_items_that_share_a_prompt_stay_apart():
     assert np.abs(equal.advantages).max() < 1e-9 and equal.stats["zero_std_share"] == 1
 
 
-@pytest.mark.parametrize("totals", [{"z": [2.0, 3.0]}, {"x": [1.0]}, {"x": [1.0, np.nan]}])
-def test_an_aggregation_returns_a_finite_number_for_each_image(totals):
-    with pytest.raises(ValueError, match="finite number"):
-        compute_advantages({"a": [2.0, 3.0]}, [0, 0], ["x", "x"], lambda a: totals, DEFAULT)
+LONG = 80 * "x"
+
+
+@pytest.mark.parametrize(
+    ("totals", "words"),
+    [
+        ({"z": [2.0, 3.0]}, "^it must return the keys of its arguments, and 'x{57}...' is in"),
+        ({LONG: [1.0]}, r"shape \(2,\) for 'x{57}...', got \(1,\)$"),
+        ({LONG: [1.0, np.nan]}, "finite numbers, got nan for image 1 of 'x{57}...'$"),
+    ],
+)
+def test_an_aggregation_returns_a_finite_number_for_each_image(totals, words):
+    with pytest.raises(ValueError, match=words):
+        compute_advantages({"a": [2.0, 3.0]}, [0, 0], [LONG, LONG], lambda a: totals, DEFAULT)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,15 @@ def test_named_configurations_pass():
     [
         ({"sample.noise_steps": "1,10"}, "sample.noise_steps"),
         ({"sample.num_noise_steps": "2"}, "sample.num_noise_steps"),
-        ({"sample.cps": "1", "sample.noise_steps": "8,9"}, "sample.cps"),
-        ({"sample.cps": "1", "sample.noise_level": "1.1"}, "sample.cps"),
-        ({"sample.cps": "1", "sample.noise_steps": "8", "sample.noise_level": "1"}, None),
+        ({"sample.transition": "cps", "sample.noise_steps": "8,9"}, "sample.transition"),
+        ({"sample.transition": "cps", "sample.noise_level": "1.1"}, "sample.noise_level"),
+        (
+            {"sample.transition": "cps", "sample.noise_steps": "8", "sample.noise_level": "1"},
+            None,
+        ),
+        ({"sample.transition": "cps", "sample.noise_level": "0"}, None),
+        ({"sample.transition": "dance_sde", "sample.noise_steps": "0,9"}, None),
+        ({"sample.transition": "csp"}, "sample.transition"),
         ({"train.reference": "start"}, "train.reference"),
         (
             {"sample.latents_per_prompt": "3", "sample.same_latent": "1"},

@@ -272,7 +272,7 @@ def test_ratio_metrics(name, option, limit):
     ("name", "changes", "option"),
     [
         ("ppo", {"sample.noise_steps": ()}, "sample.noise_steps"),
-        ("guard_grpo", {"sample.cps": True}, "sample.cps"),
+        ("guard_grpo", {"sample.transition": "cps"}, "sample.transition"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
         ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
     ],

@@ -301,11 +301,12 @@ def test_longcat_counts_quoted_characters_one_by_one(any_folder, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "cps"), [(name, False) for name in FAMILIES] + [("flux", True), ("z_image", True)]
+    ("name", "kind"),
+    [(name, "flow_sde") for name in FAMILIES] + [("flux", "cps"), ("z_image", "dance_sde")],
 )
-def test_first_ratio_is_exactly_one(tiny_folder, name, cps):
+def test_first_ratio_is_exactly_one(tiny_folder, name, kind):
     policy = trained(name, tiny_folder(name))
-    noise = {"noise_steps": (0, 1), "noise_level": 0.7, "cps": cps}
+    noise = {"noise_steps": (0, 1), "noise_level": 0.7, "transition": kind}
     result = sampled(policy, name, *prompts_of(name), **noise)
     wiped = [
         dataclasses.replace(step, log_prob=torch.zeros(3), mean=step.mean * 0)

@@ -1,5 +1,7 @@
 """What the rollout records, what it costs, and that training recomputes it exactly."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,18 @@ from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
 from paco_grpo.sampling.denoise import (
+    CpsTransition,
     Draws,
     Sampling,
+    Transition,
     cps_step,
+    dance_step,
+    find_transition,
     integrate,
     rollout,
     sample_noise_steps,
     sde_step,
+    transition_problem,
 )
 from paco_grpo.types import Item
 
@@ -26,7 +33,7 @@ def toy_rollout(policy, ids=(0, 0, 1, 1), seeds=(10, 11, 12, 13), shared=None, *
     return rollout(policy, conditioning, draws, Sampling(**options))
 
 
-def numpy_rollout(policy, direction, seed, noise_steps, a, cps):
+def numpy_rollout(policy, direction, seed, noise_steps, a, kind):
     """docs/method.md §4 for one sample in float64."""
     p = policy.transformer.current.detach().double().numpy()
     x = policy.initial_latents([seed], 8, 12)[0].double().numpy()
@@ -38,22 +45,22 @@ def numpy_rollout(policy, direction, seed, noise_steps, a, cps):
             x = x + v * (following - sigma)
             continue
         noise = np.random.default_rng([seed, i]).standard_normal(x.shape, dtype=np.float32)
-        mean, _, std = numpy_step(x, v, sigma, following, sigmas[1], a, cps)
+        mean, _, std = numpy_step(x, v, sigma, following, sigmas[1], a, kind)
         x = mean + std * noise
     return x
 
 
-@pytest.mark.parametrize("cps", [False, True])
+@pytest.mark.parametrize("kind", ["flow_sde", "cps", "dance_sde"])
 @pytest.mark.parametrize("noise_steps", [(), (0,), (1, 3), (4,)])
-def test_against_numpy(cps, noise_steps):
+def test_against_numpy(kind, noise_steps):
     policy = ToyPolicy()
     seeds = (10, 10 + 2**32, 12, 13)  # the first two agree in their low 32 bits
-    record = toy_rollout(policy, seeds=seeds, noise_steps=noise_steps, cps=cps)
+    record = toy_rollout(policy, seeds=seeds, noise_steps=noise_steps, transition=kind)
     assert [step.index for step in record.noise_steps] == list(noise_steps)
     assert record.clean_latents.dtype == torch.float32
     for b, seed in enumerate(seeds):
         direction = record.conditioning.direction[b].double().numpy()
-        expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, cps)
+        expected = numpy_rollout(policy, direction, seed, noise_steps, 0.7, kind)
         np.testing.assert_allclose(record.clean_latents[b].numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -94,7 +101,10 @@ def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epo
     assert len({sample_noise_steps(range(10), 2, seed, epoch + i) for i in range(50)}) > 20
 
 
-@pytest.mark.parametrize(("step", "sigma"), [(sde_step, 0.6), (sde_step, 1.0), (cps_step, 0.6)])
+@pytest.mark.parametrize(
+    ("step", "sigma"),
+    [(sde_step, 0.6), (sde_step, 1.0), (dance_step, 1.0), (cps_step, 0.6)],
+)
 def test_log_prob(step, sigma):
     x, v, noise = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     sigmas = torch.tensor([sigma, 0.8]), torch.tensor([0.5, 0.1])
@@ -105,6 +115,48 @@ def test_log_prob(step, sigma):
     if step is cps_step:
         expected = -(latents - taken.mean).square()
     torch.testing.assert_close(taken.log_prob(latents), expected.mean((1, 2)), rtol=1e-4, atol=1e-4)
+
+
+def half_step(x, v, sigma, sigma_next, sigma_first, a):
+    """Half of dance_sde's noise, and a mean that depends on every argument."""
+    mean = x + sigma_first * sigma.view(-1, 1, 1) * v
+    return Transition(mean, a / 2 * (sigma - sigma_next).sqrt(), a / 2 * torch.ones_like(sigma))
+
+
+def one_std(x, v, sigma, sigma_next, sigma_first, a):
+    return Transition(x, torch.tensor(a), sigma)
+
+
+def negative(x, v, sigma, sigma_next, sigma_first, a):
+    return CpsTransition(x, 0.55 - sigma, sigma)
+
+
+def test_a_transition_of_ones_own():
+    place = f"{__name__}:half_step"
+    assert find_transition(place) is half_step
+    assert transition_problem(place, 5, (1, 3), 0.7) is None
+    record = toy_rollout(ToyPolicy(), transition=place)
+    for step in record.noise_steps:
+        sigma, following = record.sigmas[step.index : step.index + 2]
+        p = record.sigmas.new_tensor([0.3, -0.7])
+        v = p[0] * step.latents + p[1] * sigma * record.conditioning.direction
+        torch.testing.assert_close(step.mean, step.latents + record.sigmas[1] * sigma * v)
+        noise = (step.next_latents - step.mean) / (0.35 * (sigma - following).sqrt())
+        drawn = np.random.default_rng([11, step.index]).standard_normal((6, 4), np.float32)
+        torch.testing.assert_close(noise[1], torch.from_numpy(drawn), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("one_std", r"shapes \[\(2, 3, 4\), \(\), \(2,\)\]"),
+        ("negative", r"standard deviation of -0.05 at step 2"),
+        ("missing", "cannot be imported"),
+    ],
+)
+def test_a_transition_that_cannot_be_trained_is_named(name, words):
+    problem = transition_problem(f"{__name__}:{name}", 5, (3, 2), 0.7)
+    assert re.search(words, problem)
 
 
 # --- steps after the last noise step: fewer, and of second order

@@ -95,7 +95,7 @@ def test_what_the_transformer_gets(make):
         sample__num_steps=6,
         sample__tail_steps=1,
         sample__noise_level=0.3,
-        sample__cps=True,
+        sample__transition="dance_sde",
     )
     calls = []
 
@@ -107,7 +107,7 @@ def test_what_the_transformer_gets(make):
     step = trained_steps(run)[0]
     assert (step.rollout.height, step.rollout.width) == (24, 24)
     assert len(step.rollout.sigmas) == 7
-    assert (step.rollout.noise_level, step.rollout.cps) == (0.3, True)
+    assert (step.rollout.noise_level, step.rollout.transition) == (0.3, "dance_sde")
     assert {inputs["encoder_hidden_states"].shape[1] for inputs in calls} == {8}
     guidance = torch.cat([inputs["guidance"] for inputs in calls])
     assert set(guidance.tolist()) == {2.5}
