@@ -46,7 +46,7 @@ class Policy(ABC):
     """
 
     # Suffixes of modules in ``transformer`` (docs/method.md §6)
-    lora_targets: ClassVar[tuple[str, ...]] = ()
+    lora_targets: tuple[str, ...] = ()
     edits_images: ClassVar[bool] = False  # an item may have a reference image
     needs_image: ClassVar[bool] = False  # an item must have a reference image
     several_images: ClassVar[bool] = False  # an item may have more than one

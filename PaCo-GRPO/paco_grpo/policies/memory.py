@@ -5,11 +5,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Offloaded:
@@ -68,7 +72,9 @@ def fits_beside_training(modules: Sequence[nn.Module], device: torch.device) -> 
 
 
 class TensorCache:
-    """Tuples of tensors by key, ``max_bytes`` in total (but at least one entry).
+    """Tensors, or tuples, lists and dicts with tensors, by key.
+
+    They have ``max_bytes`` in total (but there is at least one entry).
 
     The least recently used entries go first.
     """
@@ -76,22 +82,24 @@ class TensorCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._entries: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
 
-    def get(
-        self, key: Hashable, compute: Callable[[], tuple[torch.Tensor, ...]]
-    ) -> tuple[torch.Tensor, ...]:
+    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The tensors of ``key``: cached ones, or the result of ``compute``, moved to the CPU."""
         if key in self._entries:
             self._entries.move_to_end(key)
             return self._entries[key]
-        entry = tuple(tensor.cpu() for tensor in compute())
+        entry = tree_map_only(torch.Tensor, torch.Tensor.cpu, compute())
         self._entries[key] = entry
-        self.num_bytes += sum(tensor.nbytes for tensor in entry)
+        self.num_bytes += _num_bytes(entry)
         while self.num_bytes > self.max_bytes and len(self._entries) > 1:
             _, dropped = self._entries.popitem(last=False)
-            self.num_bytes -= sum(tensor.nbytes for tensor in dropped)
+            self.num_bytes -= _num_bytes(dropped)
         return entry
+
+
+def _num_bytes(entry: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(entry) if isinstance(leaf, torch.Tensor))
 
 
 # The frozen base of a transformer in 4 bits under a float32 LoRA (QLoRA, arXiv 2305.14314), with
